@@ -118,7 +118,7 @@ def random_weights() -> Iterator[Path]:
         (folder / "none").touch()
         for module in ("rewards.openclip", "rewards.pickscore", "rewards.imagereward"):
             stack.enter_context(mock.patch(f"{module}.read_state", lambda path: {}))
-            stack.enter_context(mock.patch(f"{module}.load_weights", lambda *_: None))
+            stack.enter_context(mock.patch(f"{module}.load_weights", lambda make, *_: make()))
         stack.enter_context(mock.patch("rewards.imagereward.renamed", lambda state, path: state))
         yield folder
 

@@ -12,6 +12,7 @@ import difflib
 import tomllib
 import typing
 from collections.abc import Iterable, Sequence
+from os.path import isfile  # Path.is_file raises for a name that is too long
 from pathlib import Path
 from typing import get_args
 
@@ -127,13 +128,13 @@ def _tree(source: str) -> Tree:
     """What a file, a preset's file or a composed name says, its layers not yet read."""
     if source.endswith(".toml") or "/" in source:
         path = Path(source)
-        if not path.is_file():
+        if not isfile(path):
             raise ConfigError(f"{source}: no such file; `sol-rl config --list` prints the presets")
         return _read(path)
     if source in (composed := _composed()):
         return composed[source]
     path = PRESETS / f"{source}.toml"
-    if not path.is_file():
+    if not isfile(path):
         raise ConfigError(
             f"{source}: no preset of that name{_nearest(source, preset_names())}; `sol-rl"
             " config --list` prints all"
@@ -173,7 +174,7 @@ def _with_layers(tree: Tree, source: str) -> Tree:
 def layer(name: str, source: str) -> Tree:
     """What the layer ``name`` says; ``source`` is who asks for it. Raises ConfigError."""
     path = LAYERS / f"{name}.toml"
-    if not path.is_file():
+    if not isfile(path):
         known = [str(p.relative_to(LAYERS).with_suffix("")) for p in LAYERS.rglob("*.toml")]
         raise ConfigError(
             f"{source}: layers: no layer {name!r}{_nearest(name, known)}; there are:"

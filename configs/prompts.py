@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from os.path import exists  # Path.exists raises for a name that is too long
 from pathlib import Path
 
 import xxhash
@@ -46,7 +47,7 @@ class Prompt:
 def prompt_file(name: str) -> Path:
     """The file that ``prompts.train`` or ``prompts.test`` names; the package has ``shapes/...``."""
     path = Path(name)
-    if not path.is_absolute() and not path.exists() and (ROOT / path).exists():
+    if not path.is_absolute() and not exists(path) and exists(ROOT / path):
         return ROOT / path
     return path
 

@@ -117,8 +117,18 @@ def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], Tree]:
                     " earlier checkpoint"
                 )
             files[name.removesuffix(ENDING)] = safetensors.torch.load(data)
+        if not isinstance(body["state"], dict):
+            raise TypeError("its state is no object")
         return files, body["state"]
-    except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        safetensors.SafetensorError,
+    ) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise CheckpointError(
             f"checkpoint {str(path)!r} cannot be read: {reason}: give a step directory of"

@@ -70,6 +70,7 @@ class LearnerState:
     def load(self, path: str | Path) -> tuple[Counts, Tree]:
         """(how far it was, its extra state). Raises CheckpointError before anything has changed."""
         files, state = checkpoint.read(path)
+        counts = _counts(path, state)
         if state["seed"] != self._config.seed:
             raise checkpoint.CheckpointError(
                 f"checkpoint {str(path)!r} is of run seed {state['seed']}, this run has seed"
@@ -90,7 +91,7 @@ class LearnerState:
             key: value for key, value in self._trained.state().items() if key.startswith(WEIGHT)
         }
         self._trained.load_state({**weights, **files["optimizer"]})
-        return Counts(state["done"], state["last_iteration"]), state["extra"]
+        return counts, state["extra"]
 
     def _check_optimizer(self, path: str | Path, tensors: dict[str, Tensor]) -> None:
         if not tensors:  # saved before the first update
@@ -103,3 +104,18 @@ class LearnerState:
                 f"step/{name}": torch.zeros(()),
             }
         checkpoint.require_same(tensors, wanted, f"checkpoint {str(path)!r}, optimizer")
+
+
+def _counts(path: str | Path, state: Tree) -> Counts:
+    """How far the learner was. Raises CheckpointError where that is not said."""
+    done, last = (state.get(key) for key in ("done", "last_iteration"))
+    if (
+        not state.keys() >= {"seed", "extra"}
+        or type(done) is not int
+        or type(last) not in (int, type(None))
+    ):
+        raise checkpoint.CheckpointError(
+            f"checkpoint {str(path)!r}: its {checkpoint.STATE} does not say how far the learner"
+            " was: resume from an earlier checkpoint"
+        )
+    return Counts(done, last)

@@ -27,7 +27,7 @@ def save_diffusers_lora(path: str | Path, state: dict[str, Tensor], lora: Lora) 
     The file is written under another name and renamed, so that it is whole or absent. Returns its
     path.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     modules = sorted({key.rsplit(".lora_", 1)[0] for key in state})
     if not modules:
@@ -49,7 +49,8 @@ def save_diffusers_lora(path: str | Path, state: dict[str, Tensor], lora: Lora) 
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {PREFIX + key: value.float().contiguous() for key, value in state.items()}
     with atomic.replacing(directory / FILE) as beside:
-        save_file(tensors, beside, metadata=metadata)
+        # save_file would not raise OSError where it may not write
+        beside.write_bytes(save(tensors, metadata=metadata))
     return directory / FILE
 
 

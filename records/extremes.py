@@ -119,7 +119,7 @@ def find_extremes(directory: Path) -> list[KeptIteration]:
     for index, folder in sorted(_directories(directory).items()):
         try:
             rows = json.loads((folder / INDEX).read_text("utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         if isinstance(rows, list):
             rows = [row for row in rows if isinstance(row, dict)]

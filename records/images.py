@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from os.path import isfile  # Path.is_file raises for a name that is too long
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +98,7 @@ def save_images(
 def find_images(directory: Path) -> RunImages:
     """The images that ``save_images`` has written; prompts that cannot be read are numbered."""
     prompts: dict[int, str] = {}
-    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
         prompts = {
             int(row["index"]): str(row["prompt"])
             for row in json.loads((directory / "prompts.json").read_text("utf-8"))
@@ -112,14 +113,14 @@ def find_images(directory: Path) -> RunImages:
     shown = {index for step in steps for index, _ in step.files}
     names = {index: prompts.get(index, f"prompt {index}") for index in sorted(shown | set(prompts))}
     sources = {index: directory / f"source_{index}.png" for index in names}
-    sources = {index: path for index, path in sources.items() if path.is_file()}
+    sources = {index: path for index, path in sources.items() if isfile(path)}
     return RunImages(names, sorted(steps, key=lambda one: one.step), sources)
 
 
 def load_step(directory: Path, step: int) -> np.ndarray:
     """The images of one step, uint8 [P, S, 3, H, W], of clips a frame from the middle.
 
-    Raises FileNotFoundError unless all were saved.
+    Raises FileNotFoundError unless all were saved, OSError for what are no images of one size.
     """
     found = next((one for one in find_images(directory).steps if one.step == step), None)
     if found is None:
@@ -135,9 +136,12 @@ def load_step(directory: Path, step: int) -> np.ndarray:
         raise FileNotFoundError(
             f"{missing[0]} is missing from the images of step {step} in {directory}"
         )
-    return np.stack(
-        [np.stack([read_image(found.files[row, column]) for column in columns]) for row in rows]
-    )
+    try:
+        return np.stack(
+            [np.stack([read_image(found.files[row, column]) for column in columns]) for row in rows]
+        )
+    except (ValueError, SyntaxError) as error:  # which Pillow raises for a file that is cut
+        raise OSError(f"images of step {step} in {directory}: {error}") from None
 
 
 def read_image(path: Path) -> np.ndarray:
@@ -206,11 +210,12 @@ def before_after(
         raise FileNotFoundError(
             f"{directory} holds images of {len(found.steps)} step: before and after need two"
         )
-    rows, head, gap = list(found.prompts.items())[:prompts], 26, 24
+    drawn, head, gap = sorted({index for index, _ in found.steps[0].files}), 26, 24
     both = [
         load_step(directory, one.step)[:prompts, :noises]
         for one in (found.steps[0], found.steps[-1])
     ]
+    rows = drawn[: min(map(len, both))]
     scale = max(1, round(height / both[0].shape[3]))
     strips = [[grid(step[row : row + 1], scale=scale) for step in both] for row in range(len(rows))]
     _, tall, wide = strips[0][0].shape
@@ -220,9 +225,9 @@ def before_after(
     bold = ImageFont.load_default(16)
     for column, title in enumerate(("before", "after")):
         draw.text((gap + column * (wide + gap), 5), title, fill="#555", font=bold)
-    for row, (_, prompt) in enumerate(rows):
+    for row, index in enumerate(rows):
         top = head + row * (tall + 30)
-        draw.text((gap, top + 6), prompt, fill="#111", font=small)
+        draw.text((gap, top + 6), found.prompts[index], fill="#111", font=small)
         for column in (0, 1):
             sheet.paste(to_pil(strips[row][column]), (gap + column * (wide + gap), top + 26))
     return sheet

@@ -190,10 +190,18 @@ class RunDirectory:
             write_text(file, "".join(rows))
 
         # the evaluation before an iteration has its number
-        keep(self.metrics_file, lambda r: r["iteration"] < iteration + (r["kind"] == "evaluation"))
+        def number(row: Row, key: str) -> float:
+            """A row that does not say when it is from is forgotten."""
+            found = finite(row.get(key))
+            return math.inf if found is None else found
+
+        def due(row: Row) -> int:
+            return iteration + (row.get("kind") == "evaluation")
+
+        keep(self.metrics_file, lambda row: number(row, "iteration") < due(row))
         extremes.forget_from(self.images, iteration)
-        keep(self.selections_file, lambda row: row["iteration"] < iteration)
-        keep(self.events_file, lambda row: row["time"] <= moment)
+        keep(self.selections_file, lambda row: number(row, "iteration") < iteration)
+        keep(self.events_file, lambda row: number(row, "time") <= moment)
         if math.isfinite(moment):
             timeline.forget_after(self.timeline_file, moment)
 
@@ -236,21 +244,27 @@ def _append(path: Path, row: Mapping[str, object]) -> None:
 
 
 def rows_of(path: Path) -> Iterator[Row]:
-    """Rows of a JSON-lines file; a line cut short by a kill is passed over."""
+    """Rows of a JSON-lines file; a line cut short by a kill, or damaged, is passed over."""
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(row, dict):
+            yield row
 
 
 def finite(value: object) -> float | None:
     """``value`` as a float when it is a finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int of more digits than a float holds
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _plain(value: object) -> object:

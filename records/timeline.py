@@ -21,6 +21,8 @@ from records import atomic
 
 log = logging.getLogger(__name__)
 FILE = "timeline.jsonl"
+LATEST_S = 1e12
+"""Later than any clock: what says so is damaged."""
 HELD_S = 1.0
 """Lines are written when the last writing was so long ago, and at the end of an iteration."""
 MOST_BYTES = 64 << 20
@@ -211,6 +213,12 @@ def _parsed(line: str) -> Span | None:
     try:
         row = json.loads(line)
         span = Span(**{**row, "unit": tuple(row["unit"])})
-        return span if span.ended >= span.started else None
-    except (ValueError, TypeError, KeyError):
-        return None
+        words = all(isinstance(word, str) for word in (span.service, span.work, span.outcome))
+        counts = all(type(number) is int for number in (span.actor, span.incarnation, span.attempt))
+        units = all(isinstance(part, int | str) for part in span.unit)
+        times = type(span.started) in (int, float) and type(span.ended) in (int, float)
+        if words and counts and units and times and 0 <= span.started <= span.ended <= LATEST_S:
+            return span if isinstance(span.version, int | None) else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    return None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +18,7 @@ HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<fil
 FILE_ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".txt")
 """A name that ends so is a file's, not a repository's."""
 ROOT = Path(__file__).parent.parent
+M = TypeVar("M", bound=torch.nn.Module)
 ADVICE = "docs/rewards.md says where to get it"
 
 
@@ -43,9 +45,18 @@ def repository(source: str, names: Sequence[str]) -> str | None:
 
 def local(source: str, names: Sequence[str]) -> Path | None:
     """As ``locate`` without a network: None for a hub id. Raises ScorerSetupError for no file."""
-    path = Path(source).expanduser()
-    if not path.is_absolute() and not path.exists() and source.startswith("shapes/"):
+    path = Path(os.path.expanduser(source))  # Path's own raises where there is no such user
+    if not path.is_absolute() and not os.path.exists(path) and source.startswith("shapes/"):
         path = ROOT / path
+    try:
+        return _here(path, names) or _hub_id(source)
+    except OSError as error:  # a right that is missing, a name too long, links in a circle
+        raise ScorerSetupError(
+            f"{source!r} cannot be read ({error.strerror or error}): give another path; {ADVICE}"
+        ) from None
+
+
+def _here(path: Path, names: Sequence[str]) -> Path | None:
     if path.is_file():
         return path
     if path.is_dir():
@@ -55,6 +66,11 @@ def local(source: str, names: Sequence[str]) -> Path | None:
                 f"{str(path)!r} holds none of {', '.join(names)}: give the file itself; {ADVICE}"
             )
         return found
+    return None
+
+
+def _hub_id(source: str) -> None:
+    """Raises ScorerSetupError where ``source`` names no repository of the hub."""
     if (
         HUB_ID.fullmatch(source) is None
         or source.startswith("shapes/")
@@ -66,7 +82,6 @@ def local(source: str, names: Sequence[str]) -> Path | None:
             f"there is no checkpoint {source!r}: give a file, a directory, or a hub id owner/name;"
             f" {made}"
         )
-    return None
 
 
 def fetch(repo: str, name: str) -> Path | None:
@@ -109,14 +124,16 @@ def _download(repo: str, names: Sequence[str]) -> Path:
 
 def pretrained(kind: Any, place: str | Path, **settings: object) -> Any:
     """transformers' model of class ``kind``; where weights are missing it would make some up and go
-    on: here ValueError is raised.
+    on: here ValueError is raised. Raises ScorerSetupError for weights that are not finite.
     """
     model, told = kind.from_pretrained(
         place, use_safetensors=True, output_loading_info=True, **settings
     )
+    # buffers are computed where a file lacks them
     absent = sorted({name for name, _ in model.named_parameters()} & set(told["missing_keys"]))
     if absent:
         raise ValueError(f"{len(absent)} weights are missing, the first: {absent[0]}")
+    require_finite(model.state_dict(), place)
     return model
 
 
@@ -128,11 +145,12 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
         raise ScorerSetupError(str(error)) from None
 
 
-def load_weights(
-    model: torch.nn.Module, state: dict[str, torch.Tensor], path: Path, what: str
-) -> None:
-    """Copy ``state`` into ``model``. Raises ScorerSetupError where a name or a shape differs."""
-    own = model.state_dict()
+def load_weights(make: Callable[[], M], state: dict[str, torch.Tensor], path: Path, what: str) -> M:
+    """The model that ``make`` builds, with ``state`` in it. Raises ScorerSetupError where a name, a
+    shape or a type differs, and for a weight that is no finite number.
+    """
+    with torch.device("meta"):  # a description of another model may be of one without end
+        own = make().state_dict()
     scalars = {
         name for name in own.keys() & state.keys() if own[name].numel() == 1 == state[name].numel()
     }
@@ -153,4 +171,20 @@ def load_weights(
                 f"{path}: no weights of {what}: {name!r} is {list(state[name].shape)}, not"
                 f" {list(value.shape)}; set architecture to what the checkpoint was trained as"
             )
+        if value.is_floating_point() != state[name].is_floating_point():
+            raise ScorerSetupError(
+                f"{path}: no weights of {what}: {name!r} is {state[name].dtype}, not {value.dtype}"
+            )
+    require_finite(state, path)
+    model = make()
     model.load_state_dict(state)
+    return model
+
+
+def require_finite(state: Mapping[str, torch.Tensor], path: str | Path) -> None:
+    """Raises ScorerSetupError for a weight that is infinite or no number: no score would be one."""
+    for name, value in state.items():
+        if value.is_floating_point() and not torch.isfinite(value).all():
+            raise ScorerSetupError(
+                f"{path}: {name!r} holds values that are not finite: the file is damaged; {ADVICE}"
+            )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from configs.rewards import Rewards
+from records.errors import described
 from rewards import build
 from rewards.base import Metadata, Scorer, ScorerError, check, require_images
 from rewards.clips import Asked, as_clips, as_images
@@ -230,7 +231,7 @@ class WeightedScorer:
             except Exception as error:
                 if type(error).__name__ == "OutOfMemoryError":  # torch's: no try would go better
                     raise
-                failures.append(f"scorer {label!r} raised {type(error).__name__}: {error}")
+                failures.append(f"scorer {label!r} raised {described(error)}")
                 scores[label] = np.full(len(images), np.nan, np.float32)
                 continue
             work[label] = len(asked.images), time.perf_counter() - start

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from records.errors import first_line
 from rewards.base import (
@@ -39,6 +40,22 @@ TEMPLATES = (
     "a photo of a {c}-colored {name}",
     "a photo of a {c} object",
 )
+
+
+WANTED = (
+    "give a directory with config.json, preprocessor_config.json and model.safetensors, or a hub id"
+)
+DAMAGED = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RuntimeError,
+    StrictDataclassError,
+)
+"""What transformers raises for files with other values, or values of other types, than it knows."""
 
 
 class GenEvalScorer(BuiltIn):
@@ -95,10 +112,15 @@ class GenEvalScorer(BuiltIn):
         colors = ClipScore.model_bytes({**clip, "dtype": settings.get("dtype", "fp32")})
         if path is None or colors is None:
             return None
-        with torch.device("meta"):
-            config = Mask2FormerConfig.from_pretrained(path.parent)
-            made: Any = Mask2FormerForUniversalSegmentation
-            model: torch.nn.Module = made(config)
+        made: Any = Mask2FormerForUniversalSegmentation
+        try:
+            with torch.device("meta"):
+                model: torch.nn.Module = made(Mask2FormerConfig.from_pretrained(path.parent))
+        except DAMAGED as error:
+            raise ScorerSetupError(
+                f"{path.parent}: its config.json makes no Mask2Former"
+                f" ({first_line(error)[:200]}): {WANTED}"
+            ) from None
         return colors + sum(each.numel() * 4 for each in model.parameters())
 
     def __call__(
@@ -199,13 +221,15 @@ def _load(source: str) -> tuple[Mask2FormerForUniversalSegmentation, Any]:
     place: str | Path = source if path is None else path.parent
     try:
         model = pretrained(Mask2FormerForUniversalSegmentation, place, dtype=torch.float32)
-        return model, AutoImageProcessor.from_pretrained(place)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        processor = AutoImageProcessor.from_pretrained(place)
+        grey = np.full((3, 64, 64), GREY, np.uint8)
+        processor([grey], return_tensors="pt", input_data_format="channels_first")
+    except DAMAGED as error:
         raise ScorerSetupError(
             f"detector = {source!r}: no Mask2Former of transformers ({first_line(error)[:200]}):"
-            " give a directory with config.json, preprocessor_config.json and model.safetensors, or"
-            " a hub id"
+            f" {WANTED}"
         ) from None
+    return model, processor
 
 
 def _upsampled(masks: torch.Tensor, used: torch.Tensor, size: Sequence[int]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,8 +124,8 @@ class ImageReward(PairedScorer):
         super().__init__(batch_size, dtype, device)
         self.tokenise = bert_tokenizer(vocabulary)
         path = locate(checkpoint, self.paths["checkpoint"])
-        model = self.network({"architecture": architecture})
-        load_weights(model, renamed(read_state(path), path), path, "ImageReward")
+        network = partial(self.network, {"architecture": architecture})
+        model = load_weights(network, renamed(read_state(path), path), path, "ImageReward")
         self.model = model.to(self.device, self.dtype).eval()
 
     @staticmethod

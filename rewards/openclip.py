@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from configs.section import Tree
+from records.errors import first_line
 from rewards.base import ScorerSetupError, Settings
 from rewards.checkpoints import fetch, load_weights, local, locate, read_state, repository
 from rewards.images import CLIP_MEAN, CLIP_STD, crop_square, normalise, pad_square, to_float
@@ -26,6 +28,20 @@ FILES = (
     "model.safetensors",
     "open_clip_pytorch_model.bin",
 )
+
+
+SIZES = (
+    "width",
+    "layers",
+    "heads",
+    "head_width",
+    "patch_size",
+    "image_size",
+    "vocab_size",
+    "context_length",
+)
+MOST, MOST_LAYERS = 2**20, 1000
+"""Beyond what any model has, and few enough that to build one comes to an end."""
 
 
 class OpenClipScorer(PairedScorer):
@@ -55,13 +71,13 @@ class OpenClipScorer(PairedScorer):
         described = self._description(checkpoint, architecture is not None)
         path = locate(checkpoint, self.paths["checkpoint"])
         cfg = _config(architecture or described.get("model_cfg") or self.default)
-        self.model = _build(cfg)
-        load_weights(self.model, read_state(path), path, str(architecture or self.default))
+        what = str(architecture or self.default)
+        self.model = load_weights(partial(_build, cfg), read_state(path), path, what)
         self.model.to(self.device, self.dtype).eval()
         self.tokenise = _tokenizer(cfg, path)
         told = described.get("preprocess_cfg", {})
         self.mean, self.std = told.get("mean", CLIP_MEAN), told.get("std", CLIP_STD)
-        self.size = int(cfg["vision_cfg"]["image_size"])
+        self.size = int(cfg["vision_cfg"].get("image_size", 224))
 
     @classmethod
     def network(cls, settings: Settings) -> torch.nn.Module | None:
@@ -142,10 +158,30 @@ class HPSv2(OpenClipScorer):
 
 
 def _read_description(file: Path) -> Tree:
+    """What open_clip_config.json says. Raises ScorerSetupError for another form of it."""
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
+        told = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, RecursionError, TypeError, ValueError) as error:
         raise ScorerSetupError(f"{file}: no JSON object ({error}): remove it, or fix it") from None
+    for key in ("model_cfg", "preprocess_cfg"):
+        if not isinstance(told.get(key, {}), dict):
+            raise ScorerSetupError(f"{file}: {key} = {str(told[key])[:80]}: a table is expected")
+    for key in ("mean", "std"):
+        values = told.get("preprocess_cfg", {}).get(key, CLIP_STD)
+        if not _is_colour(values) or (key == "std" and not all(values)):
+            raise ScorerSetupError(
+                f"{file}: {key} = {str(values)[:80]}: a finite number for each of three colours is"
+                " expected"
+            )
+    return told
+
+
+def _is_colour(values: object) -> bool:
+    return (
+        isinstance(values, list | tuple)
+        and len(values) == 3
+        and all(type(each) in (int, float) and abs(each) <= MOST for each in values)
+    )
 
 
 def _config(wanted: str | Tree) -> Tree:
@@ -158,6 +194,18 @@ def _config(wanted: str | Tree) -> Tree:
             f"architecture = {wanted!r}: open_clip has no such model; `open_clip.list_models()`"
             " names all"
         )
+    for key in ("vision_cfg", "text_cfg"):
+        if not isinstance(found.get(key, {}), dict):
+            raise ScorerSetupError(f"architecture: {key} = {str(found[key])[:80]}: no table")
+    sizes = {"embed_dim": found.get("embed_dim", 1)}
+    sizes |= {key: found.get("vision_cfg", {}).get(key, 1) for key in SIZES}
+    sizes |= {f"text {key}": found.get("text_cfg", {}).get(key, 1) for key in SIZES}
+    for key, size in sizes.items():
+        if type(size) is not int or not 1 <= size <= (MOST_LAYERS if "layers" in key else MOST):
+            raise ScorerSetupError(
+                f"architecture: {key} = {str(size)[:80]}: a whole number from 1 up is expected, as"
+                " models have it"
+            )
     lacking = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if key not in found]
     if lacking or found.get("custom_text") or "hf_model_name" in found.get("text_cfg", {}):
         why = f"lacks {', '.join(lacking)}" if lacking else "has a text tower of its own"
@@ -173,9 +221,18 @@ def _build(cfg: Tree) -> open_clip.CLIP:
 
     try:
         return open_clip.CLIP(**{key: value for key, value in cfg.items() if key != "custom_text"})
-    except (TypeError, ValueError, AssertionError) as error:
+    # what open_clip computes with values that are of another type, or do not go together
+    except (
+        AssertionError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise ScorerSetupError(
-            f"architecture: open_clip cannot build it: {error}: fix {cfg}"
+            f"architecture: open_clip cannot build it: {first_line(error)}: fix {cfg}"
         ) from None
 
 
@@ -191,9 +248,19 @@ def _tokenizer(cfg: Tree, path: Path) -> SimpleTokenizer | HFTokenizer:
             f"{path.parent}: {CONFIG} names a tokenizer, but there is no tokenizer.json: give a"
             " directory with both"
         )
-    tokenizer = HFTokenizer(str(path.parent), context_length=length)
-    wanted, found = int(cfg["text_cfg"]["vocab_size"]), len(tokenizer.tokenizer)
-    if found != wanted:
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(path.with_name("tokenizer.json")))
+        tokenizer = HFTokenizer(str(path.parent), context_length=length)
+        tokenizer(["a"])
+        found = len(tokenizer.tokenizer)
+    except Exception as error:  # tokenizers raises Exception itself
+        raise ScorerSetupError(
+            f"{path.parent}: tokenizer.json and tokenizer_config.json make no tokenizer"
+            f" ({first_line(error)[:200]}): give a directory with both"
+        ) from None
+    if found != (wanted := int(cfg["text_cfg"].get("vocab_size", 49408))):
         raise ScorerSetupError(
             f"{path.parent}: the tokenizer has {found} words, the model {wanted}: they do not"
             " belong together"

@@ -90,8 +90,12 @@ class PairedScorer(BuiltIn, ABC):
 
 
 def cosine(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Row by row, in FP32: [B, D] and [B, D] -> [B]."""
-    return torch.nn.functional.cosine_similarity(left.float(), right.float(), dim=-1)
+    """Row by row, in FP32: [B, D] and [B, D] -> [B]; NaN where one of them is zero, as damaged
+    weights may make it: that is no score.
+    """
+    there = left.any(-1) & right.any(-1)
+    found = torch.nn.functional.cosine_similarity(left.float(), right.float(), dim=-1)
+    return torch.where(there, found, torch.nan)
 
 
 def distinct(prompts: Sequence[str]) -> tuple[list[str], list[int]]:

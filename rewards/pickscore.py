@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,14 +62,13 @@ class PickScore(PairedScorer):
     ) -> None:
         super().__init__(batch_size, dtype, device)
         path = locate(checkpoint, self.paths["checkpoint"])
-        self.model: Any = self.network({"architecture": architecture})
         state = {
             name: value
             for name, value in read_state(path).items()
             if not name.endswith(".position_ids")
         }
-        load_weights(
-            self.model,
+        self.model: Any = load_weights(
+            partial(self.network, {"architecture": architecture}),
             state,
             path,
             "transformers' CLIPModel ViT-H/14" if architecture is None else "this CLIPModel",

@@ -2,14 +2,25 @@
 slow form and in ``python -m tools.fuzz``.
 """
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from cli.main import COMMANDS, main
 from tools.fuzz.__main__ import fuzz, run
+from tools.fuzz.commands import commands
+from tools.fuzz.damage import REMOVED, Change
 from tools.fuzz.inputs import keys
-from tools.fuzz.promises import Wrong, command, finite
-from tools.fuzz.targets import Target, targets
+from tools.fuzz.promises import Wrong, command, digest, finite, outcome
+from tools.fuzz.seams import seams
+from tools.fuzz.target import Target, copied, example_run
+from tools.fuzz.targets import targets
 
-FEW, MANY = 30, 1500
+FEW, MANY = 20, 1500
+SOL_RL = Path(sys.executable).with_name("sol-rl")
 
 
 @pytest.mark.parametrize("name", sorted(targets()))
@@ -21,6 +32,72 @@ def test_a_few_inputs_of_each_kind(name):
 @pytest.mark.timeout(1800)
 def test_many_inputs(capsys):
     assert run(sorted(targets()), MANY, seed=1) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(["train", "quickstart", "--resume"], marks=pytest.mark.slow),
+        pytest.param(["evaluate", "RUN", "--prompts", "nowhere.txt"], marks=pytest.mark.slow),
+        ["status", "--address", "127.0.0.1:1"],
+    ],
+    ids=["train", "evaluate", "status"],
+)
+def test_a_process_refuses_as_the_fuzzer_sees_it(tmp_path, monkeypatch, capfd, given):
+    """Where nothing is to be started, what stops the fuzzer's commands there changes nothing."""
+    run = copied(example_run(), tmp_path / "run")
+    words = [str(run) if word == "RUN" else word for word in given]
+    monkeypatch.chdir(tmp_path)
+    with seams():
+        assert main(words) == 2
+    here = capfd.readouterr().err
+    there = subprocess.run([SOL_RL, *words], capture_output=True, text=True, timeout=120)
+    assert (there.returncode, there.stderr) == (2, here)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["train", "quickstart"],
+        ["evaluate", "RUN"],
+        ["compare", "quickstart", "--set", "run_root=here"],
+        ["fidelity", "quickstart", "--seeds", "48", "--out", "here"],
+        ["status", "--address", "auto"],
+    ],
+    ids=lambda given: given[0],
+)
+def test_what_would_start_something_is_stopped_there(tmp_path, monkeypatch, given):
+    run = copied(example_run(), tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a process was started"))
+    before = digest(run)
+    assert outcome(*(str(run) if word == "RUN" else word for word in given))[0] is None
+    assert digest(run) == before
+
+
+def test_the_options_of_every_command_are_tried():
+    """They are read from its parser; a value that is good is known for each that takes one."""
+    assert set(commands()) == set(COMMANDS)
+    taking = {a.option_strings[0][2:] for c in commands().values() for a in c if a.option_strings}
+    assert {"set", "resume", "runs", "checkpoint", "address", "out", "gpus"} <= taking
+
+
+def test_a_change_is_of_one_file(tmp_path):
+    """The others stay; what is made of it is what the change says."""
+    for number, how in enumerate(["gone", "directory", "loop", "empty"]):
+        there = copied(example_run(), tmp_path / str(number))
+        before = digest(there)
+        Change("config.json", how).make(there)
+        name = str(there / "config.json")
+        after = digest(there)
+        assert {k: v for k, v in after.items() if k != name} == {
+            k: v for k, v in before.items() if k != name
+        }
+        assert after.get(name, "gone")[:9] != before[name][:9]
+    there = copied(example_run(), tmp_path / "run")
+    Change("config.json", "value", ((None, "config", "seed"), REMOVED)).make(there)
+    assert "seed" not in json.loads((there / "config.json").read_text())["config"]
 
 
 def test_what_is_wrong_is_found():

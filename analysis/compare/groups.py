@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
+from os.path import isfile
 from pathlib import Path
 
 from analysis.report.data import read_run
@@ -137,7 +138,7 @@ def _run_directories(directories: Sequence[Path]) -> list[Path]:
     for path in directories:
         inside = (
             [path]
-            if (path / "config.json").is_file()
+            if isfile(path / "config.json")
             else sorted(each.parent for each in path.glob("*/config.json"))
         )
         if not inside:

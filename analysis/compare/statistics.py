@@ -40,6 +40,8 @@ def mean_of(values: Sequence[float]) -> Mean:
     """Mean and standard error s / sqrt(n), s with n - 1; NaN where there are too few values."""
     if not values:
         return NOTHING
+    if not all(map(math.isfinite, values)):  # statistics.stdev would raise
+        return Mean(math.nan, math.nan, len(values))
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return Mean(statistics.fmean(values), error, len(values))
 

@@ -193,7 +193,7 @@ def _json(path: Path, remarks: list[str]) -> object:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         remarks.append(f"{path.name} is missing")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         remarks.append(f"{path.name} cannot be read ({error})")
     return None
 
@@ -213,7 +213,7 @@ def _lines(path: Path, remarks: list[str]) -> list[Row]:
             continue
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             bad += line.endswith("\n")
             continue
         if isinstance(row, dict):

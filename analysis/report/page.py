@@ -13,7 +13,7 @@ from pathlib import Path
 
 from analysis.report import parts, rewards, sections
 from analysis.report.agreement import agreement
-from analysis.report.data import RunData, read_run
+from analysis.report.data import RunData, finite, read_run
 from analysis.report.events import happenings
 from analysis.report.extremes import OPEN, kept_iterations, thinned
 from analysis.report.gallery import gallery
@@ -88,7 +88,8 @@ def _quantized(run: RunData) -> Table | None:
     groups: dict[tuple[bool, str], list[int]] = {}
     for row in run.quantisation:
         shape = row.get("shape")
-        weights = math.prod(int(size) for size in shape) if isinstance(shape, list | tuple) else 0
+        sizes = [finite(size) for size in shape] if isinstance(shape, list) else [0]
+        weights = math.prod(int(size or 0) for size in sizes)
         entry = groups.setdefault((bool(row.get("quantised")), str(row.get("why", ""))), [0, 0])
         entry[0] += 1
         entry[1] += weights

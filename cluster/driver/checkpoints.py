@@ -11,8 +11,21 @@ from typing import Any, TypedDict, cast
 
 from cluster.driver.rank_monitor import MonitorState, RankMonitor
 from cluster.driver.services import ActorServices
-from learner.checkpoint import latest_checkpoint, read
+from configs.section import Tree
+from learner.checkpoint import STATE, CheckpointError, latest_checkpoint, read
 from records.rundir import RunDirectory
+
+NUMBER, WORD = (int, float), (str, type(None))
+KINDS = {
+    "iteration": (int,),
+    "time": NUMBER,
+    "seconds": NUMBER,
+    "samples_seen": (int,),
+    "guard": (dict,),
+    "backend": WORD,
+}
+GUARDED = {"backend": WORD, "backend_before": WORD, "below": (int, type(None))}
+"""Types of what a checkpoint keeps of the run, and of its ``guard``."""
 
 
 class Saved(TypedDict):
@@ -93,7 +106,7 @@ class Checkpoints:
         }  # fmt: skip
         if path is not None:
             # over the defaults: an older checkpoint may lack a field
-            saved = cast(Saved, saved | read(path)[1]["extra"])
+            saved = saved | saved_at(path)
         position.next_iteration = saved["iteration"]
         position.samples_seen = saved["samples_seen"]
         # what was just read need not be written again before the next update
@@ -104,6 +117,31 @@ class Checkpoints:
             position.seconds_before = saved["seconds"]
             self._services.weights.chosen = saved["backend"]
         self._rundir.truncate(saved["iteration"], math.inf if in_process else saved["time"])
-        rows = (row for row in reversed(self._rundir.metrics()) if row["kind"] == "iteration")
+        rows = (r for r in reversed(self._rundir.metrics()) if r.get("kind") == "iteration")
         position.last_row = next(rows, dict[str, Any]())
         return path
+
+
+def saved_at(path: Path) -> Saved:
+    """What the driver kept in a checkpoint. Raises CheckpointError where it is damaged."""
+    extra: object = read(path)[1].get("extra")
+    if not isinstance(extra, dict) or not _fits(cast(Tree, extra)):
+        raise CheckpointError(
+            f"checkpoint {str(path)!r}: its {STATE} does not say how far the run was: resume from"
+            " an earlier checkpoint"
+        )
+    return cast(Saved, extra)
+
+
+def _fits(extra: Tree) -> bool:
+    """Whether all that is kept has the types of ``Saved``; an older checkpoint may lack a field."""
+    if any(key in extra and not _is(extra[key], kinds) for key, kinds in KINDS.items()):
+        return False
+    guard = cast(Tree, extra.get("guard", {}))
+    return all(_is(guard.get(key), kinds) for key, kinds in GUARDED.items())
+
+
+def _is(value: object, kinds: tuple[type, ...]) -> bool:
+    """Whether a value is of one of ``kinds``, and a number that is at least zero."""
+    number = isinstance(value, int | float)
+    return type(value) in kinds and (not number or 0 <= value < math.inf)

@@ -72,6 +72,11 @@ def evaluate_run(
     check_model(config)
     check_prompts(config, prompts)
     check_scorers(config)
+    target = _target(rundir.path / "evaluations", path.name, given)
+    try:
+        checkpoint.read(path)
+    except checkpoint.CheckpointError as error:
+        raise RunFailed(str(error)) from None
     join_or_start_ray(config)
     try:
         results = asyncio.run(_evaluate_all(rundir, config, path, prompts))
@@ -79,7 +84,6 @@ def evaluate_run(
         ray.shutdown()  # pyright: ignore[reportUnknownMemberType]
     base = results["base"].rewards
     rows = {name: result.row(None if name == "base" else base) for name, result in results.items()}
-    target = _target(rundir.path / "evaluations", path.name, given)
     target.parent.mkdir(exist_ok=True)
     step = checkpoint.step_of(path)
     for name, result in results.items():
@@ -112,9 +116,17 @@ def _target(folder: Path, checkpoint_name: str, given: str | None) -> Path:
     stem = f"compare_{checkpoint_name}-{re.sub(r'[^A-Za-z0-9_-]+', '_', file.stem)[:100]}"
     for number in itertools.count(1):
         target = folder / f"{stem}{f'-{number}' if number > 1 else ''}.json"
-        if not target.exists() or json.loads(target.read_text()).get("prompt_file") == str(file):
+        if not target.exists() or _prompt_file_of(target) == str(file):
             return target
     raise AssertionError("numbers end")
+
+
+def _prompt_file_of(scores: Path) -> object:
+    """The prompt file of scores that are there; None where they cannot be read."""
+    try:
+        return json.loads(scores.read_bytes())["prompt_file"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 async def _evaluate_all(

@@ -43,7 +43,7 @@ class RankMonitor:
         # of the next version to be published; None: as rollout actors are configured
         self.backend = state.get("backend")
         self.backend_before = state.get("backend_before")  # of the version before that
-        self.below = state.get("below", 0)  # iterations in a row
+        self.below = state.get("below") or 0  # iterations in a row
 
     @property
     def state(self) -> MonitorState:

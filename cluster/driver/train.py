@@ -8,6 +8,7 @@ from functools import partial
 
 import ray
 
+from cluster.driver.checkpoints import saved_at
 from cluster.driver.connect import check_run_root, join_or_start_ray
 from cluster.driver.layout import on_this_cluster
 from cluster.driver.session import Session
@@ -16,7 +17,7 @@ from cluster.driver.store import check_store
 from cluster.runtime.nodes import find_room
 from configs.prompts import read_prompts, refuse_overlap
 from configs.schema import RunConfig
-from learner.checkpoint import CheckpointError
+from learner.checkpoint import CheckpointError, latest_checkpoint
 from planning.layouts.numbers import as_recorded
 from planning.layouts.resolve import keep_layout
 from planning.layouts.threads import keep_threads
@@ -52,6 +53,7 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
             check_resumable(as_recorded(config, started), rundir)
             config = keep_threads(keep_layout(config, started), started)
             alone.enter_context(rundir.held())
+            refuse_damaged(rundir)
         with waiting("starting Ray"):
             joined = join_or_start_ray(config)
         try:
@@ -73,3 +75,13 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
         finally:
             ray.shutdown()  # pyright: ignore[reportUnknownMemberType]
     return rundir
+
+
+def refuse_damaged(rundir: RunDirectory) -> None:
+    """Raises RunFailed where the checkpoint to go on from is not what was written."""
+    newest = latest_checkpoint(rundir.checkpoints)
+    try:
+        if newest is not None:
+            saved_at(newest)
+    except CheckpointError as error:
+        raise RunFailed(str(error)) from None

@@ -72,21 +72,37 @@ def wants_token(error: BaseException | None) -> bool:
 
 
 def require_listener(address: str, given_as: str = "--address") -> None:
-    """Raises ConfigError when ``address``, host:port, accepts no connection.
+    """Raises ConfigError when ``address``, host:port, accepts no connection, or does not speak
+    gRPC's protocol, HTTP/2.
 
-    Ray itself tries for minutes before it gives up. Other addresses, such as ``auto``, are left to
-    Ray.
+    Ray itself tries for many minutes before it gives up. Other addresses, such as ``auto``, are
+    left to Ray.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), LISTENER_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), LISTENER_S) as to:
+            if os.environ.get("RAY_USE_TLS", "0") == "0" and not _speaks_http2(to):
+                raise ConfigError(
+                    f"{given_as} {address}: what listens there is no head of a Ray cluster; give"
+                    " host:port of one (6379 unless it was started otherwise), or its dashboard's"
+                    " URL, http://HOST:8265"
+                )
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"{given_as} {address}: no Ray cluster answers there ({error}); give host:port of"
             " its head"
         ) from None
+
+
+def _speaks_http2(to: socket.socket) -> bool:
+    """Whether the other side answers as HTTP/2 servers begin (RFC 9113, 3.4): with its settings."""
+    to.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+    head = b""
+    while len(head) < 9 and (more := to.recv(9 - len(head))):
+        head += more
+    return head[3:] == b"\4\0\0\0\0\0"  # after its length: settings, no flags, stream 0
 
 
 def states(name: str | None) -> dict[str, RunState]:

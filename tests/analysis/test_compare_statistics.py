@@ -52,3 +52,9 @@ def test_time_to_a_gain_lies_on_the_straight_line_between_evaluations():
     assert time_to(found, math.nan) is None
     # two points: the way between them was not seen
     assert time_to(curve((0, 0.0), (30, 0.4)), 0.1) is None
+
+
+def test_a_value_that_is_not_known_leaves_the_mean_unknown():
+    """Seconds of an iteration whose row is damaged; statistics.stdev raised AttributeError."""
+    unknown = mean_of([1.0, math.nan])
+    assert math.isnan(unknown.mean) and math.isnan(unknown.error) and unknown.count == 2

@@ -15,6 +15,7 @@ from cli.main import main
 from cluster.driver import offline
 from cluster.driver.evaluation import Evaluation
 from configs.load import ConfigError, load
+from learner import checkpoint
 from records.rundir import RunDirectory
 from tests.cluster.runs import tiny_config
 
@@ -24,7 +25,7 @@ def rundir(tiny_sd3_dir, tmp_path) -> RunDirectory:
     config = tiny_config(tiny_sd3_dir, tmp_path, "made")
     made = RunDirectory.of(config)
     made.create(config)
-    (made.checkpoints / "step_000003").mkdir()
+    checkpoint.write(made.checkpoints / "step_000003", {}, {})
     return made
 
 

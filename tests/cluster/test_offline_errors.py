@@ -1,5 +1,5 @@
-"""``sol-rl evaluate`` and ``export`` on runs that cannot be used: one line and the exit code of the
-contract. Nothing is started.
+"""``sol-rl evaluate``, ``export`` and ``train --resume`` on runs that cannot be used: one line and
+the exit code of the contract. Nothing is started.
 """
 
 import json
@@ -9,7 +9,8 @@ import pytest
 from cli.main import main
 from learner.trainer import Trainer
 from records.rundir import RunDirectory
-from tests.cluster.runs import tiny_config
+from tests.cluster.runs import tiny_config, write_toml
+from tools.fuzz.damage import nobody
 
 
 @pytest.fixture
@@ -55,3 +56,42 @@ def test_export_to_where_nothing_can_be_written(trained, tmp_path, capsys):
     assert said(capsys).endswith(
         "lora: cannot be written (Not a directory): give another directory"
     )
+
+
+def test_export_to_a_directory_without_the_right_to_write(trained, tmp_path, capsys):
+    there = tmp_path / "lora"
+    there.mkdir(mode=0o555)
+    for path in (tmp_path, *tmp_path.parents[:2]):
+        path.chmod(0o755)
+    with nobody():
+        assert main(["export", str(trained.path), str(there)]) == 2
+    assert said(capsys).endswith(
+        "lora: cannot be written (Permission denied): give another directory"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("old.safetensors", lambda body: body[:-1]),
+        ("state.json", lambda body: body.replace(b'"extra": {', b'"extra": {"iteration": "two",')),
+        ("state.json", lambda body: body.replace(b'"extra"', b'"other"')),
+        ("state.json", lambda body: b'{"format": 1, "files": [], "state": {}}'),
+    ],
+)
+def test_a_damaged_checkpoint_is_told_before_ray_is_started(
+    trained, tmp_path, monkeypatch, capsys, name, change
+):
+    """It was told when Ray and, for ``evaluate``, all actors had started."""
+    from cluster.driver import offline, train
+
+    for module in (offline, train):
+        monkeypatch.setattr(module, "join_or_start_ray", lambda config: pytest.fail("started"))
+    file = trained.checkpoints / "step_000002" / name
+    file.write_bytes(change(file.read_bytes()))
+    config = write_toml(trained.configuration(), tmp_path)
+    assert main(["train", str(config), "--resume"]) == 3
+    assert said(capsys).startswith("run failed: checkpoint ")
+    if name != "state.json":
+        assert main(["evaluate", str(trained.path)]) == 3
+        assert said(capsys).startswith("run failed: checkpoint ")

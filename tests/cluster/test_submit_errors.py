@@ -19,6 +19,7 @@ from cluster.jobs import dashboard
 from cluster.jobs import submit as jobs
 from configs.load import ConfigError, load
 from tests.cluster.head import ROOT, free_port
+from tools.fuzz.servers import listening
 
 HERE = "http://head:8265"
 
@@ -314,3 +315,16 @@ def test_a_node_without_the_dependencies_says_so(tmp_path):
     )
     (told,) = done.stderr.splitlines()
     assert done.returncode == 2 and "start Ray on every node from the environment with" in told
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", None])
+def test_what_listens_is_no_head_of_a_cluster(monkeypatch, capsys, answer):
+    """Ray would ask it for minutes. ``None``: it accepts the connection and says nothing."""
+    monkeypatch.setattr("cluster.jobs.live_runs.LISTENER_S", 0.5)
+    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was asked"))
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    with listening(answer) as port:
+        assert main(["status", "--address", f"127.0.0.1:{port}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"--address 127.0.0.1:{port}: ")
+    assert ("what listens there is no head" in line) == (answer is not None)

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from configs.load import ConfigError, load, parse, preset_names
+from configs.load import ConfigError, layer, load, parse, preset_names
+from configs.prompts import read_prompts
 from configs.resume import differences
 from configs.schema import RunConfig
 
@@ -177,3 +178,14 @@ def test_reading_a_configuration_imports_neither_torch_nor_ray():
         ).stdout.strip()
         == "[]"
     )
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "y" * 300 + ".toml"], ids=["preset", "file"])
+def test_a_name_that_no_file_can_have_is_one_line(name):
+    """Path.is_file raises for it, unlike for other names."""
+    with pytest.raises(ConfigError, match="no preset of that name|no such file"):
+        load(name)
+    with pytest.raises(ConfigError, match="no layer"):
+        layer(name, "here")
+    with pytest.raises(ConfigError, match="cannot be read .File name too long."):
+        read_prompts(name)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import resource
 import sys
 import tempfile
 import time
@@ -15,9 +17,13 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 
-from tools.fuzz.targets import Target, targets
+from tools.fuzz.target import Target
+from tools.fuzz.targets import targets
 
 SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
+
+MEMORY = 10 << 30
+"""Bytes that the process may take: a hostile size must not take the machine's."""
 
 
 def fuzz(target: Target, examples: int, seed: int) -> int:
@@ -27,6 +33,7 @@ def fuzz(target: Target, examples: int, seed: int) -> int:
     tried = 0
     count = max(1, examples // target.cost)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        os.chmod(folder, 0o755)  # for inputs that are read as a user without rights
 
         @seeded(seed)
         @settings(
@@ -80,4 +87,5 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", action="append", choices=sorted(targets()))
     options = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     sys.exit(1 if run(options.target or list(targets()), options.examples, options.seed) else 0)

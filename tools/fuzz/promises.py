@@ -6,12 +6,15 @@ Never another exception, never a wait.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import math
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 from cli.main import main
+from tools.fuzz.seams import Reached, seams
 
 LONGEST_S = 20
 """Seconds that one input may take; beyond, it counts as a hang."""
@@ -39,20 +42,28 @@ def in_time() -> Iterator[None]:
 
 def command(*arguments: str, codes: tuple[int, ...] = (0, 2)) -> str:
     """Run a command in this process; its stdout. Raises Wrong for what no user should see."""
+    return outcome(*arguments, codes=codes)[1]
+
+
+def outcome(*arguments: str, codes: tuple[int, ...] = (0, 2)) -> tuple[int | None, str]:
+    """(exit code, None where it would start something now; stdout) of ``command``."""
     out, err = io.StringIO(), io.StringIO()
     try:
-        with in_time(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with seams(), in_time(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main(list(arguments))
     except SystemExit as end:  # argparse
         code = end.code
+    except Reached:
+        return None, out.getvalue()
     said = err.getvalue()
     if code not in codes:
         raise Wrong(f"{arguments}: exit code {code}: {said}")
-    if code == 2 and not said.strip():
-        raise Wrong(f"{arguments}: exit code 2 without a word")
+    # a doctor's lines are its output
+    if code in (2, 3) and not (said.strip() or (arguments[:1] == ("doctor",) and out.getvalue())):
+        raise Wrong(f"{arguments}: exit code {code} without a word")
     if "Traceback" in said:
         raise Wrong(f"{arguments}: {said}")
-    return out.getvalue()
+    return code, out.getvalue()
 
 
 def refused(*kinds: type[Exception]) -> contextlib.AbstractContextManager[None]:
@@ -81,3 +92,16 @@ def finite(tree: object, where: str = "") -> None:
     elif isinstance(tree, list | tuple):
         for value in tree:
             finite(value, where)
+
+
+def digest(folder: Path, leaving_out: tuple[str, ...] = ("report.html", "lock")) -> dict[str, str]:
+    """What every path below ``folder`` is, to the byte."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            found[str(path)] = f"-> {path.readlink()}"
+        elif path.is_file() and path.name not in leaving_out:
+            found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+        elif path.is_dir():
+            found[str(path)] = "directory"
+    return found

@@ -1,0 +1,138 @@
+"""Scorers' files that are damaged: one line that names the file, before any image is scored.
+
+``tools/fuzz/scorers.py`` makes such files at random; here is one of each kind that it found.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from configs.rewards import Scorer as ScorerConfig
+from policy.families.pipeline import SHAPES_DIRECTORY
+from rewards import ScorerSetupError, build, check_settings, model_bytes
+from rewards.combine import WeightedScorer
+from rewards.paired import cosine
+from tests.rewards.detectors import make_detector
+from tests.rewards.learned import made
+from tools.fuzz.damage import linked, nobody
+
+CLIP = SHAPES_DIRECTORY.parent / "clip"
+MODEL, DESCRIPTION = "open_clip_model.safetensors", "open_clip_config.json"
+
+
+def another(folder: Path, name: str, data: bytes | None) -> Path:
+    """The small CLIP with one file that is another, or gone."""
+    there = linked(CLIP, folder / "clip")
+    (there / name).unlink()
+    if data is not None:
+        (there / name).write_bytes(data)
+    return there
+
+
+def refused(name: str, **settings: object) -> str:
+    with pytest.raises(ScorerSetupError) as caught:
+        build(ScorerConfig(name=name, settings=settings), device="cpu")
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (lambda weight: weight * float("nan"), "holds values that are not finite"),
+        (lambda weight: weight.to(torch.int8), "'logit_scale' is torch.int8, not torch.float32"),
+    ],
+    ids=["nan", "int8"],
+)
+def test_weights_that_are_no_finite_numbers(settings, tmp_path, value, said):
+    """Unnoticed they would give no score at all, or that of rounded weights."""
+    state = load_file(settings["pickscore"]["checkpoint"])
+    state["logit_scale"] = value(state["logit_scale"])
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ScorerSetupError, match=said):
+        made(settings, "pickscore", checkpoint=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_cfg": 3}, "model_cfg = 3: a table is expected"),
+        ({"model_cfg": {"embed_dim": 2**31}}, "embed_dim = 2147483648: a whole number"),
+        ({"model_cfg": {"embed_dim": 8, "vision_cfg": {"layers": 10**6}}}, "layers = 1000000: a"),
+        ({"preprocess_cfg": {"std": [0.5, 0, 0.5]}}, "std = [0.5, 0, 0.5]: a finite number for"),
+        ({"preprocess_cfg": {"mean": [[], 0, 0]}}, "mean = [[], 0, 0]: a finite number for each"),
+    ],
+)
+def test_a_description_that_makes_no_model(tmp_path, change, said):
+    """Neither a traceback nor a model that takes an hour to build, nor an image divided by zero."""
+    told = json.loads((CLIP / DESCRIPTION).read_text()) | change
+    there = another(tmp_path, DESCRIPTION, json.dumps(told).encode())
+    assert said in refused("clipscore", checkpoint=str(there))
+
+
+def test_a_tokenizer_without_its_settings(tmp_path):
+    """It was found when the first text was to be padded."""
+    there = another(tmp_path, "tokenizer_config.json", None)
+    line = refused("clipscore", checkpoint=str(there))
+    assert "tokenizer.json and tokenizer_config.json make no tokenizer" in line
+
+
+def test_a_file_without_the_right_to_read_it(tmp_path):
+    there = another(tmp_path, DESCRIPTION, b"{}")
+    (there / DESCRIPTION).chmod(0)
+    for path in (tmp_path, *tmp_path.parents[:2]):
+        path.chmod(0o755)
+    with nobody():
+        assert "no JSON object" in refused("clipscore", checkpoint=str(there))
+    for name in ("x" * 5000, "~nobody-of-this-name/x.pt"):
+        with pytest.raises(ScorerSetupError):
+            check_settings(ScorerConfig(name="clipscore", settings={"checkpoint": name}))
+    (tmp_path / "locked").mkdir(mode=0)
+    scorer = ScorerConfig(name="clipscore", settings={"checkpoint": str(tmp_path / "locked" / "x")})
+    with nobody(), pytest.raises(ScorerSetupError, match="cannot be read .Permission denied."):
+        check_settings(scorer)
+
+
+def test_a_detector_whose_weights_are_not_all_there(tmp_path):
+    """transformers would draw the others at random, and every image would score as nothing."""
+    detector = make_detector(tmp_path / "detector", ["person", "dog"])
+    file = detector / "model.safetensors"
+    state = load_file(file)
+    name = "class_predictor.weight"
+    whole = state.pop(name)
+    save_file(state, file, metadata={"format": "pt"})
+    line = refused("geneval", detector=str(detector), clip=str(CLIP))
+    assert f"1 weights are missing, the first: {name}" in line
+    save_file(state | {name: whole * float("inf")}, file, metadata={"format": "pt"})
+    line = refused("geneval", detector=str(detector), clip=str(CLIP))
+    assert "'class_predictor.weight' holds values that are not finite" in line
+
+
+@pytest.mark.parametrize("body", [b"[]", b'{"model_type": "mask2former", "dim_feedforward": []}'])
+def test_a_detectors_configuration_that_is_none(tmp_path, body):
+    """Its bytes are counted before anything is loaded."""
+    detector = make_detector(tmp_path / "detector", ["person", "dog"])
+    (detector / "config.json").write_bytes(body)
+    settings = {"detector": str(detector), "clip": str(CLIP)}
+    with pytest.raises(ScorerSetupError, match="config.json makes no Mask2Former"):
+        model_bytes(ScorerConfig(name="geneval", settings=settings))
+    assert "no Mask2Former of transformers" in refused("geneval", **settings)
+
+
+def test_the_cosine_of_nothing_is_no_score():
+    """Weights of zeros gave every image the same reward, 0."""
+    found = cosine(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([[4.0, 3.0], [1.0, 0.0]]))
+    assert found[0] == pytest.approx(0.96) and torch.isnan(found[1])
+
+
+def test_what_a_scorer_raises_is_one_line():
+    def scorer(images, prompts, metadata):
+        raise ValueError("first\nsecond")
+
+    made = WeightedScorer({"x": scorer}, {"x": 1.0})
+    attempt = made.attempt(np.zeros((1, 3, 2, 2), np.uint8), [""], [{}])
+    assert attempt.failures == ("scorer 'x' raised ValueError: first",)

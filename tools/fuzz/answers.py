@@ -1,0 +1,77 @@
+"""What scorers are told, and what they answer: in Python, and by HTTP."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from hypothesis import strategies as st
+
+from rewards import SCORERS, check_settings
+from rewards.base import ScorerError, ScorerSetupError, check
+from rewards.server import decode
+from tools.fuzz.inputs import json_values, words
+from tools.fuzz.promises import Wrong, in_time, refused
+from tools.fuzz.target import Target
+
+
+def scorer_settings(folder: Path, given: tuple[str, dict[str, object]]) -> None:
+    """A scorer's name and settings, as they are checked before a start."""
+    from configs.rewards import Scorer
+
+    with refused(ScorerSetupError):
+        check_settings(Scorer(name=given[0], settings=given[1]))
+
+
+def server_answer(folder: Path, body: bytes) -> None:
+    """What a reward server answers with status 200."""
+    with refused(ScorerError):
+        scores = decode(body, 3)
+        if scores.shape != (3,) or scores.dtype != np.float32:
+            raise Wrong(f"{scores.dtype} {scores.shape}")
+
+
+def scorer_answer(folder: Path, answer: object) -> None:
+    """What a scorer in Python returns: scores that are finite or missing, with a word for those."""
+    with in_time():
+        scores, problem = check(answer, 3)
+    if scores.shape != (3,) or np.isinf(scores).any():
+        raise Wrong(f"{answer!r} became {scores}")
+    if np.isnan(scores).any() and not problem:
+        raise Wrong(f"{answer!r} lacks a score, and nobody says so")
+
+
+def targets() -> dict[str, Target]:
+    """Settings and answers."""
+    return {
+        "scorer settings": Target(
+            st.tuples(
+                st.sampled_from([*SCORERS, "a:b", ":", "x.y:z"]) | st.text(max_size=8),
+                st.dictionaries(
+                    st.sampled_from(
+                        ["url", "timeout_s", "retries", "checkpoint", "device", "model"]
+                    )
+                    | st.text(max_size=5),
+                    json_values | words,
+                    max_size=3,
+                ),
+            ),
+            scorer_settings,
+        ),
+        "server answer": Target(
+            st.one_of(
+                st.binary(max_size=60),
+                json_values.map(lambda v: json.dumps(v).encode()),
+                json_values.map(lambda v: json.dumps({"scores": v}).encode()),
+                st.lists(json_values, min_size=3, max_size=3).map(
+                    lambda v: json.dumps({"scores": v}).encode()
+                ),
+            ),
+            server_answer,
+        ),
+        "scorer answer": Target(
+            json_values | st.lists(st.floats() | st.integers(), min_size=3, max_size=3),
+            scorer_answer,
+        ),
+    }

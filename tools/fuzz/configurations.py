@@ -1,0 +1,39 @@
+"""Configurations: ``--set`` of every key, and TOML files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+from configs.load import load, parse
+from tools.fuzz.inputs import TOML, keys, spoiled, words
+from tools.fuzz.promises import Wrong, command, finite
+from tools.fuzz.target import Target
+
+
+def one_override(folder: Path, given: tuple[str, str]) -> None:
+    """`config quickstart --set KEY=VALUE`; what is accepted reads back as the same."""
+    shown = command("config", "quickstart", "--set", f"{given[0]}={given[1]}")
+    if shown:
+        finite(json.loads(shown))
+        config = load("quickstart", [f"{given[0]}={given[1]}"])
+        if parse(config.model_dump(mode="json")) != config:
+            raise Wrong(f"{given} does not read back as it was written")
+
+
+def toml_file(folder: Path, data: bytes) -> None:
+    """`config FILE.toml`."""
+    (folder / "x.toml").write_bytes(data)
+    shown = command("config", str(folder / "x.toml"))
+    if shown:
+        finite(json.loads(shown))
+
+
+def targets() -> dict[str, Target]:
+    """What ``sol-rl config`` reads."""
+    return {
+        "set": Target(st.tuples(st.sampled_from(keys()), words), one_override),
+        "toml": Target(spoiled(TOML) | st.binary(max_size=40), toml_file),
+    }

@@ -1,0 +1,109 @@
+"""Files that a run is given: prompts, a LoRA, a checkpoint, a pipeline."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hypothesis import strategies as st
+
+from configs.load import ConfigError, load
+from configs.prompts import read_prompts
+from records.rundir import RunDirectory
+from tools.fuzz.damage import Change, changes
+from tools.fuzz.inputs import json_values, of_files, safetensors, spoiled
+from tools.fuzz.promises import Wrong, refused
+from tools.fuzz.target import Target, copied, example_run
+
+if TYPE_CHECKING:
+    from learner.trainer import Trainer
+
+
+def prompt_file(folder: Path, given: tuple[str, bytes]) -> None:
+    """A prompt file of either kind."""
+    path = folder / f"prompts{given[0]}"
+    path.write_bytes(given[1])
+    with refused(ConfigError):
+        for prompt in read_prompts(str(path)):
+            if not prompt.text.strip():
+                raise Wrong("an empty prompt was accepted")
+
+
+def lora_file(folder: Path, data: bytes) -> None:
+    """A LoRA to start from."""
+    from policy.lora_files import FILE, load_diffusers_lora
+
+    (folder / FILE).write_bytes(data)
+    with refused(ValueError, FileNotFoundError):
+        load_diffusers_lora(str(folder))
+
+
+def checkpoint_file(folder: Path, change: Change) -> None:
+    """A checkpoint of which one file is another: a learner takes it, or says why not."""
+    from learner.checkpoint import CheckpointError
+
+    (source,) = example_run().glob("checkpoints/step_*")
+    there = copied(source, folder / "step_000002")
+    change.make(there)
+    with refused(CheckpointError):
+        learner().load(there)
+
+
+@functools.cache
+def learner() -> Trainer:
+    """The learner of the run that the checkpoint is from."""
+    from learner.trainer import Trainer
+
+    return Trainer(RunDirectory(example_run()).configuration())
+
+
+def pipeline_file(folder: Path, given: tuple[str, bytes]) -> None:
+    """A pipeline directory in which one JSON file is another."""
+    from planning.preflight import check_model
+    from policy.families.pipeline import SHAPES_DIRECTORY as MODEL
+
+    there = folder / "model"
+    if not there.exists():
+        there.mkdir()
+        for path in MODEL.rglob("*"):
+            if path.is_dir():
+                (there / path.relative_to(MODEL)).mkdir(exist_ok=True)
+            else:
+                (there / path.relative_to(MODEL)).symlink_to(path)
+    target = there / given[0]
+    kept = target.resolve()
+    target.unlink()
+    target.write_bytes(given[1])
+    try:
+        with refused(ConfigError):
+            check_model(load("quickstart", [f"model.path={there}"]))
+    finally:
+        target.unlink()
+        target.symlink_to(kept)
+
+
+def targets() -> dict[str, Target]:
+    """Files of a run."""
+    from policy.families.pipeline import SHAPES_DIRECTORY as MODEL
+
+    (step,) = example_run().glob("checkpoints/step_*")
+    pipeline = sorted(p for p in MODEL.rglob("*.json") if "tokenizer" not in str(p))
+    rows = st.lists(json_values, max_size=3)
+    return {
+        "prompts": Target(
+            st.tuples(
+                st.sampled_from([".txt", ".jsonl", ".json", ""]),
+                st.one_of(
+                    st.binary(max_size=40),
+                    rows.map(lambda rows: "\n".join(map(json.dumps, rows)).encode()),
+                    spoiled(b'{"prompt": "a cat", "tag": "x"}\n{"prompt": "a dog"}\n'),
+                ),
+            ),
+            prompt_file,
+        ),
+        "lora": Target(safetensors, lora_file),
+        "checkpoint": Target(changes(step), checkpoint_file, cost=2),
+        "pipeline": Target(of_files(pipeline, MODEL), pipeline_file, cost=20),
+    }

@@ -1,0 +1,97 @@
+"""Run directories in which one thing is wrong, as every command that takes one reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from hypothesis import strategies as st
+
+from configs.toml_text import to_toml
+from tools.fuzz.damage import Change, changes, nobody
+from tools.fuzz.promises import Wrong, digest, in_time, outcome
+from tools.fuzz.target import Target, copied, example_run
+
+COMMANDS = ("report", "compare", "evaluate", "export", "resume")
+CODES = {"export": (0, 2, 3), "resume": (2, 3), "evaluate": (2, 3)}
+
+
+def run_directory(folder: Path, given: tuple[str, Change]) -> None:
+    """Exit code 0, 2 or 3, and the run is as it was: none of them writes to it but its report."""
+    command, change = given
+    runs = folder / "runs"
+    there = copied(example_run(), runs / "small")
+    other = _another(runs / "other") if command == "compare" else there
+    (folder / "small.toml").write_text(_toml(str(runs)))
+    change.make(there)
+    before = digest(there)
+    arguments = {
+        "report": ["report", str(there)],
+        "compare": ["compare", "--runs", str(other), str(there), "--out", str(folder / "compared")],
+        "evaluate": ["evaluate", str(there)],
+        "export": ["export", str(there), str(folder / "lora"), "--weights", "current"],
+        "resume": ["train", str(folder / "small.toml"), "--resume"],
+    }[command]
+    locked = nobody() if change.how == "locked" else contextlib.nullcontext()
+    with locked:
+        code, _ = outcome(*arguments, codes=CODES.get(command, (0, 2, 3)))
+    if digest(there) != before:
+        raise Wrong(
+            f"{command} changed the run: {set(digest(there).items()) ^ set(before.items())}"
+        )
+    if code is None and command == "resume" and change.how != "locked":
+        goes_on(there)
+
+
+def goes_on(there: Path) -> None:
+    """What was accepted is taken back to its checkpoint, as the driver does when Ray is there."""
+    from cluster.driver.checkpoints import Checkpoints, Position
+    from cluster.driver.rank_monitor import RankMonitor
+    from cluster.driver.services import ActorServices
+    from records.rundir import RunDirectory
+
+    rundir = RunDirectory(there)
+    config = rundir.configuration()
+    services = cast(ActorServices, SimpleNamespace(weights=SimpleNamespace(chosen=None)))
+    silent = cast(Any, lambda *_, **__: None)
+    monitor = RankMonitor(config.audit, config.regenerate.precision, silent, silent)
+    with in_time(), contextlib.suppress(OSError):  # which the driver says in a line, exit code 3
+        Checkpoints(rundir, services, monitor, Position()).rewind()
+
+
+@functools.cache
+def _toml(run_root: str) -> str:
+    tree: dict[str, Any] = json.loads((example_run() / "config.json").read_text())["config"]
+    return to_toml(_given(tree) | {"run_root": run_root, "name": "small", "iterations": 2})
+
+
+def _given(tree: Any) -> Any:
+    """Without keys that have no value: TOML knows none."""
+    if isinstance(tree, dict):
+        return {key: _given(value) for key, value in tree.items() if value is not None}
+    return [_given(each) for each in tree] if isinstance(tree, list) else tree
+
+
+def _another(there: Path) -> Path:
+    """The run with another seed, so that there are two to compare."""
+    if not there.exists():
+        copied(example_run(), there)
+        kept = json.loads((there / "config.json").read_text())
+        kept["config"]["seed"] += 1
+        (there / "config.json").write_text(json.dumps(kept))
+    return there
+
+
+def targets() -> dict[str, Target]:
+    """A target per command."""
+    given = changes(example_run())
+    return {
+        f"run, {command}": Target(
+            st.tuples(st.just(command), given), run_directory, cost=3 if command != "report" else 6
+        )
+        for command in COMMANDS
+    }

@@ -1,0 +1,123 @@
+"""The files that learned scorers load, one of them made wrong: finite scores, or one line."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from configs.rewards import Rewards, Scorer
+from rewards import ScorerSetupError, check_settings, model_bytes
+from rewards.combine import WeightedScorer
+from tools.fuzz.damage import Change, changes, linked, nobody
+from tools.fuzz.promises import Wrong, refused
+from tools.fuzz.target import Target
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (3, 3, 40, 56), dtype=np.uint8)
+PROMPTS = ["word40 word7", "a red circle", ""]
+TOLD: list[dict[str, Any]] = [
+    {"tag": "colors", "include": [{"class": "dog", "count": 1, "color": "red"}]},
+    {"tag": "counting", "include": [{"class": "tv remote", "count": 2}]},
+    {"tag": "single_object", "include": [{"class": "person", "count": 1}]},
+]
+CHECKED = ("hpsv3",)
+"""Scorers whose package is not installed here: their files are looked for, and not loaded."""
+CASES = ("clipscore", "hpsv2", "pickscore", "imagereward", "geneval", "geneval, clip", "hpsv3")
+
+
+@functools.cache
+def directories() -> dict[str, tuple[Path, dict[str, Any]]]:
+    """(small files, other settings) of every case; the files vanish with the process."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import CLIPConfig, CLIPModel
+
+    from bench.rewards import some_vocabulary
+    from policy.families.pipeline import SHAPES_DIRECTORY
+    from rewards.imagereward import BlipReward
+    from tests.rewards import parity, peers
+    from tests.rewards.conftest import released_names
+    from tests.rewards.detectors import make_detector
+
+    root = Path(_kept().name)
+    clip = SHAPES_DIRECTORY.parent / "clip"
+    tables, blip = (
+        peers.transformers_config(parity.TINY),
+        parity.blip_architecture(parity.TINY_BLIP),
+    )
+    pick = CLIPModel(CLIPConfig(**tables))
+    reward = BlipReward(blip["vision"], blip["text"])
+    for seed, model in enumerate((pick, reward)):
+        peers.randomise(model, seed)
+    for name in ("pickscore", "imagereward", "hpsv3"):
+        (root / name).mkdir()
+    save_file(pick.state_dict(), root / "pickscore" / "model.safetensors")
+    torch.save(released_names(reward.state_dict()), root / "imagereward" / "ImageReward.pt")
+    (root / "imagereward" / "vocab.txt").write_text(some_vocabulary())
+    save_file({"a": torch.ones(3)}, root / "hpsv3" / "HPSv3.safetensors")
+    detector = make_detector(root / "detector", ["person", "dog", "tv", "remote"])
+    return {
+        "clipscore": (clip, {"checkpoint": "."}),
+        "hpsv2": (clip, {"checkpoint": "."}),
+        "pickscore": (root / "pickscore", {"checkpoint": ".", "architecture": tables}),
+        "imagereward": (
+            root / "imagereward",
+            {"checkpoint": ".", "vocabulary": ".", "architecture": blip},
+        ),
+        "geneval": (detector, {"detector": ".", "clip": str(clip)}),
+        "geneval, clip": (clip, {"detector": str(detector), "clip": "."}),
+        "hpsv3": (root / "hpsv3", {"checkpoint": "."}),
+    }
+
+
+@functools.cache
+def _kept() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="sol-rl-fuzz-")
+
+
+def scorer_files(folder: Path, given: tuple[str, Change]) -> None:
+    """Settings are checked, bytes counted, the scorer is built and asked, as a run does it."""
+    case, change = given
+    name = case.partition(",")[0]
+    source, settings = directories()[case]
+    there = linked(source, folder / "scorer")
+    change.make(there)
+    scorer = Scorer(
+        name=name,
+        settings={key: str(there) if value == "." else value for key, value in settings.items()},
+    )
+    locked = nobody() if change.how == "locked" else contextlib.nullcontext()
+    with refused(ScorerSetupError), locked:
+        check_settings(scorer)
+        model_bytes(scorer)
+        if name not in CHECKED:
+            asked(WeightedScorer.from_config(Rewards(scorers=(scorer,)), device="cpu"))
+
+
+def asked(made: WeightedScorer) -> None:
+    """Every image has a finite score, or a line says why it has none; not all of them are zero."""
+    attempt = made.attempt(IMAGES, PROMPTS, TOLD)
+    (scores,) = attempt.scores.values()
+    if not np.isfinite(scores).all() and not attempt.failures:
+        raise Wrong(f"{scores}, and nobody says why")
+    if any(not line.strip() or "\n" in line for line in attempt.failures):
+        raise Wrong(f"not a line each: {attempt.failures}")
+    if (
+        not attempt.failures
+        and len(set(scores.tolist())) == 1
+        and made.scorers.keys() != {"geneval"}
+    ):
+        raise Wrong(f"all images have the score {scores[0]}")
+
+
+def targets() -> dict[str, Target]:
+    """The files of scorers."""
+    cases = st.sampled_from(CASES).flatmap(
+        lambda case: st.tuples(st.just(case), changes(directories()[case][0]))
+    )
+    return {"scorer files": Target(cases, scorer_files, cost=5)}

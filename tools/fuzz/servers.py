@@ -1,0 +1,139 @@
+"""Addresses where something listens that is no cluster: it is silent, closes, talks nonsense."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from hypothesis import strategies as st
+
+from tools.fuzz.inputs import json_values
+from tools.fuzz.promises import Wrong, outcome
+from tools.fuzz.target import Target
+
+SUBMIT = ["submit", "quickstart", "--set", "run_root=/nowhere/there", "--follow"]
+BY_URL = (
+    SUBMIT,
+    [*SUBMIT, "--resume"],
+    ["status"],
+    ["scale", "--rollout", "2"],
+    ["doctor"],
+    ["doctor", "quickstart", "--json"],
+)
+BY_HEAD = (
+    ["status", "--run", "x"],
+    ["scale", "--reward", "2"],
+    ["doctor", "quickstart"],
+    ["plan", "quickstart"],
+    ["train", "quickstart"],  # by RAY_ADDRESS
+)
+JOB = {"job_id": "1", "submission_id": "s", "type": "SUBMISSION", "status": "RUNNING",
+       "entrypoint": "python -m cluster train x", "runtime_env": {}}  # fmt: skip
+ENDED = JOB | {"status": "FAILED", "driver_exit_code": 2}
+USUAL: dict[str, Any] = {"version": "4", "ray_version": "2.0", "ray_commit": "x"}
+
+
+@contextlib.contextmanager
+def listening(answers: bytes | None) -> Iterator[int]:
+    """A port where connections are accepted, and answered by ``answers``, or by silence."""
+    kept: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    one, _ = server.accept()
+                    kept.append(one)
+                    if answers is not None:
+                        with contextlib.suppress(OSError):
+                            one.sendall(answers)
+                            one.close()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for one in kept:
+                one.close()
+
+
+@contextlib.contextmanager
+def answering(status: int, body: bytes, honest: bool) -> Iterator[int]:
+    """A port of an HTTP server with one answer; ``honest``: it gives its version as Ray does."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def reply(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            told = honest and self.path == "/api/version"
+            self.send_response(200 if told else status)
+            self.end_headers()
+            self.wfile.write(json.dumps(USUAL).encode() if told else body)
+
+        do_GET = do_POST = do_PUT = do_DELETE = reply
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def dashboard(folder: Path, given: tuple[list[str], int | None, bytes | None, bool]) -> None:
+    """A command with the URL of such a server."""
+    command, status, body, honest = given
+    at = listening(body) if status is None else answering(status, body or b"", honest)
+    with at as port:
+        code, _ = outcome(*command, "--address", f"http://127.0.0.1:{port}", codes=(2, 3, 4))
+    if code is None:
+        raise Wrong(f"{command} took {given} for a cluster")
+
+
+def head(folder: Path, given: tuple[list[str], bytes | None]) -> None:
+    """A command with host:port of such a server: refused, Ray is not asked."""
+    command, answers = given
+    with listening(answers) as port:
+        at = f"127.0.0.1:{port}"
+        train = command[0] == "train"
+        with mock.patch.dict("os.environ", {"RAY_ADDRESS": at} if train else {}):
+            if train:
+                from cluster.driver import train as module
+                from cluster.driver.connect import join_or_start_ray
+
+                with mock.patch.object(module, "join_or_start_ray", join_or_start_ray):
+                    outcome(*command, codes=(2,))
+                return
+            code, _ = outcome(*command, "--address", at, codes=(2,))
+    if code is None:
+        raise Wrong(f"{command} took {given} for a cluster's head")
+
+
+def targets() -> dict[str, Target]:
+    """Dashboards and heads that are none."""
+    rows = st.sampled_from([[JOB], [ENDED], JOB, ENDED]).map(lambda v: json.dumps(v).encode())
+    body = rows | json_values.map(lambda v: json.dumps(v).encode()) | st.binary(max_size=40)
+    http = st.tuples(
+        st.sampled_from(BY_URL), st.sampled_from([200, 200, 404, 500]), body, st.booleans()
+    )
+    # what begins as servers of HTTP/2 do is left to Ray
+    silent = st.none() | st.binary(max_size=40).filter(lambda said: said[3:4] != b"\4")
+    raw = st.tuples(st.sampled_from(BY_URL), st.none(), silent, st.just(False))
+    return {
+        "dashboards": Target(http | http | raw, dashboard, cost=30),
+        "heads": Target(st.tuples(st.sampled_from(BY_HEAD), silent), head, cost=30),
+    }
