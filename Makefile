@@ -7,7 +7,7 @@ BIN := .venv/bin
 export RAY_USAGE_STATS_ENABLED = 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 
-.PHONY: setup lock quickstart cluster-demo compare-small search-small compare-time test test-slow coverage lint types arrows check gpu-check rehearsal bench parity soak partitions fuzz audit shapes-model shapes-clip shapes-decoder clean
+.PHONY: setup lock quickstart cluster-demo compare-small search-small compare-time test test-slow coverage lint types arrows check gpu-check rehearsal bench parity soak partitions fuzz audit shapes-model shapes-clip shapes-decoder shapes-video clean
 
 setup: .venv/.ready
 
@@ -114,6 +114,10 @@ shapes-model: setup
 # Trains the tiny CLIP of the preset quickstart_clip.
 shapes-clip: setup
 	$(BIN)/python -m shapes.clip_build --out shapes/clip $(ARGS)
+
+# Trains a tiny model of clips, build/video/model, for shapes/video.toml: an hour and ten minutes of one core of its own.
+shapes-video: setup
+	$(BIN)/python -m shapes.video_build $(ARGS)
 
 # Trains the tiny decoder of the shapes model, for explore.decoder = "tiny".
 shapes-decoder: setup

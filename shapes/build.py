@@ -75,7 +75,7 @@ def main() -> None:
     vae = trained_vae(args.vae_minutes, args.work)
     snapshot = args.work / "snapshot"
     learner = train_denoiser(
-        vae, args.minutes, args.work, log, lambda average, _minute: assemble(vae, average, snapshot)
+        vae, args.minutes, args.work, log, lambda average: assemble(vae, average, snapshot)
     )
     assemble(vae, learner, args.out)
     log_written(args.out)

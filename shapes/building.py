@@ -27,10 +27,10 @@ def parser(
     return found
 
 
-def add_work(found: argparse.ArgumentParser) -> None:
+def add_work(found: argparse.ArgumentParser, default: str = "build/shapes") -> None:
     """``--work``."""
     text = "where training state is kept, to resume from"
-    found.add_argument("--work", type=Path, default=Path("build/shapes"), help=text)
+    found.add_argument("--work", type=Path, default=Path(default), help=text)
 
 
 @contextmanager

@@ -1,33 +1,23 @@
-"""Training of the denoiser and both CLIP text encoders by rectified flow, on latents of the
-finished autoencoder.
+"""Training of the denoiser and both CLIP text encoders by rectified flow (``shapes.training``), on
+latents of the finished autoencoder.
 
-x_t = (1 - t) x0 + t eps, target eps - x0 (Liu et al. 2022; Esser et al. 2024). Everything that
-decays does so by the share of the wall-clock budget that is gone, so a run always ends finished, on
-any machine. An auxiliary linear head reads from the middle of the transformer what lies in each
-cell of the image; it is thrown away afterwards.
+An auxiliary linear head reads from the middle of the transformer what lies in each cell of the
+image; it is thrown away afterwards.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from diffusers import AutoencoderKL, SD3Transformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shapes.data import Pool
-from shapes.fp4 import in_four_bits
 from shapes.grammar import COLOURS, SHAPES
-from shapes.muon import Muon
-from shapes.state import load_state, save_state
 from shapes.text import (
     LONG_TOKENS,
     TOKENS,
@@ -37,23 +27,15 @@ from shapes.text import (
     t5_encoder,
     t5_tokenizer,
 )
+from shapes.training import Batch, Course, draw_times, train
 from shapes.vae import CHANNELS, encode
 
 LAYERS, HEADS, HEAD_WIDTH = 4, 4, 32
 BATCH = 96
 IMAGES = 40_000
 CHUNK = 4000  # images that are made at a time
-MATRIX_LR, OTHER_LR, DECAY = 0.02, 2e-3, 0.02
 NO_CAPTION = 0.04  # share of samples trained without a caption
 TIME_MEAN, TIME_STD = 0.7, 1.1  # of the logit of t: a shift of 2
-CELL_WEIGHT = 0.1
-FP4_FROM = 0.6
-"""Share of the budget from which on every second step runs in NVFP4, and is drawn towards what the
-unquantized model says.
-"""
-AGREE_WEIGHT = 3.0
-FLAT = 0.35  # share of the budget at full learning rate; linear to zero after it
-EMA = 0.998
 
 
 def build_transformer() -> SD3Transformer2DModel:
@@ -123,13 +105,6 @@ class Learner(nn.Module):
         )
         return out[0], self.head(self.middle.pop())
 
-    def optimizer(self) -> Muon:
-        """Muon on attention and feed-forward matrices, AdamW on the rest."""
-        split: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-        for name, p in self.named_parameters():
-            split[p.ndim == 2 and "transformer_blocks" in name and "norm1" not in name].append(p)
-        return Muon(split[True], split[False], MATRIX_LR, OTHER_LR, DECAY)
-
 
 class Examples:
     """Latents and captions to train on: rendered and encoded once, and kept in the file ``cache``
@@ -178,69 +153,20 @@ class Examples:
             )
         }
 
-    def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Random (latents, token ids, cells)."""
+    def batch(self, generator: torch.Generator) -> Batch:
+        """Random latents, with independent noise."""
         rows = torch.randint(len(self.latents), (BATCH,), generator=generator)
         ids = self.ids[self.which[rows]]
         dropped = torch.rand(BATCH, generator=generator) < NO_CAPTION
-        return (
-            self.latents[rows],
-            torch.where(dropped[:, None], self.ids[-1], ids),
+        t = draw_times(generator, BATCH, TIME_MEAN, TIME_STD)
+        x0 = self.latents[rows]
+        return Batch(
+            x0,
+            torch.randn(x0.shape, generator=generator),
+            t,
+            (torch.where(dropped[:, None], self.ids[-1], ids), self.long),
             self.cells[rows].long(),
         )
-
-
-def draw_times(generator: torch.Generator) -> torch.Tensor:
-    """Stratified logit-normal times [B] in (0, 1), one in ten uniform."""
-    u = (
-        torch.randperm(BATCH, generator=generator) + torch.rand(BATCH, generator=generator)
-    ) / BATCH
-    t = torch.sigmoid(
-        TIME_MEAN + TIME_STD * math.sqrt(2) * torch.erfinv(2 * u.clamp(1e-4, 1 - 1e-4) - 1)
-    )
-    flat = torch.rand(BATCH, generator=generator)
-    return torch.where(torch.rand(BATCH, generator=generator) < 0.1, flat, t)
-
-
-class Losses(NamedTuple):
-    """Of one batch; ``agree`` is the mean squared difference between the NVFP4 and the full
-    velocity, 0 where all was full.
-    """
-
-    velocity: torch.Tensor
-    cells: torch.Tensor
-    agree: torch.Tensor
-
-    @property
-    def total(self) -> torch.Tensor:
-        return self.velocity + CELL_WEIGHT * self.cells + AGREE_WEIGHT * self.agree
-
-
-def backward(
-    learner: Learner, examples: Examples, generator: torch.Generator, four_bits: bool
-) -> Losses:
-    """Losses of one random batch, and their gradients; with ``four_bits`` those of the model run in
-    NVFP4.
-    """
-    x0, ids, cells = examples.batch(generator)
-    t = draw_times(generator)
-    eps = torch.randn(x0.shape, generator=generator)
-    shaped = t.view(-1, 1, 1, 1)
-    inputs = ((1 - shaped) * x0 + shaped * eps, t, ids, examples.long)
-    full = None
-    if four_bits:
-        with torch.no_grad():
-            full, _ = learner(*inputs)
-    with in_four_bits(learner.transformer) if four_bits else nullcontext():
-        velocity, logits = learner(*inputs)
-        agree = F.mse_loss(velocity, full) if full is not None else torch.zeros(())
-        found = Losses(
-            F.mse_loss(velocity, eps - x0),
-            F.cross_entropy(logits.flatten(0, 1), cells.flatten()),
-            agree,
-        )
-        found.total.backward()
-    return found
 
 
 def train_denoiser(
@@ -248,42 +174,17 @@ def train_denoiser(
     minutes: float,
     work: Path,
     log: Callable[[str], None],
-    snapshot: Callable[[Learner, float], None],
+    snapshot: Callable[[Learner], None],
 ) -> Learner:
     """Train for ``minutes`` (counted over resumed runs); returns the averaged weights.
-    ``snapshot(average, minute)`` each minute.
+    ``snapshot(average)`` each minute.
     """
-    learner, average = Learner(), Learner().requires_grad_(False)
-    optimizer = learner.optimizer()
-    state = load_state(work / "denoiser", learner, optimizer)
-    average.load_state_dict(learner.state_dict())
-    load_state(work / "average", average, None)
     examples = Examples(vae, seed=5, cache=work / "examples.safetensors")
-    step, spent = int(state.get("step", 0)), state.get("spent", 0.0)
-    generator = torch.Generator().manual_seed(1000 + step)
-    begin, saved, mean, first = time.monotonic() - spent, time.monotonic(), 0.0, step
-    while spent < minutes * 60:
-        done = spent / (minutes * 60)
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak"] * min(
-                1.0, (step + 1) / 60, max(0.0, (1 - done) / (1 - FLAT))
-            )
-        optimizer.zero_grad(set_to_none=True)
-        found = backward(learner, examples, generator, four_bits=done > FP4_FROM and step % 2 == 1)
-        torch.nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
-        optimizer.step()
-        step, spent = step + 1, time.monotonic() - begin
-        keep = min(EMA, (1 + step) / (20 + step))
-        torch._foreach_lerp_(list(average.parameters()), list(learner.parameters()), 1 - keep)
-        mean += (found.velocity.item() - mean) / min(step - first, 100)
-        if step % 50 == 0:
-            log(
-                f"denoiser step {step} {spent:.0f}s loss {mean:.4f} cells {found.cells.item():.4f}"
-                f" NVFP4 {found.agree.item():.5f}"
-            )
-        if time.monotonic() - saved > 60 or spent >= minutes * 60:
-            save_state(work / "denoiser", learner, optimizer, {"spent": spent, "step": step})
-            save_state(work / "average", average, None, {"step": step})
-            snapshot(average, spent / 60)
-            saved = time.monotonic()
-    return average.eval()
+    return train(
+        Learner,
+        lambda generator, _: examples.batch(generator),
+        Course(minutes),
+        work,
+        log,
+        snapshot,
+    )

@@ -37,7 +37,7 @@ def quantisable(transformer: nn.Module) -> list[nn.Linear]:
     """The linear layers of the blocks: attention and feed-forward, not the adaptive norms."""
     found = []
     for name, module in transformer.named_modules():
-        if isinstance(module, nn.Linear) and "transformer_blocks" in name and "norm1" not in name:
+        if isinstance(module, nn.Linear) and "blocks." in name and "norm1" not in name:
             found.append(module)
     return found
 

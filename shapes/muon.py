@@ -1,5 +1,5 @@
 """Muon for the matrices of the transformer blocks, AdamW for everything else: about half the steps
-of AdamW alone at this size.
+of AdamW alone at this size. A convolution is a matrix of its output channels.
 
 Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024): Nesterov
 momentum, made orthogonal by five Newton-Schulz steps of a quintic polynomial. Here in FP32, with
@@ -75,16 +75,17 @@ class Muon(torch.optim.Optimizer):
             gradient = p.grad
             assert gradient is not None
             state["momentum"].lerp_(gradient, 1 - MOMENTUM)
-            nesterov = gradient.lerp(state["momentum"], MOMENTUM)
-            wide = nesterov if p.shape[0] <= p.shape[1] else nesterov.mT
+            nesterov = gradient.lerp(state["momentum"], MOMENTUM).flatten(1)
+            wide = nesterov if nesterov.shape[0] <= nesterov.shape[1] else nesterov.mT
             by_shape.setdefault(tuple(wide.shape), []).append((p, wide))
         for pairs in by_shape.values():
             updates = orthogonal(torch.stack([wide for _, wide in pairs]))
             for (p, _), update in zip(pairs, updates, strict=True):
-                tall = p.shape[0] > p.shape[1]
+                rows, columns = p.flatten(1).shape
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                scale = max(1.0, p.shape[0] / p.shape[1]) ** 0.5
-                p.add_(update.mT if tall else update, alpha=-group["lr"] * scale)
+                scale = max(1.0, rows / columns) ** 0.5
+                change = (update.mT if rows > columns else update).reshape_as(p)
+                p.add_(change, alpha=-group["lr"] * scale)
 
     def _adam_step(self, group: dict, params: list[torch.Tensor]) -> None:
         for p in params:

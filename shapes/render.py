@@ -65,14 +65,14 @@ def place(
         tries = rng.uniform(reach, SIZE - reach, (len(todo), CANDIDATES, MAX_OBJECTS, 2)).astype(
             np.float32
         )
-        good = _apart(tries, radius[todo], number[todo]) & _related(tries, relation[todo])
+        good = apart(tries, radius[todo], number[todo]) & related(tries, relation[todo])
         first, found = good.argmax(1), good.any(1)
         centre[todo[found]] = tries[found, first[found]]
         todo = todo[~found]
     return centre, radius
 
 
-def _apart(centre: np.ndarray, radius: np.ndarray, number: np.ndarray) -> np.ndarray:
+def apart(centre: np.ndarray, radius: np.ndarray, number: np.ndarray) -> np.ndarray:
     good = np.ones(centre.shape[:2], dtype=bool)
     for i in range(MAX_OBJECTS):
         for j in range(i + 1, MAX_OBJECTS):
@@ -84,7 +84,7 @@ def _apart(centre: np.ndarray, radius: np.ndarray, number: np.ndarray) -> np.nda
     return good
 
 
-def _related(centre: np.ndarray, relation: np.ndarray) -> np.ndarray:
+def related(centre: np.ndarray, relation: np.ndarray) -> np.ndarray:
     offset = centre[:, :, 0] - centre[:, :, 1]
     direction = DIRECTIONS[relation][:, None]
     along = (offset * direction).sum(-1)

@@ -21,7 +21,10 @@ def save_state(
 ) -> None:
     """Write ``path``.safetensors and ``path``.json."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {f"model.{name}": value.contiguous() for name, value in model.state_dict().items()}
+    # cloned: a text encoder has one matrix under two names
+    tensors = {
+        f"model.{name}": value.contiguous().clone() for name, value in model.state_dict().items()
+    }
     for index, slots in (optimizer.state_dict()["state"] if optimizer else {}).items():
         for slot, value in slots.items():
             tensors[f"optimizer.{index}.{slot}"] = torch.as_tensor(value).contiguous().clone()

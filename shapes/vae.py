@@ -5,17 +5,18 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, AutoencoderKLWan
 
+from shapes.budget import Budget
 from shapes.data import Pool
-from shapes.state import load_state, save_state
+from shapes.muon import Muon
 
 BLOCKS = (16, 24, 32)
 CHANNELS = 12
@@ -24,6 +25,7 @@ WHITENING = 0.4
 """0.5 would give every direction variance 1, and the faintest as much weight as the strongest."""
 BATCH = 48
 PEAK_LR = 3e-3
+AE = TypeVar("AE", AutoencoderKL, AutoencoderKLWan)
 
 
 def build_vae() -> AutoencoderKL:
@@ -64,56 +66,70 @@ def train_vae(pool: Pool, minutes: float, work: Path, log: Callable[[str], None]
     """
     torch.manual_seed(1)
     vae = build_vae()
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.0)
-    state = load_state(work / "vae", vae, optimizer)
-    spent, step = state.get("spent", 0.0), int(state.get("step", 0))
-    begin, saved = time.monotonic() - spent, time.monotonic()
-    while spent < minutes * 60:
-        done = spent / (minutes * 60)
-        for group in optimizer.param_groups:
-            group["lr"] = PEAK_LR * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * done))
-        loss, mse = vae_loss(vae, to_float(pool.images(BATCH)[0]))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        step, spent = step + 1, time.monotonic() - begin
-        if step % 50 == 0:
-            log(
-                f"vae step {step} {spent:.0f}s loss {loss.item():.4f} psnr"
-                f" {10 * math.log10(4 / mse.item()):.2f} dB"
-            )
-        if time.monotonic() - saved > 60 or spent >= minutes * 60:
-            save_state(work / "vae", vae, optimizer, {"spent": spent, "step": step})
-            saved = time.monotonic()
-    return calibrate(vae.eval(), pool)
+    groups = [{"params": list(vae.parameters()), "peak": PEAK_LR}]
+    optimizer = torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.0)
+    budget = Budget(work / "vae", vae, optimizer, minutes)
+    learn_vae(budget, lambda _: vae_loss(vae, to_float(pool.images(BATCH)[0])), log)
+    return calibrate(vae.eval(), encode(vae, pool.images(2000)[0]))
+
+
+def learn_vae(
+    budget: Budget,
+    loss: Callable[[float], tuple[torch.Tensor, torch.Tensor]],
+    log: Callable[[str], None],
+) -> None:
+    """Train ``budget.model`` on ``loss(done)``, (loss, mean squared error); each group's learning
+    rate falls from its "peak" along a cosine.
+    """
+    for done in budget:
+        rate = min(1.0, (budget.step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * done))
+        for group in budget.optimizer.param_groups:
+            group["lr"] = group["peak"] * rate
+        found, mse = loss(done)
+        budget.optimizer.zero_grad(set_to_none=True)
+        found.backward()
+        torch.nn.utils.clip_grad_norm_(budget.model.parameters(), 1.0)
+        budget.optimizer.step()
+        if budget.step % 50 == 49:
+            decibels = 10 * math.log10(4 / mse.item())
+            log(f"{budget.path.name} {budget.where} loss {found.item():.4f} psnr {decibels:.2f} dB")
+
+
+def convolutions_apart(vae: torch.nn.Module, rate: float = 1.0) -> Muon:
+    """Muon on convolutions, AdamW on norms and biases: the clips' autoencoder reached 27 dB in 400
+    steps, where AdamW alone reached 20.
+    """
+    split: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for p in vae.parameters():
+        split[p.ndim >= 4 and min(p.flatten(1).shape) > 1].append(p)
+    return Muon(split[True], split[False], 0.02 * rate, PEAK_LR * rate, decay=0.0)
 
 
 @torch.no_grad()
-def calibrate(vae: AutoencoderKL, pool: Pool, count: int = 2000) -> AutoencoderKL:
-    """Make the latents' channels uncorrelated, with mean 0 and variances about 1, by folding a
-    rotation and scales into the 1x1 convolutions.
+def calibrate(vae: AE, latents: torch.Tensor, whitening: float = WHITENING) -> AE:
+    """Make the channels of ``latents`` [B, C, ...], which are the posterior's means of some images,
+    uncorrelated, with mean 0 and variances about 1, by folding a rotation and scales into the
+    convolutions of one pixel.
 
     x -> quant_conv gives the posterior's mean and log-variance; only the mean's rows are rotated,
     the log-variance is set to a constant (sampling is not used after training). post_quant_conv
     undoes the rotation exactly.
     """
-    latents = encode(vae, pool.images(count)[0])
-    flat = latents.permute(1, 0, 2, 3).reshape(CHANNELS, -1).double()
+    channels = latents.shape[1]
+    flat = latents.transpose(0, 1).reshape(channels, -1).double()
     mean = flat.mean(1, keepdim=True)
     values, vectors = torch.linalg.eigh((flat - mean) @ (flat - mean).T / flat.shape[1])
-    gain = values.pow(-WHITENING)
-    gain *= (CHANNELS / (gain**2 * values).sum()).sqrt()  # mean variance 1
+    gain = values.pow(-whitening)
+    gain *= (channels / (gain**2 * values).sum()).sqrt()  # mean variance 1
     forward, backward = torch.diag(gain) @ vectors.T, vectors @ torch.diag(1 / gain)
     into, out = vae.quant_conv, vae.post_quant_conv
-    weight = into.weight[:CHANNELS, :, 0, 0].double()
-    bias = into.bias[:CHANNELS].double()
-    into.weight[:CHANNELS] = (forward @ weight).float()[:, :, None, None]
-    into.bias[:CHANNELS] = (forward @ (bias - mean[:, 0])).float()
-    into.weight[CHANNELS:], into.bias[CHANNELS:] = 0.0, -10.0
-    old = out.weight[:, :, 0, 0].double()
+    weight, bias = into.weight[:channels].flatten(1).double(), into.bias[:channels].double()
+    into.weight[:channels] = (forward @ weight).float().view_as(into.weight[:channels])
+    into.bias[:channels] = (forward @ (bias - mean[:, 0])).float()
+    into.weight[channels:], into.bias[channels:] = 0.0, -10.0
+    old = out.weight.flatten(1).double()
     out.bias.copy_((out.bias.double() + old @ mean[:, 0]).float())
-    out.weight.copy_((old @ backward).float()[:, :, None, None])
+    out.weight.copy_((old @ backward).float().view_as(out.weight))
     return vae
 
 

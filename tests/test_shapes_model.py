@@ -14,15 +14,20 @@ from rewards.shapes import ShapesScorer
 from shapes import prompts
 from shapes.checksum import checksum
 from shapes.data import Pool
-from shapes.denoiser import Examples, Learner, backward, draw_times
+from shapes.denoiser import BATCH, TIME_MEAN, TIME_STD, Examples, Learner
 from shapes.fp4 import in_four_bits, quantisable, round_to_fp4
 from shapes.grammar import all_scenes
 from shapes.muon import orthogonal
 from shapes.state import load_state, save_state
 from shapes.text import TOKENS, clip_tokenizer, words
+from shapes.training import backward, draw_times, matrices_apart
 from shapes.vae import build_vae, calibrate, encode, to_float
 
 MODEL = Path(prompts.__file__).parent / "model"
+
+
+def by(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def test_fp4_rounding_gives_the_formats_values():
@@ -78,14 +83,14 @@ def test_a_four_bit_step_goes_downhill():
     for block in learner.transformer.transformer_blocks:
         torch.nn.init.normal_(block.norm1.linear.weight, std=0.2)
     examples = Examples(build_vae().eval(), seed=1, count=64)
-    first = backward(learner, examples, torch.Generator().manual_seed(3), four_bits=True)
+    first = backward(learner, examples.batch(by(3)), four_bits=True)
     assert first.agree.item() > 0
     squared = sum(float(p.grad.square().sum()) for p in learner.parameters() if p.grad is not None)
     with torch.no_grad():
         for p in learner.parameters():
             if p.grad is not None:
                 p.add_(p.grad, alpha=-1e-2 * float(first.total) / squared)
-    second = backward(learner, examples, torch.Generator().manual_seed(3), four_bits=True)
+    second = backward(learner, examples.batch(by(3)), four_bits=True)
     assert second.total.item() < first.total.item()
 
 
@@ -103,7 +108,7 @@ def test_calibration_keeps_images_and_gives_unit_latents():
     x = to_float(pool.images(8)[0])
     with torch.no_grad():
         before = vae.decode(vae.encode(x).latent_dist.mode()).sample
-        calibrate(vae, pool, 300)
+        calibrate(vae, encode(vae, pool.images(300)[0]))
         after = vae.decode(vae.encode(x).latent_dist.mode()).sample
     # A rotation and its inverse in FP32, amplified by the narrowest direction of an untrained
     # encoder.
@@ -117,11 +122,11 @@ def test_one_training_step_learns_and_resumes(tmp_path):
     vae = build_vae().eval()
     examples = Examples(vae, seed=1, count=64)
     learner = Learner()
-    optimizer = learner.optimizer()
+    optimizer = matrices_apart(learner)
     trained = sum(len(group["params"]) for group in optimizer.param_groups)
     assert trained == len(list(learner.parameters()))
     for seed in (0, 1):
-        found = backward(learner, examples, torch.Generator().manual_seed(seed), four_bits=False)
+        found = backward(learner, examples.batch(by(seed)), four_bits=False)
         if (
             seed == 0
             # a zero output makes the loss E|eps - x0|^2, and the head's guess nearly uniform over
@@ -132,7 +137,7 @@ def test_one_training_step_learns_and_resumes(tmp_path):
         optimizer.zero_grad()
     save_state(tmp_path / "state", learner, optimizer, {"step": 2})
     again = Learner()
-    fresh = again.optimizer()
+    fresh = matrices_apart(again)
     assert load_state(tmp_path / "state", again, fresh) == {"step": 2}
     for mine, theirs in zip(learner.parameters(), again.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -143,7 +148,7 @@ def test_one_training_step_learns_and_resumes(tmp_path):
 
 
 def test_times_lean_to_noise():
-    t = torch.cat([draw_times(torch.Generator().manual_seed(seed)) for seed in range(40)])
+    t = torch.cat([draw_times(by(seed), BATCH, TIME_MEAN, TIME_STD) for seed in range(40)])
     # Logit-normal around 0.7 has its median at sigmoid(0.7) = 0.668; one in ten is uniform, which
     # moves it to about 0.65.
     assert 0.63 < t.median() < 0.68 and t.min() > 0 and t.max() < 1

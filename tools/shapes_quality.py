@@ -3,8 +3,9 @@
 
 Stock diffusers, the whole prompt file, fixed noises; prints the graded reward, its parts and the
 standard error over prompts. Settings are chosen on ``tune``; ``test`` is for reported numbers.
-``--clip shapes/clip`` also ranks the images by that CLIP, and prints how far its order within a
-prompt is that of the rule-based reward.
+``--halved`` scores the images scaled down to half the side too: the most that previews of that size
+can tell of the full images, were they the same pictures. ``--clip shapes/clip`` also ranks the
+images by that CLIP, and prints how far its order within a prompt is that of the rule-based reward.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from configs.rewards import Scorer
 from learner.audit import agreement
 from rewards import build
 from rewards.shapes import ShapesScorer
+from shapes.half import halved
 
 SHAPES = Path(__file__).resolve().parent.parent / "shapes"
 BATCH = 32
@@ -90,6 +92,21 @@ def ranked(
     )
 
 
+def halved_rank(
+    images: np.ndarray,
+    prompts: list[str],
+    rows: list[dict[str, Any]],
+    rules: np.ndarray,
+    noises: int,
+) -> str:
+    """Kendall's tau within a prompt between the rewards of images and of them scaled down."""
+    small = ShapesScorer()(halved(images), prompts, rows)
+    groups = zip(small.reshape(-1, noises), rules.reshape(-1, noises), strict=True)
+    found = [agreement(mine, full)["kendall_tau"] for mine, full in groups]
+    error = np.nanstd(found, ddof=1) / np.sqrt(np.isfinite(found).sum())
+    return f"half the side: graded {small.mean():.3f}, tau {np.nanmean(found):.3f} +- {error:.3f}"
+
+
 def main() -> None:
     """Draw, score, print."""
     parser = argparse.ArgumentParser()
@@ -99,6 +116,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--grid", type=Path)
+    parser.add_argument("--halved", action="store_true")
     parser.add_argument("--clip", help="a directory as clipscore takes it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -122,6 +140,8 @@ def main() -> None:
             f"{kind}: graded {reward[chosen].mean():.3f}, strict"
             f" {scorer.parts['strict'][chosen].mean():.3f}"
         )
+    if args.halved:
+        print(halved_rank(images, prompts, rows, reward, args.noises))
     if args.clip:
         print(ranked(args.clip, images, prompts, reward, args.noises))
     if args.grid:

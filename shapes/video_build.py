@@ -1,0 +1,79 @@
+"""Build the tiny text-to-video model from nothing: ``python -m shapes.video_build --minutes 40
+--threads 1 --out build/video/model``.
+
+Draws clips, trains the autoencoder (``--vae-minutes``), the denoiser with its text encoder
+(``--minutes``), then the decoder alone (``--decoder-minutes``), and writes a WanPipeline directory.
+Stopping it and starting it again with the same ``--work`` goes on where it was; the newest pipeline
+lies in WORK/snapshot meanwhile. Everything is FP32, on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
+
+from shapes.building import add_work, log, log_written, parser, replacing
+from shapes.text import t5_tokenizer
+from shapes.video_denoiser import VideoLearner, train_denoiser
+from shapes.video_vae import refine, train_vae
+
+SHIFT = 3.0  # of the sampling schedule
+
+
+def assemble(vae: AutoencoderKLWan, learner: VideoLearner, out: Path) -> None:
+    """Write the pipeline directory ``out``, replacing what was there."""
+    tokenizer: Any = t5_tokenizer()
+    pipeline = WanPipeline(
+        transformer=learner.transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
+        vae=vae,
+        text_encoder=learner.text_encoder,
+        tokenizer=tokenizer,
+    )
+    with replacing(out) as fresh:
+        pipeline.save_pretrained(fresh)
+
+
+def trained_vae(minutes: float, work: Path) -> AutoencoderKLWan:
+    """The finished autoencoder, trained once and then read from ``work``."""
+    done = work / "vae-done"
+    if not done.exists():
+        train_vae(minutes, work, log).save_pretrained(done.with_name("vae-part"))
+        os.replace(done.with_name("vae-part"), done)
+    return AutoencoderKLWan.from_pretrained(done).eval()
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    found = parser(
+        "shapes.video_build", __doc__, 40.0, "of the denoiser", Path("build/video/model"), 1
+    )
+    add_work(found, "build/video")
+    text = "training time of the autoencoder"
+    found.add_argument("--vae-minutes", type=float, default=17.0, help=text)
+    text = "training time of the decoder alone, at the end"
+    found.add_argument("--decoder-minutes", type=float, default=10.0, help=text)
+    return found.parse_args()
+
+
+def main() -> None:
+    """Run the build."""
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    args.work.mkdir(parents=True, exist_ok=True)
+    vae = trained_vae(args.vae_minutes, args.work)
+    snapshot = args.work / "snapshot"
+    learner = train_denoiser(
+        vae, args.minutes, args.work, log, lambda average: assemble(vae, average, snapshot)
+    )
+    assemble(refine(vae, args.decoder_minutes, args.work, log), learner, args.out)
+    log_written(args.out)
+
+
+if __name__ == "__main__":
+    main()

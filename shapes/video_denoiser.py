@@ -1,0 +1,179 @@
+"""The clips' denoiser, diffusers' WanTransformer3DModel, and its UMT5 text encoder, trained
+together by rectified flow (``shapes.training``) on clips of 1, 5 and 9 frames.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import UMT5Config, UMT5EncoderModel
+
+from shapes.denoiser import BATCH, NO_CAPTION
+from shapes.grammar import COLOURS, SHAPES
+from shapes.moving import ClipPool
+from shapes.text import TOKENS, t5_tokenizer
+from shapes.training import Batch, Course, draw_times, train
+from shapes.video_vae import CHANNELS, encode
+
+LAYERS, HEADS, HEAD_WIDTH, TEXT_WIDTH = 6, 4, 32, 64
+CLIPS, CHUNK = 16_000, 1000
+CLASSES = 1 + len(COLOURS) * len(SHAPES)
+TIME_MEAN, TIME_STD = (
+    1.0,
+    1.1,
+)  # of the logit of t: frames repeat each other, so more noise is needed
+LENGTHS = ((0.7, 0.2, 0.1), (0.2, 0.2, 0.6))
+"""Shares of batches of 1, 2 and 3 latent frames: at the beginning, and from ``FULL_FROM`` of the
+time on.
+"""
+FULL_FROM = 0.4
+FP4_FROM = 0.93  # of the time: steps in NVFP4 take three times as long
+
+
+def build_transformer() -> WanTransformer3DModel:
+    """1.8 M parameters: 16 tokens of 8x8 pixels for each latent frame, width 128, 6 layers."""
+    torch.manual_seed(2)
+    model = WanTransformer3DModel(
+        patch_size=(1, 1, 1),
+        num_attention_heads=HEADS,
+        attention_head_dim=HEAD_WIDTH,
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        text_dim=TEXT_WIDTH,
+        freq_dim=128,
+        ffn_dim=4 * HEADS * HEAD_WIDTH,
+        num_layers=LAYERS,
+        rope_max_seq_len=32,
+    )
+    # blocks start as the identity, the output at zero
+    begin: list[Any] = [model.proj_out, model.condition_embedder.time_proj]
+    blocks: Any = model.blocks
+    for block in blocks:
+        begin.append(block.attn2.to_out[0])
+        nn.init.zeros_(block.scale_shift_table)
+    for linear in begin:
+        nn.init.zeros_(linear.weight)
+        nn.init.zeros_(linear.bias)
+    return model
+
+
+def build_text_encoder() -> UMT5EncoderModel:
+    """Two layers of width 64, one token per word of the grammar."""
+    torch.manual_seed(3)
+    config = UMT5Config(
+        vocab_size=len(t5_tokenizer()),
+        d_model=TEXT_WIDTH,
+        d_kv=16,
+        d_ff=2 * TEXT_WIDTH,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        feed_forward_proj="gated-gelu",
+    )
+    return UMT5EncoderModel(config)
+
+
+class VideoLearner(nn.Module):
+    """The trained parts together: transformer, text encoder, and an auxiliary head that reads from
+    the middle of the transformer what lies in each cell; it is thrown away afterwards.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer, self.text_encoder = build_transformer(), build_text_encoder()
+        self.head = nn.Linear(HEADS * HEAD_WIDTH, 4 * CLASSES)
+        self.middle: list[torch.Tensor] = []
+        self.transformer.blocks[LAYERS // 2 - 1].register_forward_hook(
+            lambda _m, _i, out: self.middle.append(torch.as_tensor(out))
+        )
+
+    def forward(
+        self, x: torch.Tensor, t: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Velocity [B, 48, T, 4, 4] and logits [B, T * 64, classes] of each cell's content. The
+        text is zero after its own tokens, as in WanPipeline.
+        """
+        text = self.text_encoder(ids, mask).last_hidden_state * mask[..., None]
+        self.middle.clear()
+        out = self.transformer(
+            hidden_states=x, timestep=t * 1000, encoder_hidden_states=text, return_dict=False
+        )
+        logits = self.head(self.middle.pop())
+        return out[0], logits.unflatten(2, (4, CLASSES)).flatten(1, 2)
+
+
+def by_token(cells: torch.Tensor) -> torch.Tensor:
+    """Cells [B, T, 8, 8] in the order of the head's logits [B, T * 64]: four of each token."""
+    return cells.unflatten(3, (4, 2)).unflatten(2, (4, 2)).transpose(3, 4).flatten(1)
+
+
+class Clips:
+    """Latents and captions to train on: rendered and encoded once, and kept in the file ``cache``
+    where one is given. A clip's first latent frames are a shorter clip.
+    """
+
+    def __init__(
+        self, vae: AutoencoderKLWan, seed: int, count: int = CLIPS, cache: Path | None = None
+    ) -> None:
+        pool = ClipPool(seed)
+        if cache and cache.exists():
+            parts = load_file(cache)
+        else:
+            parts = self._made(vae, pool, count)
+            if cache:
+                save_file(parts, cache.with_suffix(".partial"))
+                os.replace(cache.with_suffix(".partial"), cache)
+        self.latents, self.which, self.cells = parts["latents"], parts["which"], parts["cells"]
+        captions = [scene.caption for scene in pool.scenes] + [""]
+        found = t5_tokenizer()(
+            captions, padding="max_length", max_length=TOKENS, return_tensors="pt"
+        )
+        self.ids, self.mask = found.input_ids, found.attention_mask
+
+    @staticmethod
+    def _made(vae: AutoencoderKLWan, pool: ClipPool, count: int) -> dict[str, torch.Tensor]:
+        rows = []
+        for _ in range(max(1, count // CHUNK)):
+            clips, scene, cell = pool.clips(min(CHUNK, count))
+            cell = torch.from_numpy(cell).to(torch.uint8)
+            rows.append((encode(vae, clips), torch.from_numpy(scene), cell))
+        latents, which, cells = (torch.cat(column) for column in zip(*rows, strict=True))
+        return {"latents": latents, "which": which, "cells": cells}
+
+    def batch(self, generator: torch.Generator, done: float) -> Batch:
+        """Random clips of one length, with independent noise."""
+        shares = torch.tensor(LENGTHS[done >= FULL_FROM])
+        frames = int(torch.multinomial(shares, 1, generator=generator)) + 1
+        rows = torch.randint(len(self.latents), (BATCH,), generator=generator)
+        dropped = torch.rand(BATCH, generator=generator) < NO_CAPTION
+        named = torch.where(dropped, len(self.ids) - 1, self.which[rows])
+        x0 = self.latents[rows, :, :frames]
+        return Batch(
+            x0,
+            torch.randn(x0.shape, generator=generator),
+            draw_times(generator, BATCH, TIME_MEAN, TIME_STD),
+            (self.ids[named], self.mask[named]),
+            by_token(self.cells[rows, :frames].long()),
+        )
+
+
+def train_denoiser(
+    vae: AutoencoderKLWan,
+    minutes: float,
+    work: Path,
+    log: Callable[[str], None],
+    snapshot: Callable[[VideoLearner], None],
+) -> VideoLearner:
+    """Train for ``minutes`` (counted over resumed runs); returns the averaged weights.
+    ``snapshot(average)`` each minute.
+    """
+    clips = Clips(vae, seed=5, cache=work / "examples.safetensors")
+    course = Course(minutes, fp4_from=FP4_FROM)
+    return train(VideoLearner, clips.batch, course, work, log, snapshot)
