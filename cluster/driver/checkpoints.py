@@ -118,7 +118,9 @@ class Checkpoints:
             self._services.weights.chosen = saved["backend"]
         self._rundir.truncate(saved["iteration"], math.inf if in_process else saved["time"])
         rows = (r for r in reversed(self._rundir.metrics()) if r.get("kind") == "iteration")
-        last = next((row for row in rows if finite(row.get("seconds")) is not None), {})
+        last = next(
+            (row for row in rows if finite(row.get("seconds")) is not None), dict[str, Any]()
+        )
         position.last_row = {key: value for key, value in last.items() if finite(value) is not None}
         return path
 
