@@ -13,7 +13,7 @@ from cluster.driver.rank_monitor import MonitorState, RankMonitor
 from cluster.driver.services import ActorServices
 from configs.section import Tree
 from learner.checkpoint import STATE, CheckpointError, latest_checkpoint, read
-from records.rundir import RunDirectory
+from records.rundir import RunDirectory, finite
 
 NUMBER, WORD = (int, float), (str, type(None))
 KINDS = {
@@ -118,7 +118,10 @@ class Checkpoints:
             self._services.weights.chosen = saved["backend"]
         self._rundir.truncate(saved["iteration"], math.inf if in_process else saved["time"])
         rows = (r for r in reversed(self._rundir.metrics()) if r.get("kind") == "iteration")
-        position.last_row = next(rows, dict[str, Any]())
+        last = next(
+            (row for row in rows if finite(row.get("seconds")) is not None), dict[str, Any]()
+        )
+        position.last_row = {key: value for key, value in last.items() if finite(value) is not None}
         return path
 
 

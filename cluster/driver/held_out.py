@@ -14,6 +14,7 @@ from cluster.driver.iteration import Metrics
 from cluster.driver.services import ActorServices
 from configs.prompts import Prompt
 from configs.schema import RunConfig
+from records.errors import RunFailed, described
 from records.rundir import RunDirectory, write_json
 
 
@@ -42,18 +43,14 @@ class HeldOut:
         """
         weights = self._config.evaluate.weights
         result = await evaluate(self._config, services, self._prompts, weights)
-        before = (
-            json.loads(self._file(0).read_text())["rewards"]
-            if iteration and self._file(0).exists()
-            else None
-        )
+        before = self.before() if iteration else None
         row: Metrics = {
             "kind": "evaluation",
             "iteration": iteration,
             "seconds": seconds,
             "weights": weights,
         }
-        row |= result.row(np.array(before, dtype=float) if before is not None else None)
+        row |= result.row(before)
         result.save_images(self._rundir.images, iteration, self._prompts, self._config.model)
         self._file(iteration).parent.mkdir(exist_ok=True)
         write_json(self._file(iteration), {"weights": weights, **result.table()})
@@ -63,8 +60,27 @@ class HeldOut:
         """By its row, which comes last: a kill may leave the file alone, and going back to a
         checkpoint takes the row only.
         """
-        rows = (row for row in self._rundir.metrics() if row["kind"] == "evaluation")
-        return self._file(iteration).exists() and any(row["iteration"] == iteration for row in rows)
+        rows = (row for row in self._rundir.metrics() if row.get("kind") == "evaluation")
+        there = any(row.get("iteration") == iteration for row in rows)
+        return there and self._file(iteration).exists()
+
+    def before(self) -> np.ndarray | None:
+        """Rewards [P, S] of the evaluation before training, NaN where there is none; None: there
+        was no such evaluation. Raises RunFailed where its file is not what was written.
+        """
+        file, wanted = self._file(0), (len(self._prompts), self._config.evaluate.noises)
+        if not file.exists():
+            return None
+        try:
+            rewards = np.array(json.loads(file.read_bytes())["rewards"], dtype=float)
+            if rewards.shape != wanted:
+                raise ValueError(f"rewards of shape {rewards.shape}, not {wanted}")
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            raise RunFailed(
+                f"{file} cannot be read ({described(error, 200)}), so no gain can be told: put it"
+                " back, or remove it and the gain is left out"
+            ) from None
+        return rewards
 
     def _file(self, iteration: int) -> Path:
         return self._rundir.path / "evaluations" / f"step_{iteration:06d}.json"

@@ -10,6 +10,7 @@ import ray
 
 from cluster.driver.checkpoints import saved_at
 from cluster.driver.connect import check_run_root, join_or_start_ray
+from cluster.driver.held_out import HeldOut
 from cluster.driver.layout import on_this_cluster
 from cluster.driver.session import Session
 from cluster.driver.stopping import unless_stopped
@@ -54,6 +55,7 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
             config = keep_threads(keep_layout(config, started), started)
             alone.enter_context(rundir.held())
             refuse_damaged(rundir)
+            HeldOut(config, rundir, test_prompts).before()
         with waiting("starting Ray"):
             joined = join_or_start_ray(config)
         try:

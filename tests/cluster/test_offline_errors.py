@@ -95,3 +95,20 @@ def test_a_damaged_checkpoint_is_told_before_ray_is_started(
     if name != "state.json":
         assert main(["evaluate", str(trained.path)]) == 3
         assert said(capsys).startswith("run failed: checkpoint ")
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"rewards": [[1.0]]}', b'{"rewards": "x"}'])
+def test_a_damaged_evaluation_is_told_before_ray_is_started(
+    trained, tmp_path, monkeypatch, capsys, body
+):
+    """It was a traceback at the first evaluation after the resume."""
+    from cluster.driver import train
+
+    monkeypatch.setattr(train, "saved_at", lambda path: None)
+    monkeypatch.setattr(train, "join_or_start_ray", lambda config: pytest.fail("started"))
+    file = trained.path / "evaluations" / "step_000000.json"
+    file.parent.mkdir()
+    file.write_bytes(body)
+    config = write_toml(trained.configuration(), tmp_path)
+    assert main(["train", str(config), "--resume"]) == 3
+    assert f"{file} cannot be read" in said(capsys)

@@ -327,4 +327,6 @@ def test_what_listens_is_no_head_of_a_cluster(monkeypatch, capsys, answer):
         assert main(["status", "--address", f"127.0.0.1:{port}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"--address 127.0.0.1:{port}: ")
-    assert ("what listens there is no head" in line) == (answer is not None)
+    said = "what listens there is no head of a Ray cluster", "no Ray cluster answers there"
+    # one that closes at once may do so before it was asked
+    assert any(words in line for words in (said if answer is not None else ["(timed out)"]))

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from hypothesis import strategies as st
 
+from configs.prompts import read_prompts
 from configs.toml_text import to_toml
 from tools.fuzz.damage import Change, changes, nobody
 from tools.fuzz.promises import Wrong, digest, in_time, outcome
@@ -50,8 +51,10 @@ def run_directory(folder: Path, given: tuple[str, Change]) -> None:
 def goes_on(there: Path) -> None:
     """What was accepted is taken back to its checkpoint, as the driver does when Ray is there."""
     from cluster.driver.checkpoints import Checkpoints, Position
+    from cluster.driver.held_out import HeldOut
     from cluster.driver.rank_monitor import RankMonitor
     from cluster.driver.services import ActorServices
+    from learner.schedules import stop_reason
     from records.rundir import RunDirectory
 
     rundir = RunDirectory(there)
@@ -60,7 +63,14 @@ def goes_on(there: Path) -> None:
     silent = cast(Any, lambda *_, **__: None)
     monitor = RankMonitor(config.audit, config.regenerate.precision, silent, silent)
     with in_time(), contextlib.suppress(OSError):  # which the driver says in a line, exit code 3
-        Checkpoints(rundir, services, monitor, Position()).rewind()
+        position = Position()
+        Checkpoints(rundir, services, monitor, position).rewind()
+        prompts = read_prompts(config.prompts.test)[: config.evaluate.prompts]
+        held_out = HeldOut(config, rundir, prompts)
+        held_out.due(position.next_iteration, last=True)
+        held_out.before()
+        if row := position.last_row:
+            stop_reason(config.stop, row, row["seconds"] / 60)
 
 
 @functools.cache
