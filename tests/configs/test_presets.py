@@ -21,6 +21,7 @@ MODELS = {
     "sana": ("sana", "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers", 1024, None),
     "qwen_image": ("qwen_image", "Qwen/Qwen-Image", 1024, None),
     "z_image": ("z_image", "Tongyi-MAI/Z-Image-Turbo", 1024, None),
+    "flux2": ("flux2", "black-forest-labs/FLUX.2-dev", 1024, 4.0),
     "flux2_klein": ("flux2_klein", "black-forest-labs/FLUX.2-klein-4B", 1024, None),
     "wan_1_3b": ("wan", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 240, None),
     "wan_14b": ("wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers", 240, None),
@@ -55,7 +56,7 @@ ROWS = ["-".join(parts) for parts in itertools.product(("flux1",), OBJECTIVES, R
 
 
 def test_all_are_listed_and_printed(capsys):
-    assert len(NAMES) == 10 * 4 * 4 + 2 * 4 and set(NAMES + ROWS) <= set(preset_names())
+    assert len(NAMES) == 11 * 4 * 4 + 2 * 4 and set(NAMES + ROWS) <= set(preset_names())
     assert main(["config", "--list"]) == 0
     assert capsys.readouterr().out.split() == preset_names()
     assert len(set(preset_names())) == len(preset_names())
