@@ -29,7 +29,7 @@ share of NVFP4 has not been measured.
 """
 COMPILED = {"bytes": 0.25, "kernels": 0.55, "decoder": 0.49}
 """Of what the eager model moves and launches, what is left where blocks are compiled, but for what
-small products move; and of a decoder's seconds. One decoder was measured: SANA's, in BF16.
+small products move; and of a decoder's seconds. One decoder was measured, in BF16.
 """
 
 

@@ -10,6 +10,7 @@ from cli.main import main
 from learner.trainer import Trainer
 from records.rundir import RunDirectory
 from tests.cluster.runs import tiny_config, write_toml
+from tests.rights import open_to_all
 from tools.fuzz.damage import nobody
 
 
@@ -61,8 +62,7 @@ def test_export_to_where_nothing_can_be_written(trained, tmp_path, capsys):
 def test_export_to_a_directory_without_the_right_to_write(trained, tmp_path, capsys):
     there = tmp_path / "lora"
     there.mkdir(mode=0o555)
-    for path in (tmp_path, *tmp_path.parents[:2]):
-        path.chmod(0o755)
+    open_to_all(tmp_path)
     with nobody():
         assert main(["export", str(trained.path), str(there)]) == 2
     assert said(capsys).endswith(

@@ -18,6 +18,7 @@ from rewards.combine import WeightedScorer
 from rewards.paired import cosine
 from tests.rewards.detectors import make_detector
 from tests.rewards.learned import made
+from tests.rights import open_to_all
 from tools.fuzz.damage import linked, nobody
 
 CLIP = SHAPES_DIRECTORY.parent / "clip"
@@ -84,8 +85,7 @@ def test_a_tokenizer_without_its_settings(tmp_path):
 def test_a_file_without_the_right_to_read_it(tmp_path):
     there = another(tmp_path, DESCRIPTION, b"{}")
     (there / DESCRIPTION).chmod(0)
-    for path in (tmp_path, *tmp_path.parents[:2]):
-        path.chmod(0o755)
+    open_to_all(tmp_path)
     with nobody():
         assert "no JSON object" in refused("clipscore", checkpoint=str(there))
     for name in ("x" * 5000, "~nobody-of-this-name/x.pt"):
