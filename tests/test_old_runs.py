@@ -66,10 +66,13 @@ def test_a_learner_goes_on_from_its_checkpoint(kept, tmp_path):
 @pytest.mark.slow
 @each_run
 def test_it_is_resumed_and_evaluated(kept, tmp_path, ray_here):
+    """As one that was stopped after two iterations of three."""
     run = copy_of(kept, tmp_path)
-    tree = json.loads((run / "config.json").read_text())["config"]
+    started = json.loads((run / "config.json").read_text())
+    started["config"]["iterations"] = 3
+    (run / "config.json").write_text(json.dumps(started))
     plain = tmp_path / "again.toml"
-    plain.write_text(toml(tree | {"iterations": 3}))
+    plain.write_text(toml(started["config"]))
     assert main_here("train", plain, "--resume") == 0
     assert sorted(path.name for path in run.glob("checkpoints/step_*")) == ["step_000003"]
     assert main_here("evaluate", run) == 0
