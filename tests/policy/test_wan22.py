@@ -10,6 +10,7 @@ import torch
 
 from policy.families import family_for
 from policy.sampling.noise import noise_for
+from tests.cluster import test_families_ring
 from tests.policy import test_families, test_families_training, test_guidance, test_lora_files
 from tests.tiny_families import PROMPTS, SEEDS, Tiny, as_array, stock_call, tiny_model
 from tests.tiny_wan import SCHEDULERS, make_tiny_wan
@@ -101,6 +102,11 @@ def test_the_export_loads_in_stock_diffusers(request, randomise, tmp_path):
     test_lora_files.test_the_other_families_exports_load_in_stock_diffusers(
         "wan", request, randomise, tmp_path
     )
+
+
+@pytest.mark.slow
+def test_two_iterations_through_all_services(ray_here, request, tmp_path):
+    test_families_ring.test_two_iterations_of_the_newer_families(ray_here, request, tmp_path, "wan")
 
 
 def test_sizes_that_cannot_be_drawn(tiny_wan_dir):
