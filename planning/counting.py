@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -168,8 +169,15 @@ def kept_rows() -> dict[str, Counts]:
 
 def write_kept(rows: dict[str, Counts]) -> None:
     """Keep these counts, by their keys."""
-    table = {key: asdict(row) for key, row in sorted(rows.items())}
+    table = {key: _whole(asdict(row)) for key, row in sorted(rows.items())}
     KEPT.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+
+def _whole(found: Any) -> Any:
+    """Operations and bytes as whole numbers, however they were read: rows that stay do not differ."""
+    if isinstance(found, dict):
+        return {key: _whole(value) for key, value in found.items()}
+    return int(found) if isinstance(found, float) else found
 
 
 def count(config: RunConfig, family: Family, backend: Backend) -> Counts:

@@ -1,7 +1,8 @@
 """A WanPipeline directory with random weights, after the pattern of ``tests.tiny_sd3``.
 
 Width 32, so that K is 32 and 64 in the blocks' linears. Clips are 5 frames of 16x16: latents
-[4, 2, 4, 4], as the autoencoder makes 4 frames of each but the first.
+[4, 2, 4, 4], as the autoencoder makes 4 frames of each but the first. Of Wan 2.2 they are
+[6, 2, 2, 2], of patches of 2 x 2 pixels as the published ones.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ def tiny_wan_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_wan(tmp_path_factory.mktemp("tiny_wan"))
 
 
-def make_tiny_wan(path: str | Path, seed: int = 0, scheduler: str = SCHEDULERS[0]) -> Path:
+def make_tiny_wan(
+    path: str | Path, seed: int = 0, scheduler: str = SCHEDULERS[0], wan22: bool = False
+) -> Path:
     """Write the pipeline directory and return its path. The same seed gives the same weights.
 
     ``scheduler`` is the class of its scheduler; published pipelines have the multistep one.
+    ``wan22``: as Wan 2.2 TI2V 5B, which tells each token its timestep.
     """
     import diffusers
     import torch
@@ -42,8 +46,8 @@ def make_tiny_wan(path: str | Path, seed: int = 0, scheduler: str = SCHEDULERS[0
         transformer = WanTransformer3DModel(
             num_attention_heads=2,
             attention_head_dim=16,
-            in_channels=4,
-            out_channels=4,
+            in_channels=6 if wan22 else 4,
+            out_channels=6 if wan22 else 4,
             text_dim=32,
             freq_dim=32,
             ffn_dim=64,
@@ -54,9 +58,10 @@ def make_tiny_wan(path: str | Path, seed: int = 0, scheduler: str = SCHEDULERS[0
         pipe = WanPipeline(
             transformer=transformer,
             scheduler=getattr(diffusers, scheduler)(**settings),
-            vae=tiny_video_vae(),
+            vae=tiny_wan22_vae() if wan22 else tiny_video_vae(),
             text_encoder=_umt5(),
             tokenizer=tiny_t5_tokenizer(),
+            expand_timesteps=wan22,
         )
         pipe.save_pretrained(str(path))
     return Path(path)
@@ -76,6 +81,28 @@ def tiny_video_vae() -> AutoencoderKLWan:
         latents_std=[1.5, 2.0, 0.7, 1.1],
         scale_factor_temporal=4,
         scale_factor_spatial=4,
+    ).eval()
+
+
+def tiny_wan22_vae() -> AutoencoderKLWan:
+    """Residual, and of patches of 2 x 2 pixels: 8 x 8 pixels of each latent pixel."""
+    from diffusers import AutoencoderKLWan
+
+    return AutoencoderKLWan(
+        base_dim=4,
+        decoder_base_dim=8,
+        z_dim=6,
+        dim_mult=[1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[True, True],
+        latents_mean=[0.1, -0.2, 0.3, 0.0, -0.1, 0.2],
+        latents_std=[1.5, 2.0, 0.7, 1.1, 0.9, 1.3],
+        is_residual=True,
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,
+        scale_factor_temporal=4,
+        scale_factor_spatial=8,
     ).eval()
 
 

@@ -18,7 +18,9 @@ class Wan(Clips):
     """``WanPipeline`` as a policy.
 
     With a multistep scheduler, as published, the transformer is told whole timesteps; with
-    ``FlowMatchEulerDiscreteScheduler``, or the schedule "uniform", it is not.
+    ``FlowMatchEulerDiscreteScheduler``, or the schedule "uniform", it is not. A clip has one
+    timestep: where a pipeline tells it to each token (``expand_timesteps``, Wan 2.2 TI2V 5B), they
+    differ only for an image that the clip begins with, which is not given here.
     """
 
     name = "wan"
@@ -48,11 +50,6 @@ class Wan(Clips):
             raise ValueError(
                 f"model.path: {self.directory!r} has two transformers, one for each half of the"
                 " noise levels (Wan 2.2 A14B); only pipelines with one are trained"
-            )
-        if self.index.get("expand_timesteps"):
-            raise ValueError(
-                f"model.path: {self.directory!r} tells each token a timestep of its own (Wan 2.2"
-                " TI2V), which is not supported: use a model of Wan 2.1"
             )
 
     @property

@@ -25,17 +25,19 @@ MODELS = {
     "flux2_klein": ("flux2_klein", "black-forest-labs/FLUX.2-klein-4B", 1024, None),
     "wan_1_3b": ("wan", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 240, None),
     "wan_14b": ("wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers", 240, None),
+    "wan22_5b": ("wan", "Wan-AI/Wan2.2-TI2V-5B-Diffusers", 352, None),
     "sana_video": ("sana_video", "Efficient-Large-Model/SANA-Video_2B_480p_diffusers", 480, None),
     "flux1_kontext": ("flux_kontext", "black-forest-labs/FLUX.1-Kontext-dev", 1024, 2.5),
     "qwen_image_edit": ("qwen_image_edit", "Qwen/Qwen-Image-Edit-2509", 1024, None),
 }
-CLIPS = {"wan_1_3b": 416, "wan_14b": 416, "sana_video": 832}
+CLIPS = {"wan_1_3b": 416, "wan_14b": 416, "wan22_5b": 640, "sana_video": 832}
 """Widths of clips."""
 GUIDED = {
     "qwen_image": 4.0,
     "qwen_image_edit": 4.0,
     "wan_1_3b": 4.5,
     "wan_14b": 5.0,
+    "wan22_5b": 5.0,
     "sana_video": 6.0,
 }
 ARMS = {  # what is explored: pool, steps, backend; what is trained on
@@ -56,7 +58,7 @@ ROWS = ["-".join(parts) for parts in itertools.product(("flux1",), OBJECTIVES, R
 
 
 def test_all_are_listed_and_printed(capsys):
-    assert len(NAMES) == 11 * 4 * 4 + 2 * 4 and set(NAMES + ROWS) <= set(preset_names())
+    assert len(NAMES) == 12 * 4 * 4 + 2 * 4 and set(NAMES + ROWS) <= set(preset_names())
     assert main(["config", "--list"]) == 0
     assert capsys.readouterr().out.split() == preset_names()
     assert len(set(preset_names())) == len(preset_names())

@@ -23,6 +23,7 @@ TRANSFORMERS = {
     "flux.2-klein-4b": 3_875_544_576,
     "wan2.1-t2v-1.3b": 1_418_996_800,
     "wan2.1-t2v-14b": 14_288_491_584,
+    "wan2.2-ti2v-5b": 4_999_787_712,
     "sana-video-2b-480p": 2_056_862_144,
 }
 """The model cards round to 2.5 (with its position table), 8.1, 12, 1.6, 20, 6, 32, 4, 1.3, 14 and 2
@@ -47,6 +48,7 @@ PARTS = {
     ("flux.2-klein-4b", "vae"): 84_046_115,
     ("wan2.1-t2v-1.3b", "vae"): 126_892_531,
     ("wan2.1-t2v-1.3b", "text_encoder"): 5_680_910_336,
+    ("wan2.2-ti2v-5b", "vae"): 704_688_668,
 }
 GUIDANCE = {"flux.1-dev": 3.5, "flux.2-dev": 4.0}
 
@@ -122,6 +124,7 @@ WAN_SECOND = 3 * 0.75025 / (1 + 2 * 0.75025)
         ("flux.2-dev", (128, 64, 64), [1.0, FLUX2_SECOND]),
         ("flux.2-klein-4b", (128, 64, 64), [1.0, FLUX2_SECOND]),
         ("wan2.1-t2v-1.3b", (16, 9, 128, 128), [1.0 - 1e-6, WAN_SECOND]),
+        ("wan2.2-ti2v-5b", (48, 9, 64, 64), [1.0 - 1e-6, 5 * 0.75025 / (1 + 4 * 0.75025)]),
         (
             "sana-video-2b-480p",
             (16, 9, 128, 128),
@@ -144,7 +147,7 @@ def test_families_read_the_published_configurations(tmp_path, name, shape, first
     family.check()
     assert family.latent_shape == shape
     assert family.sigmas(4)[:2].tolist() == pytest.approx(first_sigmas, rel=1e-5)
-    unit = {"sana-1.6b": 32, "sana-video-2b-480p": 32}.get(name, 16)
+    unit = 32 if name in ("sana-1.6b", "sana-video-2b-480p", "wan2.2-ti2v-5b") else 16
     with pytest.raises(
         ValueError, match=rf"model\.width: 1048 pixels; this model makes multiples of {unit}"
     ):
@@ -168,6 +171,7 @@ QUANTISED = {
     "flux.2-klein-4b": (2 * (4 + 9) * 5 + (3 + 6 + 4) * 20) * 3072**2,
     "wan2.1-t2v-1.3b": 30 * (8 * 1536**2 + 2 * 1536 * 8960),  # two attentions; its own width
     "wan2.1-t2v-14b": 40 * (8 * 5120**2 + 2 * 5120 * 13824),
+    "wan2.2-ti2v-5b": 30 * (8 * 3072**2 + 2 * 3072 * 14336),
     "sana-video-2b-480p": (8 + 6 + 3) * 20 * 2240**2,  # as SANA's, wider and gated in one
 }
 """Weights in the blocks' matrix products, in units of d^2. The rest is modulation, embedders, norms

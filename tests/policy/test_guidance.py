@@ -51,11 +51,11 @@ def tiny(request):
     return Tiny(request.param, request.getfixturevalue(f"tiny_{request.param}_dir"))
 
 
-def guided_latents(tiny: Tiny, one_pass: bool) -> torch.Tensor:
+def guided_latents(tiny: Tiny, one_pass: bool, steps: int = 4) -> torch.Tensor:
     negative = "" if tiny.name == "flux2_klein" else NEGATIVE
     rows = encode(tiny.family, PROMPTS[:1], negative).repeat(len(SEEDS))
     guided = Guided(3.0, one_pass)
-    return sample(tiny.family, tiny.denoiser, rows, SEEDS, 4, SOLVER[tiny.name], guided=guided)
+    return sample(tiny.family, tiny.denoiser, rows, SEEDS, steps, SOLVER[tiny.name], guided=guided)
 
 
 def test_guided_latents_are_the_stock_pipelines(tiny):
