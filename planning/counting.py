@@ -174,7 +174,7 @@ def write_kept(rows: dict[str, Counts]) -> None:
 
 
 def _whole(found: Any) -> Any:
-    """Operations and bytes as whole numbers, however they were read: rows that stay do not differ."""
+    """Operations and bytes as whole numbers, however they were read: rows that stay stay equal."""
     if isinstance(found, dict):
         return {key: _whole(value) for key, value in found.items()}
     return int(found) if isinstance(found, float) else found
