@@ -217,10 +217,10 @@ class LearnerClient:
         task = Task[Probed](("probe", request.version))
         return await self.first.call(task, LearnerActor.probe, request, resolved(conditioning))
 
-    async def quantisation(self) -> list[dict[str, object]]:
-        """Rows of ``quantisation.json``."""
-        task = Task[list[dict[str, object]]](("quantisation",))
-        return await self.first.call(task, LearnerActor.quantisation)
+    async def quantization(self) -> list[dict[str, object]]:
+        """Rows of ``quantization.json``."""
+        task = Task[list[dict[str, object]]](("quantization",))
+        return await self.first.call(task, LearnerActor.quantization)
 
     async def save(self, iteration: int, path: str, extra: Mapping[str, object]) -> None:
         """Write a checkpoint, with ``extra`` state of the driver's."""

@@ -106,8 +106,8 @@ class LearnerActor:
         device = self._trainer.device
         self._trainer.join(DistributedReplicas(rank, size, store, device, at.timeout_s))
 
-    def quantisation(self) -> list[dict[str, object]]:
-        """Rows of ``quantisation.json``: what explorers run quantised and what not, and why."""
+    def quantization(self) -> list[dict[str, object]]:
+        """Rows of ``quantization.json``: what explorers run quantized and what not, and why."""
         return self._trainer.exporter.table
 
     def generate(

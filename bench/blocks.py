@@ -32,7 +32,7 @@ class Tiles(EmulatedNVFP4):
         """codes, scales, amax: each block is packed at the largest magnitude of its tile.
         ValueError for what ``nvfp4`` refuses.
         """
-        plain = nvfp4.quantise(weight, amax=amax)
+        plain = nvfp4.quantize(weight, amax=amax)
         exact = weight.detach().float()
         rows = nvfp4.block_amax(exact)
         tiles = (

@@ -22,17 +22,17 @@ from policy.families.architectures import build, published_names
 from policy.memory import groups_of, held_bytes, sampling_work
 from policy.precision.backends import BACKENDS, Backend, available_backends, resolve_backend
 from policy.precision.compiling import compiled, compiler_missing
-from policy.precision.swap import quantise_plan, swap_linears, weight_modules
+from policy.precision.swap import quantize_plan, swap_linears, weight_modules
 
 
-def quantisable_share(case: Case, backend: Backend) -> float:
-    """Share of a step's multiplications in layers that ``backend`` quantises: counted on tensors
+def quantizable_share(case: Case, backend: Backend) -> float:
+    """Share of a step's multiplications in layers that ``backend`` quantizes: counted on tensors
     without data.
     """
     transformer = build(case.part, "meta")
-    plan = quantise_plan(transformer, case.family, (), backend)
+    plan = quantize_plan(transformer, case.family, (), backend)
     work = sampling_work(case.family, transformer, 1, torch.float32, groups_of(plan))
-    return work.quantised / work.flops
+    return work.quantized / work.flops
 
 
 def bound(share: float, wire_format: str) -> float:
@@ -49,7 +49,7 @@ def explorer_transformer(case: Case, backend: Backend, device: torch.device) -> 
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         transformer = build(case.part, device, dtype)
-    plan = quantise_plan(transformer, case.family, (), backend)
+    plan = quantize_plan(transformer, case.family, (), backend)
     weights = {
         name: module.weight.detach().flatten(1) for name, module in weight_modules(transformer)
     }
@@ -62,7 +62,7 @@ def explorer_transformer(case: Case, backend: Backend, device: torch.device) -> 
             )
     layers = swap_linears(transformer, plan, backend)
     for row in plan:
-        if row.quantised:
+        if row.quantized:
             amax = ranges.get(row.fused or "")
             targets = layers[row.name].wire_targets()
             packed = backend.pack(
@@ -155,10 +155,10 @@ def _ratio(
             " step"
         )
     backend = BACKENDS[name]
-    if backend.quantises and base == "bf16":
-        share = quantisable_share(case, backend)
+    if backend.quantizes and base == "bf16":
+        share = quantizable_share(case, backend)
         most = bound(share, backend.wire_format)
-        note += f", {share:.1%} of the work quantisable: at most {most:.2f}x on a GPU"
+        note += f", {share:.1%} of the work quantizable: at most {most:.2f}x on a GPU"
         note += f", {1 / found.value / most:.0%} of it reached" if torch.cuda.is_available() else ""
     return Ratio(**{**vars(found), "note": note})
 
@@ -191,11 +191,11 @@ def one_step(
 
 
 def bounds(sizes: tuple[tuple[str, int], ...]) -> list[str]:
-    """For (architecture, pixels): the quantisable share and what it allows, as Markdown rows."""
+    """For (architecture, pixels): the quantizable share and what it allows, as Markdown rows."""
     rows = []
     for name, pixels in sizes:
         with case_of(name, pixels, False) as case:
-            share = quantisable_share(case, BACKENDS["torch_nvfp4"])
+            share = quantizable_share(case, BACKENDS["torch_nvfp4"])
         rows.append(
             f"| {name} | {pixels} x {pixels} | {share:.2f} | {bound(share, 'fp8'):.2f}x |"
             f" {bound(share, 'nvfp4'):.2f}x |"

@@ -8,7 +8,7 @@ import torch
 
 from bench.timing import Options, Ratio, interleave
 from policy.device import threads
-from policy.precision.nvfp4 import quantise
+from policy.precision.nvfp4 import quantize
 
 COLUMNS = 1024
 
@@ -23,8 +23,8 @@ def measure(options: Options) -> list[Ratio]:
             {
                 "memcpy": lambda: copy.copy_(weight),
                 "sum": weight.sum,
-                "pack": lambda: quantise(weight),
-                "pack with scale search": lambda: quantise(weight, search=True),
+                "pack": lambda: quantize(weight),
+                "pack with scale search": lambda: quantize(weight, search=True),
             },
             options.repeats,
         )

@@ -106,7 +106,7 @@ def _bytes(tensor: Tensor) -> int:
 # ---- the formats
 
 FORMATS: dict[str, Callable[[Tensor], object]] = {
-    "fp8": lambda x: Activations().quantised(x),
+    "fp8": lambda x: Activations().quantized(x),
     "nvfp4": lambda x: pack_operand(x, False),
 }
 """By wire format: what its layers do to activations [M, K] before the product."""

@@ -1,4 +1,4 @@
-"""What does sampling add to the transformer, and what does emulated quantisation add to FP32?
+"""What does sampling add to the transformer, and what does emulated quantization add to FP32?
 
 The transformer's own calls during one sampling are recorded and replayed bare: same inputs, same
 number of calls, no solver, no casts, no noise.

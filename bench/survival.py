@@ -1,7 +1,7 @@
-"""How much of a small update survives quantisation? ``python -m bench.survival`` prints a table of
+"""How much of a small update survives quantization? ``python -m bench.survival`` prints a table of
 packing choices.
 
-Over every layer that LoRA trains and explorers quantise, packed before and after an update;
+Over every layer that LoRA trains and explorers quantize, packed before and after an update;
 compared are the change of what the packed weights stand for and the true one. Updates are random,
 of rank ``lora.rank`` and a given share of the weight's norm, or those of a run: its whole training,
 and its last iteration as far as it keeps two checkpoints.
@@ -29,7 +29,7 @@ from learner.trainer import Trainer
 from policy.merging import merged_weights
 from policy.precision.backends import BACKENDS, Backend
 from policy.precision.nvfp4 import frozen_amax
-from policy.precision.swap import quantise_plan
+from policy.precision.swap import quantize_plan
 from records.rundir import RunDirectory
 from records.tables import markdown
 
@@ -60,17 +60,17 @@ class Row:
 
 
 def weights_of(trainer: Trainer, backend: Backend, adapter: str | None = None) -> list[Tensor]:
-    """Weights [N, K] of the adapted modules that ``backend`` quantises, with ``adapter`` merged;
+    """Weights [N, K] of the adapted modules that ``backend`` quantizes, with ``adapter`` merged;
     None: of the base model.
     """
-    plan = quantise_plan(
+    plan = quantize_plan(
         trainer.transformer, trainer.family, trainer.config.explore.modules_to_not_convert, backend
     )
-    quantised = {row.name for row in plan if row.quantised}
+    quantized = {row.name for row in plan if row.quantized}
     return [
         weight.flatten(1)
         for name, weight in merged_weights(trainer.transformer, adapter)
-        if name in quantised
+        if name in quantized
     ]
 
 

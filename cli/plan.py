@@ -35,7 +35,7 @@ ASSUMED = (
         "T",
         "assumed dense BF16 peak of a GPU; the accelerator's unless given",
     ),
-    ("quantised_peak_tflops", float, None, "T", "assumed peak in quantized layers"),
+    ("quantized_peak_tflops", float, None, "T", "assumed peak in quantized layers"),
     (
         "bandwidth",
         float,

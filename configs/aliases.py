@@ -11,6 +11,7 @@ from configs.section import Tree
 KEYS = {
     "explore.keep_wide": "explore.modules_to_not_convert",
     "publish.chunk_mb": "publish.shard_mb",
+    "rewards.normalise": "rewards.normalize",
 }
 """Old dotted key -> the key of the same table in its place."""
 VALUES: dict[str, dict[str, str]] = {

@@ -24,7 +24,7 @@ class ObjectiveSettings(Section):
     ``solvers``: what it may regenerate with, its own first. ``old_schedule``: how the sampling
     policy follows the trained weights unless ``[old_policy]`` says otherwise ("constant" with the
     value 0: it is a copy of them). ``advantage_std`` and ``advantage_eps``: how rewards are
-    normalised unless ``[advantages]`` says otherwise.
+    normalized unless ``[advantages]`` says otherwise.
     """
 
     if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def incompatibility(
         )
     if objective.stochastic and not regenerates:
         why = (
-            "quantised"
+            "quantized"
             if arm == "naive_quant"
             else "made by rollout actors with merged, rounded weights"
         )

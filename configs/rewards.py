@@ -50,7 +50,7 @@ class Rewards(Section):
         description="of a clip, so many in equal distances are scored by scorers of images, and"
         " their mean is its score; None: all",
     )
-    normalise: Literal["none", "zscore", "rank"] = Field(
+    normalize: Literal["none", "zscore", "rank"] = Field(
         default="none",
         description="of each scorer's values in a prompt's group, before weighting; in training",
     )

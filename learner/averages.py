@@ -26,7 +26,7 @@ def adapters_of(config: RunConfig, objective: Objective) -> tuple[str, ...]:
 class Averages:
     """The averages of one transformer's trained adapter.
 
-    EMA and the objective's own move after each iteration or after each of its optimiser steps
+    EMA and the objective's own move after each iteration or after each of its optimizer steps
     (``optimizer.averages``), the sampling policy after each iteration.
     """
 
@@ -35,7 +35,7 @@ class Averages:
         self.by_step = config.optimizer.averages != "iteration"
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """The weights of the averages that follow each optimiser step, by adapter."""
+        """The weights of the averages that follow each optimizer step, by adapter."""
         names = ("ema", *self._objective.averages)
         return {name: adapter_state(self._transformer, name) for name in names}
 
@@ -65,7 +65,7 @@ class Averages:
         return {"old_policy/decay": decay}
 
     def _steps(self, done: int, step: int) -> int:
-        """s of the decay schedules: optimiser steps up to ``step`` of an iteration."""
+        """s of the decay schedules: optimizer steps up to ``step`` of an iteration."""
         return done * self._config.optimizer.steps_per_iteration + step
 
     def _move(self, name: str, decay: float, advice: str) -> None:

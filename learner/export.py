@@ -15,7 +15,7 @@ from learner.publish import Publisher
 from policy.families import Family
 from policy.precision.backends import Backend, packing_backend
 from policy.precision.manifest import Manifest
-from policy.precision.swap import ModuleRow, quantise_plan
+from policy.precision.swap import ModuleRow, quantize_plan
 from policy.sampling.guidance import Guided
 from policy.types import Conditioning
 
@@ -38,7 +38,7 @@ class PolicyExporter:
 
     @property
     def table(self) -> list[dict[str, object]]:
-        """A row (name, shape, quantised, why, backend) per module with a weight matrix.
+        """A row (name, shape, quantized, why, backend) per module with a weight matrix.
 
         As of the last export; empty where nobody explores.
         """
@@ -102,12 +102,12 @@ class PolicyExporter:
         return self._backend
 
     def _use(self, backend: Backend) -> None:
-        if self.config.lora.base != "full" and not backend.quantises:
+        if self.config.lora.base != "full" and not backend.quantizes:
             raise ValueError(
                 f"lora.base = {self.config.lora.base!r}: exploring in {backend.name} would explore"
                 " another model than is trained: use a backend that quantizes, or 'full'"
             )
         unquantized = self.config.explore.modules_to_not_convert
-        self._rows = quantise_plan(self.transformer, self.family, unquantized, backend)
+        self._rows = quantize_plan(self.transformer, self.family, unquantized, backend)
         # statistics compare exports of one format only, so the next one starts afresh
         self._backend, self._publisher = backend, None

@@ -36,7 +36,7 @@ class NonFiniteWeights(CrossesProcesses):
 class Publisher:
     """Packs one transformer again and again.
 
-    Every quantised module travels packed; an unquantized adapted module as its merged weight
+    Every quantized module travels packed; an unquantized adapted module as its merged weight
     in the backend's ``wire_dtype``; everything else is the base model, which explorers load
     themselves. Modules that no update can change are packed once, into shards of their own, which
     keep their bytes from version to version, so that they are sent once. What is kept between
@@ -61,7 +61,7 @@ class Publisher:
         self.shard_bytes = shard_bytes
         self.scale_search = scale_search
         self.frozen_amax = frozen_amax
-        self._plan, self._quantised = plan, {row.name: row.quantised for row in plan}
+        self._plan, self._quantized = plan, {row.name: row.quantized for row in plan}
         self._groups: dict[str, list[str]] = {}
         for row in plan:
             if row.fused is not None:
@@ -105,7 +105,7 @@ class Publisher:
         packed: dict[str, dict[str, Tensor]] = {}
         for name in changing:
             if name in adapted:
-                own = self.frozen_amax and self._quantised[name] and name not in ranges
+                own = self.frozen_amax and self._quantized[name] and name not in ranges
                 packed[name] = self._pack_adapted(
                     name, merged(name), range_of(name) if own else ranges.get(name), changes
                 )
@@ -125,8 +125,8 @@ class Publisher:
         changing: Container[str],
         range_of: Callable[[str], Tensor],
     ) -> Section:
-        """All other quantised modules; bytes that stay as they are."""
-        names = [name for name in owners if self._quantised[name] and name not in changing]
+        """All other quantized modules; bytes that stay as they are."""
+        names = [name for name in owners if self._quantized[name] and name not in changing]
         ranges = self._joint_ranges(range_of, names)
         packed = {
             name: _on_host(self._pack(name, plain_weight(owners[name]), ranges.get(name)))
@@ -161,14 +161,14 @@ class Publisher:
         self, name: str, weight: Tensor, amax: Tensor | None, changes: _Changes | None
     ) -> dict[str, Tensor]:
         """A merged weight as it travels, in host memory, compared with the one before."""
-        quantised = self._quantised[name]
+        quantized = self._quantized[name]
         parts = (
             self._pack(name, weight, amax)
-            if quantised
+            if quantized
             else {"weight": _finite(name, weight).to(self.backend.wire_dtype)}
         )
         if changes is not None:
-            changes.add(name, parts, quantised)
+            changes.add(name, parts, quantized)
         return _on_host(parts)
 
     def _pack_once(self, name: str, owner: nn.Module, amax: Tensor | None) -> dict[str, Tensor]:
@@ -201,12 +201,12 @@ class _Changes:
         self._changed = self._total = 0
         self._dot = self._decoded_square = self._true_square = 0.0
 
-    def add(self, name: str, now: dict[str, Tensor], quantised: bool) -> None:
+    def add(self, name: str, now: dict[str, Tensor], quantized: bool) -> None:
         """One module, packed; on the device that ``now`` is on."""
         before = {
             part: tensor.to(now[part].device) for part, tensor in self._packed_before[name].items()
         }
-        if quantised:
+        if quantized:
             changed = self._backend.changed(now, before)
             decoded = self._backend.decode(now) - self._backend.decode(before)
         else:

@@ -25,7 +25,7 @@ class Cosine:
 
 
 def gradient(trainer: Trainer, batch: int, groups: Sequence[Group]) -> Tensor:
-    """The gradient of one optimiser step on ``groups``, flat, float32 [D]; nothing is changed.
+    """The gradient of one optimizer step on ``groups``, flat, float32 [D]; nothing is changed.
 
     ``batch`` names the random streams, as an iteration does. Raises NonFiniteTraining.
     """

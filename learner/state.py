@@ -1,4 +1,4 @@
-"""All that training changes, saved and restored bit by bit: adapters, optimiser, how far it is."""
+"""All that training changes, saved and restored bit by bit: adapters, optimizer, how far it is."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Counts(NamedTuple):
 
 
 class LearnerState:
-    """The adapters of one transformer, and the optimiser of the trained one."""
+    """The adapters of one transformer, and the optimizer of the trained one."""
 
     def __init__(
         self,

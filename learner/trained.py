@@ -17,7 +17,7 @@ class NothingLearned(RuntimeError):
 
 
 class TrainedAdapter:
-    """The parameters of a transformer's adapter "current", and their optimiser."""
+    """The parameters of a transformer's adapter "current", and their optimizer."""
 
     def __init__(self, transformer: nn.Module, settings: Optimizer) -> None:
         self.parameters: dict[str, nn.Parameter] = dict(trainable(transformer))
@@ -86,13 +86,13 @@ class TrainedAdapter:
         )
         if learning_rate and all(same):
             raise NothingLearned(
-                f"the optimiser changed no weight although the gradient's norm is {norm:.3g}:"
+                f"the optimizer changed no weight although the gradient's norm is {norm:.3g}:"
                 f" at optimizer.lr = {learning_rate:g} a step is lost in rounding, or was skipped;"
                 " raise it"
             )
 
     def state(self) -> dict[str, Tensor]:
-        """On the CPU: "weight/NAME" and of the optimiser "exp_avg/", "exp_avg_sq/", "step/NAME"."""
+        """On the CPU: "weight/NAME" and of the optimizer "exp_avg/", "exp_avg_sq/", "step/NAME"."""
         tensors = {f"weight/{name}": parameter for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             tensors |= {

@@ -65,7 +65,7 @@ class Trainer:
         """Loads what is not given. ``failure_dir`` takes the data of an iteration that fails.
         ``shard``: ``join`` shards the base over the replicas; until then it lies on the host.
         ``offload``: frozen weights and autoencoder begin in host memory, and ``offload.back``
-        brings them to ``device``; adapters and the optimiser's state are there all the time.
+        brings them to ``device``; adapters and the optimizer's state are there all the time.
         """
         self.config, self.device = config, torch.device(device)
         self.family = family = family or family_for(config.model)
@@ -189,7 +189,7 @@ class Trainer:
         return metrics | self.replicas.take_times()
 
     def _train(self, samples: Samples, rate: float, iteration: int) -> dict[str, float]:
-        """The optimiser steps, with the averages that follow each of them; all or nothing."""
+        """The optimizer steps, with the averages that follow each of them; all or nothing."""
         shuffle = stream_seed(self.config.seed, "shuffle", iteration)
         if not self._averages.by_step:
             return self.updater.run(samples, self.sigmas, rate, shuffle)

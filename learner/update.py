@@ -26,7 +26,7 @@ COMPILE = "optimizer.compile"
 
 
 class Updater:
-    """Holds the optimiser of a transformer's "current" adapter, and changes nothing but that."""
+    """Holds the optimizer of a transformer's "current" adapter, and changes nothing but that."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class Updater:
         shuffle_seed: int,
         after_step: Callable[[int], None] | None = None,
     ) -> dict[str, float]:
-        """``steps_per_iteration`` optimiser steps; metrics are means over all training points.
+        """``steps_per_iteration`` optimizer steps; metrics are means over all training points.
 
         With more than one step the samples are dealt to the steps at random. All or nothing: on any
-        exception the weights and the optimiser are as before. Among replicas the steps are dealt
+        exception the weights and the optimizer are as before. Among replicas the steps are dealt
         the samples of all, and each replica computes on its own. ``after_step`` is called with 1,
         2, ... after each. Raises NonFiniteTraining, ReplicaFailed, GroupBroken.
         """
@@ -124,7 +124,7 @@ class Updater:
     def _step(
         self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
     ) -> tuple[int, float]:
-        """One optimiser step on the mean loss over the points of ``part``, of all replicas.
+        """One optimizer step on the mean loss over the points of ``part``, of all replicas.
 
         Returns (points of all, gradient norm before clipping). What is added over the replicas are
         sums over points, divided by the points of all: a mean over points, however unequal the

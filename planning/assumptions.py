@@ -62,7 +62,7 @@ class Assumptions:
     # None: the first that services.rollout.accelerator allows, or B200
     accelerator: str | None = None
     peak_tflops: float | None = None
-    quantised_peak_tflops: float | None = None
+    quantized_peak_tflops: float | None = None
     bandwidth: float | None = None
     utilisation: float | None = None
     gpu_memory_gb: float | None = None
@@ -73,22 +73,22 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Device:
-    """The assumptions, resolved for a configuration. ``form``: what quantised layers compute in.
+    """The assumptions, resolved for a configuration. ``form``: what quantized layers compute in.
     The bandwidth is infinite where it is not known: then bytes take no time.
     """
 
     name: str
     tflops: float
-    quantised_tflops: float
+    quantized_tflops: float
     memory_gb: float
     utilisation: float | None = None
     bandwidth: float = math.inf
     form: str = "bf16"
 
-    def rates(self, quantised: bool = False) -> Rates:
-        """What it reaches, with quantised layers or without."""
-        form = self.form if quantised else "bf16"
-        quick = self.quantised_tflops if quantised else self.tflops
+    def rates(self, quantized: bool = False) -> Rates:
+        """What it reaches, with quantized layers or without."""
+        form = self.form if quantized else "bf16"
+        quick = self.quantized_tflops if quantized else self.tflops
         return rates(self.tflops, quick, self.bandwidth, form, self.utilisation)
 
     @property
@@ -104,9 +104,9 @@ def device_of(config: RunConfig, given: Assumptions) -> tuple[Device | None, str
     if not given.accelerator and not any(need.gpus for need in needs_of(config)):
         if not (peak := given.peak_tflops):
             return None, None
-        quantised = given.quantised_peak_tflops or peak
+        quantized = given.quantized_peak_tflops or peak
         share = given.utilisation or ON_CPUS
-        return Device("CPUs", peak, quantised, 0.0, share, given.bandwidth or math.inf), None
+        return Device("CPUs", peak, quantized, 0.0, share, given.bandwidth or math.inf), None
     wanted = (config.services.rollout.accelerator or "").removeprefix("in(").rstrip(")").split(",")
     named = [name.strip() for name in wanted if name.strip() and not name.startswith("!")]
     name = given.accelerator or next(
@@ -116,13 +116,13 @@ def device_of(config: RunConfig, given: Assumptions) -> tuple[Device | None, str
     if known is None and (given.peak_tflops is None or given.gpu_memory_gb is None):
         raise ConfigError(
             f"--accelerator {name}: known here are {', '.join(ACCELERATORS)}: give"
-            " --peak-tflops, --quantised-peak-tflops and --gpu-memory-gb"
+            " --peak-tflops, --quantized-peak-tflops and --gpu-memory-gb"
         )
     peak = given.peak_tflops or (known.bf16 if known else 0.0)
     memory_gb = given.gpu_memory_gb or (known.memory_gb if known else 0.0)
-    quantised = given.quantised_peak_tflops or peak
+    quantized = given.quantized_peak_tflops or peak
     bandwidth = given.bandwidth or (known.bandwidth if known else math.inf)
-    return Device(name, peak, quantised, memory_gb, given.utilisation, bandwidth), name
+    return Device(name, peak, quantized, memory_gb, given.utilisation, bandwidth), name
 
 
 def with_format(
@@ -133,11 +133,11 @@ def with_format(
     """
     known = ACCELERATORS.get(name or "")
     if peak is not None:
-        return replace(device, quantised_tflops=peak, form=backend.wire_format)
+        return replace(device, quantized_tflops=peak, form=backend.wire_format)
     if known is None or backend.speedup <= 1 or not known.runs(backend):
-        return replace(device, quantised_tflops=device.tflops)
+        return replace(device, quantized_tflops=device.tflops)
     quick = known.peak(backend.wire_format) or known.bf16 * backend.speedup
-    return replace(device, quantised_tflops=quick, form=backend.wire_format)
+    return replace(device, quantized_tflops=quick, form=backend.wire_format)
 
 
 def backend_of(config: RunConfig, accelerator: str | None) -> tuple[Backend, str]:

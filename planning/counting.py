@@ -44,7 +44,7 @@ class Counts:
     """
 
     weights: int  # of the denoiser, as is what follows
-    quantised: int
+    quantized: int
     trained: int
     denoiser: int  # bytes
     targets: int  # bytes of the weights that adapters stand beside
@@ -215,7 +215,7 @@ def _of_backend(config: RunConfig, family: Family, backend: Backend) -> Counts:
     groups = memory.groups_of(rows)
     _seen[key] = replace(
         _common(config, family),
-        quantised=sum(math.prod(row.shape) for row in rows if row.quantised),
+        quantized=sum(math.prod(row.shape) for row in rows if row.quantized),
         rollout=memory.held_bytes(transformer),
         broadcast=sent.total,
         changing=sent.changing,
@@ -247,7 +247,7 @@ def _common(config: RunConfig, family: Family) -> Counts:
     source = passes.source_work(family, dtype, encodes) if family.edits else Work()
     _seen[key] = Counts(
         weights=weights,
-        quantised=0,
+        quantized=0,
         trained=trained,
         denoiser=denoiser,
         targets=sizes.adapted_bytes(base),

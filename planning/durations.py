@@ -44,7 +44,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Summing:
-    """Replicas add up gradients in every step of the optimiser, in a ring; ``whole_s`` is what the
+    """Replicas add up gradients in every step of the optimizer, in a ring; ``whole_s`` is what the
     gradients of one take over a link.
     """
 

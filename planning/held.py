@@ -116,7 +116,7 @@ def _learner(
         **gathered,
         "autoencoder, fp32": counts.autoencoder,
         f"{len(adapters)} adapters, fp32": len(adapters) * counts.trained * 4,
-        "optimiser, fp32": 2 * counts.trained * 4,
+        "optimizer, fp32": 2 * counts.trained * 4,
         "conditioning": prompts * per_prompt,
         f"passes, {sampled} images on {what} or {points} points": max(
             merged + counts.merged.peak if merges else counts.adapted.peak + widest,

@@ -84,10 +84,10 @@ def _summary(plan: Plan) -> list[str]:
             f" {plan.trained / 1e6:.1f} million parameters{again}"
         ),
         (
-            f"  quantised   {plan.quantised_weights / 1e9:.4g} of {plan.all_weights / 1e9:.4g}"
+            f"  quantized   {plan.quantized_weights / 1e9:.4g} of {plan.all_weights / 1e9:.4g}"
             " billion weights of the denoiser"
             if arm.explore is not None
-            else "  quantised   nothing: there are no rollout actors"
+            else "  quantized   nothing: there are no rollout actors"
         ),
     ]
 
@@ -170,7 +170,7 @@ def _operations(plan: Plan) -> list[str]:
     for name, stage in plan.stages.items():
         parts = [f"denoiser {stage.denoising / 1e15:.3g}"]
         parts += (
-            [f"of it quantised {stage.quantised / stage.denoising:.0%}"] if stage.quantised else []
+            [f"of it quantized {stage.quantized / stage.denoising:.0%}"] if stage.quantized else []
         )
         how = " in BF16" * stage.narrow + ", compiled" * stage.compiled
         parts += [f"decoding {stage.decoding / 1e15:.3g}{how}"] if stage.decoding else []
@@ -199,12 +199,12 @@ def _operations(plan: Plan) -> list[str]:
 
 
 def _assumed(device: Device) -> str:
-    at = device.rates(quantised=True)
+    at = device.rates(quantized=True)
     narrow, wide = at.decoding
     moved = f"{at.memory / 1e12:.3g} of {device.bandwidth:g} TB/s"
     parts = [
         f"{at.bf16 / 1e12:.4g} of {device.tflops:g} TFLOP/s",
-        f"{at.quantised / 1e12:.4g} of {device.quantised_tflops:g} in quantised layers",
+        f"{at.quantized / 1e12:.4g} of {device.quantized_tflops:g} in quantized layers",
         f"{narrow / 1e12:.3g} decoding in BF16, {wide / 1e12:.3g} in FP32",
         moved if math.isfinite(device.bandwidth) else "bytes take no time",
         *([f"{device.memory_gb:g} GB"] if device.memory_gb else []),

@@ -49,7 +49,7 @@ class Plan:
     source: str
     backend: str
     why: str
-    quantised_weights: int
+    quantized_weights: int
     all_weights: int
     trained: int
     memory: dict[str, dict[str, int | None]]
@@ -197,7 +197,7 @@ def _plan(
     counts = counts_of(config, family, backend)
     sent = WireBytes(counts.broadcast, counts.changing) if config.plan.explore else NOTHING_SENT
     if device is not None:
-        device = with_format(device, accelerator, backend, given.quantised_peak_tflops)
+        device = with_format(device, accelerator, backend, given.quantized_peak_tflops)
     stages, evaluation = stages_of(config, counts)
     there, placed, problem = _placement(config, given, accelerator, nodes)
     return Plan(
@@ -205,7 +205,7 @@ def _plan(
         source=source,
         backend=backend.name,
         why=why,
-        quantised_weights=counts.quantised,
+        quantized_weights=counts.quantized,
         all_weights=counts.weights,
         trained=counts.trained,
         memory=held_of(config, counts, family, backend.name, dtype),

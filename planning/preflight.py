@@ -39,9 +39,9 @@ def check_model(config: RunConfig) -> None:
         unconverted = config.explore.modules_to_not_convert
         layers = layers_on_disk(family) if unconverted else []
         if not all(any(fnmatchcase(name, pattern) for name in layers) for pattern in unconverted):
-            from policy.precision.swap import quantise_plan
+            from policy.precision.swap import quantize_plan
 
-            quantise_plan(family.skeleton(), family, unconverted)
+            quantize_plan(family.skeleton(), family, unconverted)
         check_decoder(config, family)
         if config.lora.base != "full" and (why := frozen.missing()) is not None:
             raise ValueError(f"lora.base = {config.lora.base!r}: {why}")

@@ -18,7 +18,7 @@ from policy.memory import conditioning_like, held_bytes
 from policy.meta import blank
 from policy.precision.backends import Backend
 from policy.precision.fused import FusedMember
-from policy.precision.layer import QuantisedLinear
+from policy.precision.layer import QuantizedLinear
 from policy.precision.swap import ModuleRow, changing_modules
 from policy.sharding import blocks_of
 
@@ -76,7 +76,7 @@ class WireBytes(NamedTuple):
 
 def wire_bytes(
     plan: Sequence[ModuleRow],
-    layers: Mapping[str, QuantisedLinear | FusedMember],
+    layers: Mapping[str, QuantizedLinear | FusedMember],
     adapted: Sequence[str],
     backend: Backend,
 ) -> WireBytes:
@@ -85,7 +85,7 @@ def wire_bytes(
         name: sum(tensor.nbytes for tensor in layer.wire_targets().values())
         for name, layer in layers.items()
     }
-    whole = {row.name: math.prod(row.shape) for row in plan if not row.quantised}
+    whole = {row.name: math.prod(row.shape) for row in plan if not row.quantized}
     merged = sum(whole.get(name, 0) for name in adapted) * backend.wire_dtype.itemsize
     changing = changing_modules(plan, adapted)
     sent_again = sum(packed.get(name, 0) for name in changing)

@@ -22,11 +22,11 @@ from policy.precision.cost import COMPILED, Step, seconds
 
 @dataclass(frozen=True)
 class Part:
-    """So many calls of one pass of the denoiser; ``quantised``: with quantised layers."""
+    """So many calls of one pass of the denoiser; ``quantized``: with quantized layers."""
 
     calls: float
     step: Step
-    quantised: bool = False
+    quantized: bool = False
     compiled: bool = False
 
 
@@ -48,9 +48,9 @@ class Stage:
         return sum(part.calls * part.step.flops for part in self.parts)
 
     @property
-    def quantised(self) -> float:
-        """Those of them in quantised layers."""
-        return sum(part.calls * part.step.quantised for part in self.parts if part.quantised)
+    def quantized(self) -> float:
+        """Those of them in quantized layers."""
+        return sum(part.calls * part.step.quantized for part in self.parts if part.quantized)
 
     @property
     def flops(self) -> float:
@@ -59,9 +59,9 @@ class Stage:
 
     def seconds(self, device: Device) -> float:
         """Seconds that it takes on its GPUs."""
-        at = {quantised: device.rates(quantised) for quantised in (False, True)}
+        at = {quantized: device.rates(quantized) for quantized in (False, True)}
         busy = sum(
-            part.calls * seconds(part.step, at[part.quantised], compiled=part.compiled)
+            part.calls * seconds(part.step, at[part.quantized], compiled=part.compiled)
             for part in self.parts
         )
         narrow, wide = at[False].decoding
@@ -72,7 +72,7 @@ class Stage:
 def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stage]:
     """Explore, regenerate and update of an iteration, and an evaluation.
 
-    Nothing is quantised for an arm that explores at full precision.
+    Nothing is quantized for an arm that explores at full precision.
     """
     prompts, plan, full = config.prompts.per_iteration, config.plan, config.regenerate
     learner, scales = config.services.learner, config.guidance
@@ -119,12 +119,12 @@ def _exploring(config: RunConfig, counts: Counts) -> Stage:
     assert explore is not None
     images = config.prompts.per_iteration * explore.pool_size
     calls = images * explore.steps / batch_of(config) * passes(explore.guidance)
-    backend = BACKENDS.get(explore.backend)  # None: "auto", which quantises
-    quantised = backend is None or backend.quantises
+    backend = BACKENDS.get(explore.backend)  # None: "auto", which quantizes
+    quantized = backend is None or backend.quantizes
     area = pixels(config.explored_model) / pixels(config.model)
     gpu, whole = on_gpus(config, rollout), config.explore.decoder == "full"
     return Stage(
-        [Part(calls, counts.step, quantised, config.explore.compile)],
+        [Part(calls, counts.step, quantized, config.explore.compile)],
         decoding=images * counts.proxy_flops * area,
         narrow=proxy_dtype(config, gpu) == torch.bfloat16,
         compiled=config.explore.compile and gpu and not (counts.decode_eager and whole),
@@ -146,7 +146,7 @@ def training_points(config: RunConfig) -> tuple[int, float]:
     """(training points of each sample, forward passes of each point beside the trained one).
 
     Where the sampling policy is a copy of the trained one, its pass is saved until the first
-    optimiser step of an iteration.
+    optimizer step of an iteration.
     """
     objective: Any = build_objective(config.objective, config.stop.max_kl is not None)
     steps = config.regenerate.steps

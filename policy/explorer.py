@@ -1,4 +1,4 @@
-"""The exploring side of the policy: a quantised denoiser with published weights, an autoencoder."""
+"""The exploring side of the policy: a quantized denoiser with published weights, an autoencoder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from policy.offload import Offload, frozen_tensors
 from policy.precision.backends import Backend
 from policy.precision.compiling import compile_failures, compiled
 from policy.precision.manifest import Manifest, WireError
-from policy.precision.swap import ModuleRow, quantise_plan, swap_linears
+from policy.precision.swap import ModuleRow, quantize_plan, swap_linears
 from policy.precision.wire import unpack_into
 from policy.sampling.guidance import Guided
 from policy.sampling.paths import PathPlan, sample_ends
@@ -24,11 +24,11 @@ from policy.types import Conditioning
 
 
 class PackedPolicy:
-    """A denoiser that runs on published weights: quantised layers in place of its linears.
+    """A denoiser that runs on published weights: quantized layers in place of its linears.
 
-    Quantised linears hold their packed weights only: the unquantized ones are dropped, module by
+    Quantized linears hold their packed weights only: the unquantized ones are dropped, module by
     module, before anything moves to ``device``, which may have no room for them. ``plan`` is the
-    table of what runs quantised.
+    table of what runs quantized.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PackedPolicy:
         self.full = full
         self.transformer = transformer
         self._trained = set(target_modules(transformer, trained) if trained else ())
-        self.plan: list[ModuleRow] = quantise_plan(
+        self.plan: list[ModuleRow] = quantize_plan(
             transformer, family, modules_to_not_convert, backend
         )
         self._layers = swap_linears(transformer, self.plan, backend, activation_amax)
@@ -90,13 +90,13 @@ class PackedPolicy:
         return manifest.version, manifest.checksum
 
     def _targets(self, manifest: Manifest) -> dict[str, Tensor]:
-        """The tensors that the manifest's entries fill: quantised layers, unquantized weights."""
+        """The tensors that the manifest's entries fill: quantized layers, unquantized weights."""
         targets = {
             f"{name}.{part}": buffer
             for name, layer in self._layers.items()
             for part, buffer in layer.wire_targets().items()
         }
-        unquantized = {f"{row.name}.weight" for row in self.plan if not row.quantised}
+        unquantized = {f"{row.name}.weight" for row in self.plan if not row.quantized}
         for entry in manifest.entries:
             if entry.name in unquantized:
                 targets[entry.name] = self.transformer.get_parameter(entry.name)
@@ -165,7 +165,7 @@ class Explorer(PackedPolicy):
         vae: nn.Module | None = None,
         offload: bool = False,
     ) -> None:
-        """``dtype`` is that of the unquantised parts, unless the backend has one of its own.
+        """``dtype`` is that of the unquantized parts, unless the backend has one of its own.
         ``vae`` decodes the images; None: the model's own, in FP32.
 
         ``compile``: the first call at each batch size compiles the transformer, on a GPU the

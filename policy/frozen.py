@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from policy.families.base import Family
 from policy.precision.backends import BACKENDS
-from policy.precision.swap import ModuleRow, quantise_plan
+from policy.precision.swap import ModuleRow, quantize_plan
 from policy.sharding import whole
 
 Packing = Literal["int8", "nf4"]
@@ -93,8 +93,8 @@ def frozen_rows(
     ``explore.modules_to_not_convert``.
     """
     modules = dict(transformer.named_modules())
-    plan = quantise_plan(transformer, family, patterns, RULES)
-    return [row for row in plan if row.quantised and isinstance(modules[row.name], nn.Linear)]
+    plan = quantize_plan(transformer, family, patterns, RULES)
+    return [row for row in plan if row.quantized and isinstance(modules[row.name], nn.Linear)]
 
 
 def freeze(

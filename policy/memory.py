@@ -27,7 +27,7 @@ from policy.types import Conditioning
 @dataclass(frozen=True)
 class Work(Step):
     """What one pass takes: ``peak`` are the bytes allocated at once, without the weights and
-    without packed inputs of quantised layers, the largest of which has ``widest`` elements.
+    without packed inputs of quantized layers, the largest of which has ``widest`` elements.
     """
 
     peak: int = 0
@@ -115,7 +115,7 @@ def sampling_work(
     groups: Mapping[str, str] | None = None,
 ) -> Work:
     """One call of an unquantized denoiser on the meta device for ``batch`` images, no gradients.
-    ``groups``: of the layers that would be quantised, the one that packs the input (``groups_of``).
+    ``groups``: of the layers that would be quantized, the one that packs the input (``groups_of``).
     """
     groups = groups or {}
     x = torch.empty(batch, *family.latent_shape, device=META)
@@ -126,7 +126,7 @@ def sampling_work(
     packed = {groups[call.name]: call.elements for call in calls}  # a group packs its input once
     return replace(
         Work.of(tally),
-        quantised=sum(call.flops for call in calls),
+        quantized=sum(call.flops for call in calls),
         inputs=len(packed),
         elements=sum(packed.values()),
         widest=max(packed.values(), default=0),
@@ -134,8 +134,8 @@ def sampling_work(
 
 
 def groups_of(plan: Sequence[ModuleRow]) -> dict[str, str]:
-    """By quantised layer, the fused group that it is in, or itself."""
-    return {row.name: row.fused or row.name for row in plan if row.quantised}
+    """By quantized layer, the fused group that it is in, or itself."""
+    return {row.name: row.fused or row.name for row in plan if row.quantized}
 
 
 def work_of(do: Callable[[], object]) -> Work:

@@ -14,8 +14,8 @@ from policy.families.base import Diffusers, Family
 from policy.lora import inject, target_modules
 from policy.precision.backends import Backend
 from policy.precision.fused import FusedMember
-from policy.precision.layer import QuantisedLinear
-from policy.precision.swap import ModuleRow, quantise_plan, swap_linears
+from policy.precision.layer import QuantizedLinear
+from policy.precision.swap import ModuleRow, quantize_plan, swap_linears
 
 META = torch.device("meta")
 
@@ -70,10 +70,10 @@ def text_encoders(family: Family, dtype: torch.dtype) -> dict[str, nn.Module]:
 
 def blank_explorer(
     family: Family, backend: Backend, modules_to_not_convert: Sequence[str], dtype: torch.dtype
-) -> tuple[nn.Module, list[ModuleRow], dict[str, QuantisedLinear | FusedMember]]:
+) -> tuple[nn.Module, list[ModuleRow], dict[str, QuantizedLinear | FusedMember]]:
     """(transformer, plan, layers) of ``Explorer`` on the meta device; kernels may be missing."""
     transformer = blank(family, "transformer", backend.dtype or dtype)
-    plan = quantise_plan(transformer, family, modules_to_not_convert, backend)
+    plan = quantize_plan(transformer, family, modules_to_not_convert, backend)
     with META:
         layers = swap_linears(transformer, plan, backend, blank=True)
     return transformer, plan, layers

@@ -106,7 +106,7 @@ class Tally(TorchDispatchMode):
             self.kernels += 1
             self.bytes += 2 * made[0].nbytes
 
-    def normalised(self, given: Tensor) -> None:
+    def normalized(self, given: Tensor) -> None:
         """A norm that GPUs have one kernel for."""
         self.kernels += 1
         self.bytes += 2 * given.nbytes
@@ -200,7 +200,7 @@ def fused_attention() -> Iterator[None]:
         finally:
             _whole.pop()
         for tally in _active:
-            tally.normalised(given)
+            tally.normalized(given)
         return found
 
     functional.scaled_dot_product_attention, functional.rms_norm = attention, norm

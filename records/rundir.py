@@ -97,7 +97,7 @@ class RunDirectory:
             self.events_file,
             self.selections_file,
             self.timeline_file,
-            self.path / "quantisation.json",
+            self.path / "quantization.json",
         ):
             file.unlink(missing_ok=True)
         for directory in (self.images, self.path / "evaluations"):

@@ -62,12 +62,12 @@ def rank(values: np.ndarray) -> np.ndarray:
     return (below + upto - 1) / (len(values) - 1) - 1.0
 
 
-NORMALISERS = {"zscore": zscore, "rank": rank}
+NORMALIZERS = {"zscore": zscore, "rank": rank}
 
 
 @dataclass(frozen=True)
 class Combination:
-    """From raw scores of a prompt's group to rewards: floors, normalisation, the weighted sum.
+    """From raw scores of a prompt's group to rewards: floors, normalization, the weighted sum.
 
     A required scorer that gave no score leaves the image without a reward. In place of an
     optional one's stands its mean over the rest of the group, which changes no order among images
@@ -78,7 +78,7 @@ class Combination:
     weights: Mapping[str, float]
     floors: Mapping[str, float] = field(default_factory=dict)
     optional: frozenset[str] = frozenset()
-    normalise: str = "none"
+    normalize: str = "none"
     compared: frozenset[str] = frozenset()
 
     @classmethod
@@ -88,17 +88,17 @@ class Combination:
             {scorer.label: scorer.weight for scorer in rewards.scorers},
             {scorer.label: scorer.floor for scorer in rewards.scorers if scorer.floor is not None},
             frozenset(scorer.label for scorer in rewards.scorers if not scorer.required),
-            rewards.normalise,
+            rewards.normalize,
             frozenset(scorer.label for scorer in rewards.scorers if scorer.per == "prompt"),
         )
 
     @property
     def for_evaluation(self) -> Combination:
         """For images of many prompts, comparable over time: required scorers that compare nothing,
-        not normalised.
+        not normalized.
         """
         kept = self._of(self.weights.keys() - self.optional)
-        return replace(kept, normalise="none")
+        return replace(kept, normalize="none")
 
     @property
     def uncompared(self) -> Combination:
@@ -108,7 +108,7 @@ class Combination:
     def _of(self, labels: Set[str]) -> Combination:
         kept = {k: w for k, w in self.weights.items() if k in labels and k not in self.compared}
         floors = {label: floor for label, floor in self.floors.items() if label in kept}
-        return Combination(kept, floors, self.optional & kept.keys(), self.normalise)
+        return Combination(kept, floors, self.optional & kept.keys(), self.normalize)
 
     def __call__(self, scores: Mapping[str, np.ndarray]) -> np.ndarray:
         """Scores float32 [B] by label -> rewards float32 [B], NaN where there is none.
@@ -116,7 +116,7 @@ class Combination:
         Labels without a weight do not count.
         """
         used = {label: np.asarray(scores[label], np.float32) for label in self.weights}
-        if not self.floors and not self.optional and self.normalise == "none":
+        if not self.floors and not self.optional and self.normalize == "none":
             return combine(used, self.weights)
         for label, floor in self.floors.items():
             used[label] = np.where(
@@ -130,8 +130,8 @@ class Combination:
             there = np.isfinite(used[label])
             known = used[label][scored & there]
             used[label] = np.where(there, used[label], known.mean() if len(known) else 0.0)
-        if self.normalise != "none" and scored.any():
-            used = {label: self._normalised(values, scored) for label, values in used.items()}
+        if self.normalize != "none" and scored.any():
+            used = {label: self._normalized(values, scored) for label, values in used.items()}
         return combine(used, self.weights)
 
     def missing(self, scores: Mapping[str, np.ndarray]) -> int:
@@ -140,9 +140,9 @@ class Combination:
         there = np.logical_and.reduce([np.isfinite(scores[label]) for label in required])
         return int(np.size(there) - np.count_nonzero(there))
 
-    def _normalised(self, values: np.ndarray, scored: np.ndarray) -> np.ndarray:
+    def _normalized(self, values: np.ndarray, scored: np.ndarray) -> np.ndarray:
         made = np.full(len(values), np.nan)
-        made[scored] = NORMALISERS[self.normalise](values[scored].astype(np.float64))
+        made[scored] = NORMALIZERS[self.normalize](values[scored].astype(np.float64))
         return made
 
 

@@ -201,7 +201,7 @@ class GenEvalScorer(BuiltIn):
         return [COLORS[int(place)] for place in (seen @ self._classifier(name).T).argmax(1)]
 
     def _classifier(self, name: str) -> torch.Tensor:
-        """float32 [colors, D]: the normalised mean over TEMPLATES."""
+        """float32 [colors, D]: the normalized mean over TEMPLATES."""
         if name not in self._texts:
             texts = [form.format(c=color, name=name) for color in COLORS for form in TEMPLATES]
             tokens = self.colors.tokenise(texts).to(self.device)

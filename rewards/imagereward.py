@@ -18,7 +18,7 @@ import torch
 from configs.section import Tree
 from rewards.base import ScorerSetupError, Settings
 from rewards.checkpoints import load_weights, locate, read_state
-from rewards.images import crop_square, normalise, to_float
+from rewards.images import crop_square, normalize, to_float
 from rewards.paired import PairedScorer
 
 if TYPE_CHECKING:
@@ -143,10 +143,10 @@ class ImageReward(PairedScorer):
     def pixels(self, images: np.ndarray) -> torch.Tensor:
         """uint8 [B, 3, H, W] -> float32 [B, 3, S, S]."""
         crop = crop_square(images, self.model.image_size)
-        return normalise(to_float(crop))
+        return normalize(to_float(crop))
 
     def score(self, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
-        """The normalised reward of each image for its prompt."""
+        """The normalized reward of each image for its prompt."""
         words = self.tokenise(
             prompts, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"
         )

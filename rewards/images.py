@@ -63,7 +63,7 @@ def pad_square(images: np.ndarray, size: int) -> torch.Tensor:
     """uint8 [B, 3, H, W] -> float32 [B, 3, size, size] in about [0, 1]: padded with black.
 
     The longer side becomes ``size``. HPSv2's: a bicubic resize of the tensor, whose overshoot is
-    not clipped, and padding before normalisation. An image whose longer side has the size already
+    not clipped, and padding before normalization. An image whose longer side has the size already
     is padded too; the original leaves it and then fails on it.
     """
     height, width = images.shape[2:]
@@ -85,7 +85,7 @@ def to_float(images: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.array(images)).to(torch.float32).div(255)
 
 
-def normalise(
+def normalize(
     pixels: torch.Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[float] = CLIP_STD
 ) -> torch.Tensor:
     """float32 [B, 3, S, S] less ``mean``, divided by ``std``, per channel."""

@@ -14,7 +14,7 @@ from configs.section import Tree
 from records.errors import first_line
 from rewards.base import ScorerSetupError, Settings
 from rewards.checkpoints import fetch, load_weights, local, locate, read_state, repository
-from rewards.images import CLIP_MEAN, CLIP_STD, crop_square, normalise, pad_square, to_float
+from rewards.images import CLIP_MEAN, CLIP_STD, crop_square, normalize, pad_square, to_float
 from rewards.paired import PairedScorer, cosine, distinct
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class ClipScore(OpenClipScorer):
     """CLIPScore (arXiv 2104.08718), the plain cosine: without its factor 2.5 and clipping at zero.
 
     Images as open_clip's own validation transform makes them: shorter side bicubic, centre crop,
-    normalise.
+    normalize.
     """
 
     default = "ViT-L-14-quickgelu"
@@ -139,7 +139,7 @@ class ClipScore(OpenClipScorer):
     def pixels(self, images: np.ndarray) -> torch.Tensor:
         """uint8 [B, 3, H, W] -> float32 [B, 3, S, S]."""
         crop = crop_square(images, self.size)
-        return normalise(to_float(crop), self.mean, self.std)
+        return normalize(to_float(crop), self.mean, self.std)
 
 
 class HPSv2(OpenClipScorer):
@@ -154,7 +154,7 @@ class HPSv2(OpenClipScorer):
 
     def pixels(self, images: np.ndarray) -> torch.Tensor:
         """uint8 [B, 3, H, W] -> float32 [B, 3, S, S]."""
-        return normalise(pad_square(images, self.size), self.mean, self.std)
+        return normalize(pad_square(images, self.size), self.mean, self.std)
 
 
 def _read_description(file: Path) -> Tree:

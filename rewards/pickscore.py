@@ -11,7 +11,7 @@ import torch
 from configs.section import Tree
 from rewards.base import ScorerSetupError, Settings
 from rewards.checkpoints import load_weights, locate, read_state
-from rewards.images import crop_square, normalise, to_float
+from rewards.images import crop_square, normalize, to_float
 from rewards.paired import PairedScorer, cosine, distinct
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class PickScore(PairedScorer):
     def pixels(self, images: np.ndarray) -> torch.Tensor:
         """uint8 [B, 3, H, W] -> float32 [B, 3, S, S]."""
         crop = crop_square(images, self.size, "floor")
-        return normalise(to_float(crop))
+        return normalize(to_float(crop))
 
     def score(self, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
         """Scaled cosine of each image and its prompt."""

@@ -156,7 +156,7 @@ def spoil(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def to_pixels(images: np.ndarray) -> torch.Tensor:
-    """uint8 [B, 3, 32, 32] -> float32, normalised as the configuration says."""
+    """uint8 [B, 3, 32, 32] -> float32, normalized as the configuration says."""
     shape = (1, 3, 1, 1)
     return (
         torch.from_numpy(images).float() / 255 - torch.tensor(MEAN).reshape(shape)

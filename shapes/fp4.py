@@ -33,7 +33,7 @@ def round_to_fp4(weight: torch.Tensor) -> torch.Tensor:
     return (torch.round(value / step) * step * scale).reshape_as(weight)
 
 
-def quantisable(transformer: nn.Module) -> list[nn.Linear]:
+def quantizable(transformer: nn.Module) -> list[nn.Linear]:
     """The linear layers of the blocks: attention and feed-forward, not the adaptive norms."""
     found = []
     for name, module in transformer.named_modules():
@@ -62,7 +62,7 @@ class RoundedInputs:
 @contextmanager
 def in_four_bits(transformer: nn.Module) -> Iterator[None]:
     """Inside, the blocks' weights and inputs are rounded; afterwards they are back, bit for bit."""
-    layers = quantisable(transformer)
+    layers = quantizable(transformer)
     full = [layer.weight.detach().clone() for layer in layers]
     inputs = RoundedInputs()
     hooks = [layer.register_forward_pre_hook(inputs) for layer in layers]

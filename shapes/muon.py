@@ -29,7 +29,7 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Both rules in one optimiser. Groups carry ``kind``: 'matrix' or 'other'; ``lr`` and
+    """Both rules in one optimizer. Groups carry ``kind``: 'matrix' or 'other'; ``lr`` and
     ``weight_decay`` are per group.
     """
 

@@ -1,4 +1,4 @@
-"""Training state on disk, without pickle: model and optimiser as safetensors, counters as JSON.
+"""Training state on disk, without pickle: model and optimizer as safetensors, counters as JSON.
 Writes are atomic.
 """
 

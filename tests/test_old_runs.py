@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from analysis.report.data import read_run
 from cli.main import main
 from learner.trainer import Trainer
 from records.rundir import RunDirectory
@@ -47,6 +48,13 @@ def test_report_compare_and_export_read_it(kept, tmp_path, capsys):
     exported = load_file(file)
     assert len(exported) == len(ours) > 0
     capsys.readouterr()
+
+
+def test_what_was_quantized_is_told_of_a_run_that_spelled_it_otherwise():
+    (kept,) = (run for run in RUNS if (run / "quantisation.json").exists())
+    rows = json.loads((kept / "quantisation.json").read_text())
+    found = [row["quantized"] for row in read_run(kept).quantization]
+    assert found == [row["quantised"] for row in rows] and {True, False} == set(found)
 
 
 @each_run

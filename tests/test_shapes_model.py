@@ -15,7 +15,7 @@ from shapes import prompts
 from shapes.checksum import checksum
 from shapes.data import Pool
 from shapes.denoiser import BATCH, TIME_MEAN, TIME_STD, Examples, Learner
-from shapes.fp4 import in_four_bits, quantisable, round_to_fp4
+from shapes.fp4 import in_four_bits, quantizable, round_to_fp4
 from shapes.grammar import all_scenes
 from shapes.muon import orthogonal
 from shapes.state import load_state, save_state
@@ -41,7 +41,7 @@ def test_fp4_rounding_gives_the_formats_values():
     assert torch.equal(round_to_fp4(torch.zeros(2, 32)), torch.zeros(2, 32))
     nvfp4 = pytest.importorskip("policy.precision.nvfp4")
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
-    peer = nvfp4.dequantise(nvfp4.quantise(weight))
+    peer = nvfp4.dequantize(nvfp4.quantize(weight))
     # Scales are multiplied out in another order, so a tie may fall the other way: a handful of
     # values at most.
     assert (~torch.isclose(round_to_fp4(weight), peer, rtol=1e-5, atol=1e-7)).float().mean() < 2e-3
@@ -52,7 +52,7 @@ def test_four_bits_inside_and_the_wide_weights_afterwards():
     torch.nn.init.normal_(
         learner.transformer.proj_out.weight, generator=torch.Generator().manual_seed(4)
     )
-    layers = quantisable(learner.transformer)
+    layers = quantizable(learner.transformer)
     # q, k, v, out and two of feed-forward in both streams; the last block drops 3 of the text's
     assert len(layers) == 4 * 12 - 3
     before = [layer.weight.clone() for layer in layers]

@@ -3,7 +3,7 @@
 The published torchvision wheel links against CUDA. Beside a CPU build of torch its compiled
 extension does not load, and its import then fails with "operator torchvision::nms does not exist",
 which takes transformers, diffusers, peft and open_clip down with it. Sol-RL uses only torchvision's
-resize, crop and normalise, which need no compiled code; so this script appends a few lines to the
+resize, crop and normalize, which need no compiled code; so this script appends a few lines to the
 installed ``torchvision/extension.py`` that declare the two missing operator schemas.
 
 Run once by ``make setup``. Idempotent; does nothing where torch has CUDA or where torchvision is

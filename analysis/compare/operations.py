@@ -54,7 +54,7 @@ def operations_of(config: RunConfig) -> Operations:
     with described(config) as (family, _):
         counts = counts_of(config, family, backend_of(config, None)[0])
     stages = stages_of(config, counts)[0].values()
-    quantized = math.fsum(stage.quantised for stage in stages)
+    quantized = math.fsum(stage.quantized for stage in stages)
     return Operations(math.fsum(stage.flops for stage in stages) - quantized, quantized)
 
 

@@ -41,7 +41,7 @@ class RunData:
     images: RunImages
     held_out: dict[int, Grid] = field(default_factory=dict)
     scores: dict[int, dict[str, Grid]] = field(default_factory=dict)
-    quantisation: list[Row] = field(default_factory=list)
+    quantization: list[Row] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     prompts: dict[str, str] = field(default_factory=dict)
@@ -117,8 +117,6 @@ def read_run(directory: Path) -> RunData:
         for row in _lines(directory / "events.jsonl", remarks)
         if isinstance(row.get("event"), str)
     ]
-    layers = directory / "quantisation.json"
-    table = _json(layers, remarks) if layers.exists() else []
     tables = {
         int(path.stem[5:]): _row(_json(path, []))
         for path in sorted((directory / "evaluations").glob("step_??????.json"))
@@ -138,7 +136,7 @@ def read_run(directory: Path) -> RunData:
             step: {label: _grid(rows) for label, rows in _row(found.get("scores")).items()}
             for step, found in tables.items()
         },
-        quantisation=[row for row in map(_row, table) if row] if isinstance(table, list) else [],
+        quantization=_modules(directory, remarks),
         spans=read_spans(directory / TIMELINE, remarks),
         remarks=remarks,
         prompts={
@@ -186,6 +184,16 @@ def actor_of(event: Row) -> str | None:
     """The actor that an event is about: ``rollout-1``."""
     actor = event.get("actor")
     return None if actor is None else f"{event.get('kind')}-{actor}"
+
+
+def _modules(directory: Path, remarks: list[str]) -> list[Row]:
+    """Rows of ``quantization.json``; both names were spelled otherwise before."""
+    for file, key in (("quantization.json", "quantized"), ("quantisation.json", "quantised")):
+        if (directory / file).exists():
+            table = _json(directory / file, remarks)
+            rows = [row for row in map(_row, table) if row] if isinstance(table, list) else []
+            return [{**row, "quantized": row.get(key)} for row in rows]
+    return []
 
 
 def _json(path: Path, remarks: list[str]) -> object:

@@ -83,14 +83,14 @@ def _versions(run: RunData) -> Table | None:
 
 def _quantized(run: RunData) -> Table | None:
     """What was quantized, what not, and why: numbers of modules and weights by reason."""
-    if not run.quantisation:
+    if not run.quantization:
         return None
     groups: dict[tuple[bool, str], list[int]] = {}
-    for row in run.quantisation:
+    for row in run.quantization:
         shape = row.get("shape")
         sizes = [finite(size) for size in shape] if isinstance(shape, list) else [0]
         weights = math.prod(int(size or 0) for size in sizes)
-        entry = groups.setdefault((bool(row.get("quantised")), str(row.get("why", ""))), [0, 0])
+        entry = groups.setdefault((bool(row.get("quantized")), str(row.get("why", ""))), [0, 0])
         entry[0] += 1
         entry[1] += weights
     rows = [

@@ -15,7 +15,7 @@ from bench.timing import interleave
 from policy.device import synchronise
 from policy.precision import kernels
 from policy.precision.cost import FUSED
-from policy.precision.fp8 import quantise_rows, row_scales
+from policy.precision.fp8 import quantize_rows, row_scales
 from policy.precision.layer import padded_rows, swizzled
 from policy.precision.nvfp4 import SPAN_INVERSE, pack_activation
 
@@ -31,7 +31,7 @@ REPEATS, CALLS = 10, 20
 def fp8_reference(x: Tensor) -> tuple[Tensor, ...]:
     """What ``kernels.fp8_pack`` should give, as bytes and scales."""
     scales = row_scales(x)
-    return quantise_rows(x, scales).view(torch.uint8), scales
+    return quantize_rows(x, scales).view(torch.uint8), scales
 
 
 def nvfp4_reference(x: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Every packing and every quantised product of the published models, on tensors without data on a
+"""Every packing and every quantized product of the published models, on tensors without data on a
 CUDA device: shapes, types and alignment as torch checks them, with no GPU.
 """
 
@@ -21,7 +21,7 @@ from policy.families.architectures import build, published_names
 from policy.memory import conditioning_like
 from policy.precision.backends import BACKENDS, Backend
 from policy.precision.layer import PointwiseConvolution
-from policy.precision.swap import quantise_plan, weight_modules
+from policy.precision.swap import quantize_plan, weight_modules
 from records.errors import first_line
 
 FEW: dict[str, Tree] = {
@@ -69,11 +69,11 @@ class Calls(TorchDispatchMode):
 
 
 Seen = tuple[tuple[int, ...], tuple[int, ...], int, bool]
-"""(shape, strides, N, whether there is a bias) of what a quantised layer gets."""
+"""(shape, strides, N, whether there is a bias) of what a quantized layer gets."""
 
 
 def inputs_of(name: str) -> set[Seen]:
-    """The inputs of all quantised layers of a published model, for a batch of 1024 x 1024."""
+    """The inputs of all quantized layers of a published model, for a batch of 1024 x 1024."""
     seen: set[Seen] = set()
 
     def look(module: Any, given: tuple[torch.Tensor, ...]) -> None:
@@ -83,10 +83,10 @@ def inputs_of(name: str) -> set[Seen]:
     with torch.no_grad(), case_of(name, 1024, False) as case:
         part = {**case.part, "config": {**case.part["config"], **FEW[case.family.name]}}
         transformer = build(part, "meta", torch.bfloat16)
-        plan = quantise_plan(transformer, case.family, (), BACKENDS["torch_nvfp4"])
-        quantised = {row.name for row in plan if row.quantised}
+        plan = quantize_plan(transformer, case.family, (), BACKENDS["torch_nvfp4"])
+        quantized = {row.name for row in plan if row.quantized}
         for path, module in weight_modules(transformer):
-            if path in quantised:
+            if path in quantized:
                 module.register_forward_pre_hook(look)
         x = torch.empty(BATCH, *case.family.latent_shape, device="meta")
         cond = conditioning_like(case.family, BATCH, torch.bfloat16)
@@ -109,8 +109,8 @@ def fault(backend: Backend, seen: Seen) -> str | None:
         if bias:
             offset = torch.empty(n, dtype=torch.bfloat16, device="cuda:0")
             linear.bias = nn.Parameter(offset, False)
-        quantised: Any = backend.replacements("power_of_two")(linear)
-        layer = PointwiseConvolution(quantised) if image else quantised
+        quantized: Any = backend.replacements("power_of_two")(linear)
+        layer = PointwiseConvolution(quantized) if image else quantized
         x = torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="cuda:0")
         try:
             with Calls() as calls:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bench.architectures import Case
-from bench.explorer import bound, explorer_transformer, one_step, quantisable_share
+from bench.explorer import bound, explorer_transformer, one_step, quantizable_share
 from bench.gpu_check.findings import Finding, Item, LeftOut
 from bench.gpu_check.setting import Setting, free
 from bench.timing import Ratio, interleave
@@ -150,10 +150,10 @@ def _repeats(runs: dict[str, Run], seconds: float) -> int:
 
 
 def _beside(case: Case, backend: Backend, batch: int, memory: float) -> dict[str, float]:
-    share = quantisable_share(case, backend)
+    share = quantizable_share(case, backend)
     return {
         "bound": bound(share, backend.wire_format),
-        "quantisable": share,
+        "quantizable": share,
         "weights": memory,
         "batch": float(batch),
         **_predicted(case, backend, batch),

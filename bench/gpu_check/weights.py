@@ -15,7 +15,7 @@ from policy.device import synchronise
 from policy.explorer import Explorer
 from policy.lora import adapted_modules, add_adapters
 from policy.precision.backends import BACKENDS, Backend
-from policy.precision.swap import quantise_plan
+from policy.precision.swap import quantize_plan
 
 NAME = "flux.1-dev"
 SHARD = 256 * 2**20
@@ -35,7 +35,7 @@ def _format(setting: Setting, backend: Backend) -> Iterator[Item]:
     with loadable(setting, NAME) as (case, family):
         learner = family.load_transformer(device, setting.dtype)
         add_adapters(learner, Lora(), family, names=("current",))
-        rows = quantise_plan(learner, family, (), backend)
+        rows = quantize_plan(learner, family, (), backend)
         publisher = Publisher(learner, rows, backend, SHARD)
         seconds: dict[str, float] = {}
         for version, what in enumerate(("packing all of it", "packing the next version")):

@@ -29,7 +29,7 @@ class Evaluation:
     """Rewards and raw scores of P prompts at S seeds (NaN: scoring failed), and some images.
 
     ``values`` has the held-out scorers too; ``rewards`` combine the required ones that are trained
-    on, without normalisation.
+    on, without normalization.
     """
 
     rewards: Floats  # [P, S]

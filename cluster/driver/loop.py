@@ -1,7 +1,7 @@
 """The ring, one iteration at a time. Reads like the paper's algorithm box (arXiv 2604.06916).
 
-explore (quantised, few steps) -> score -> select best and worst -> regenerate (full precision, full
-steps) -> score again -> update -> publish the re-quantised policy. Nothing here asks which arm,
+explore (quantized, few steps) -> score -> select best and worst -> regenerate (full precision, full
+steps) -> score again -> update -> publish the re-quantized policy. Nothing here asks which arm,
 objective or model runs.
 """
 

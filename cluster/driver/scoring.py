@@ -82,7 +82,7 @@ class Scored:
 
     @staticmethod
     def concatenate(parts: Sequence[Scored]) -> Scored:
-        """Parts of one prompt's candidates, in order, combined anew: a normalisation is over all of
+        """Parts of one prompt's candidates, in order, combined anew: a normalization is over all of
         them.
         """
         if len(parts) == 1:
@@ -95,7 +95,7 @@ class Scored:
 class Scoring:
     """The scoring of one iteration or evaluation.
 
-    An evaluation asks held-out scorers too, combines without normalisation, and takes known scores
+    An evaluation asks held-out scorers too, combines without normalization, and takes known scores
     from the actors' memory.
     """
 

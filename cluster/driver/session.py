@@ -185,7 +185,7 @@ class Session:
         await self.ring.begin(position.next_iteration)
         if why := self.services.weights.why:
             self.progress.note(f"exploring in {self.services.weights.chosen} ({why})")
-        await self._write_quantisation_table()
+        await self._write_quantization_table()
         why_stop = self._why_stop()
         while position.next_iteration < config.iterations and why_stop is None:
             await self._iterate()
@@ -208,7 +208,7 @@ class Session:
         self.position.next_iteration = index + 1
         self._record(it, metrics | self.scaling.metrics(float(metrics["time/iteration_s"])))
         if self.ring.monitor.backend != self.ring.monitor.backend_before:
-            await self._write_quantisation_table()
+            await self._write_quantization_table()
         gc.collect()  # a reference in a cycle keeps its object in the store
 
     def _why_stop(self) -> str | None:
@@ -262,10 +262,10 @@ class Session:
             f"stopped by {signal} before iteration {iteration}{without}; continue with --resume"
         )
 
-    async def _write_quantisation_table(self) -> None:
-        """``quantisation.json``: every module of the denoiser, whether rollout actors run it
-        quantised, and why.
+    async def _write_quantization_table(self) -> None:
+        """``quantization.json``: every module of the denoiser, whether rollout actors run it
+        quantized, and why.
         """
         if self.config.plan.explore is not None:
-            table = await self.services.learner.quantisation()
-            write_json(self.rundir.path / "quantisation.json", table)
+            table = await self.services.learner.quantization()
+            write_json(self.rundir.path / "quantization.json", table)

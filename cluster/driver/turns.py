@@ -34,7 +34,7 @@ AT_ANY_TIME = {
         LearnerActor.save,
         LearnerActor.load,
         LearnerActor.shard,
-        LearnerActor.quantisation,
+        LearnerActor.quantization,
     )
 }
 """What a learner does without its frozen weights. A checkpoint must not wait for a turn: a run that

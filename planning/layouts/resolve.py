@@ -162,7 +162,7 @@ def on_kind(
     device, name = device_of(config, replace(given, accelerator=kind))
     assert device is not None
     backend, _ = backend_of(as_on_gpus(config), name)
-    device = with_format(device, name, backend, given.quantised_peak_tflops)
+    device = with_format(device, name, backend, given.quantized_peak_tflops)
     return device, backend.name, counts_of(config, family, backend)
 
 

@@ -18,7 +18,7 @@ from policy.types import Conditioning
 class Family(Pipeline, ABC):
     """One model of one family. Holds configuration; the ``load_*`` methods load weights.
 
-    ``modules_to_not_convert`` are fnmatch patterns of modules that are never quantised; ``trained``
+    ``modules_to_not_convert`` are fnmatch patterns of modules that are never quantized; ``trained``
     are last names of the paths of linears that are trained, ``*`` standing for anything; each row
     of ``fuse`` names linears of one block that read the same input and may run as one.
     ``tiny_decoder`` is the hub id of a published AutoencoderTiny of its latents. ``video``: it

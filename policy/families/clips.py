@@ -51,7 +51,7 @@ class Clips(Family):
         return super().smaller_noise(noise[:, :, : smaller.latent_shape[1]], smaller)
 
     def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
-        """Undoes the normalisation by mean and standard deviation of each channel."""
+        """Undoes the normalization by mean and standard deviation of each channel."""
         return joint.by_channel(vae, latents)
 
     def pixels(self, vae: Diffusers, latents: Tensor) -> Tensor:

@@ -12,13 +12,13 @@ from policy.precision.base import Backend
 class Accelerator:
     """Peaks of dense products in TFLOP/s, memory in GB of 1e9 bytes and its bandwidth in TB/s.
 
-    ``bf16`` is the peak of BF16, ``fp32`` that of plain FP32 products, ``quantised`` those of the
+    ``bf16`` is the peak of BF16, ``fp32`` that of plain FP32 products, ``quantized`` those of the
     wire formats that its tensor cores multiply, ``capability`` CUDA's compute capability.
     """
 
     bf16: float
     fp32: float
-    quantised: Mapping[str, float]
+    quantized: Mapping[str, float]
     memory_gb: float
     bandwidth: float
     capability: tuple[int, int]
@@ -29,7 +29,7 @@ class Accelerator:
 
     def peak(self, wire_format: str) -> float | None:
         """Dense TFLOP/s in this format; None where it has no such tensor cores."""
-        return self.bf16 if wire_format == "bf16" else self.quantised.get(wire_format)
+        return self.bf16 if wire_format == "bf16" else self.quantized.get(wire_format)
 
 
 ACCELERATORS = {

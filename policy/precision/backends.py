@@ -132,7 +132,7 @@ def _no_gain(
 ) -> str | None:
     """Why this backend does not run on this device, or is no gain there; None when it is one."""
     refusal = backend.unavailable(device)
-    if refusal is not None or not backend.quantises or device.type != "cuda":
+    if refusal is not None or not backend.quantizes or device.type != "cuda":
         return refusal
     missing = None if compile or not backend.packs_eagerly else kernels.missing(device)
     if missing is not None:

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from policy.precision.layer import QuantisedLinear
+from policy.precision.layer import QuantizedLinear
 
 
 class Backend(ABC):
@@ -29,7 +29,7 @@ class Backend(ABC):
     """Bits per weight: the fewer, the coarser. Equal bits count as equal precision."""
     dtype: ClassVar[torch.dtype | None] = None
     """What unquantized parts are loaded in, None to leave that to the caller."""
-    quantises: ClassVar[bool] = True
+    quantizes: ClassVar[bool] = True
     fuses: ClassVar[bool] = False
     """Whether linears that read the same input run as one product."""
     packs_eagerly: ClassVar[bool] = False
@@ -51,18 +51,18 @@ class Backend(ABC):
 
     @abstractmethod
     def refuses(self, rows: int, columns: int) -> str | None:
-        """Why a weight [N, K] cannot be quantised, or None; the same on every device."""
+        """Why a weight [N, K] cannot be quantized, or None; the same on every device."""
 
     @abstractmethod
-    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantisedLinear]:
-        """A function from a linear to its quantised layer with the buffers of ``pack``.
+    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantizedLinear]:
+        """A function from a linear to its quantized layer with the buffers of ``pack``.
 
         The layers of one transformer come from one such function, and may share memory.
         ``activation_amax`` is "power_of_two" or "exact", where a backend has one scale for all
         activations of a layer.
         """
 
-    def blanks(self) -> Callable[[nn.Linear], QuantisedLinear]:
+    def blanks(self) -> Callable[[nn.Linear], QuantizedLinear]:
         """``replacements`` whose layers hold as much and need no kernels, but may not run."""
         return self.replacements("power_of_two")
 

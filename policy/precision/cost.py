@@ -35,13 +35,13 @@ small products move; and of a decoder's seconds. One decoder was measured, in BF
 
 @dataclass(frozen=True)
 class Rates:
-    """Operations and bytes per second that a GPU is taken to reach; ``quantised`` is of products in
-    ``form``, which is "bf16" where quantised layers gain nothing.
+    """Operations and bytes per second that a GPU is taken to reach; ``quantized`` is of products in
+    ``form``, which is "bf16" where quantized layers gain nothing.
     """
 
     form: str
     bf16: float
-    quantised: float
+    quantized: float
     attention: float
     decoding: tuple[float, float]  # in BF16, and in FP32
     packing: float
@@ -49,7 +49,7 @@ class Rates:
 
 
 def rates(
-    peak: float, quantised: float, bandwidth: float, form: str, share: float | None = None
+    peak: float, quantized: float, bandwidth: float, form: str, share: float | None = None
 ) -> Rates:
     """From peaks in TFLOP/s and a bandwidth in TB/s, infinite where it is not known. ``share``: of
     the peaks, what products, attention and decoders reach, in place of ``SUSTAINED``.
@@ -62,7 +62,7 @@ def rates(
     return Rates(
         form=form,
         bf16=full * reached("bf16"),
-        quantised=quantised * 1e12 * reached(form if form in SUSTAINED else "fp8"),
+        quantized=quantized * 1e12 * reached(form if form in SUSTAINED else "fp8"),
         attention=full * reached("attention"),
         decoding=(
             full * reached("decode bf16"),
@@ -94,9 +94,9 @@ FUSED = {"fp8": Packing(1, 3.0), "nvfp4": Packing(2, 4.69)}
 
 @dataclass(frozen=True)
 class Step:
-    """One pass of a model: ``flops``, two per multiplication and addition, ``quantised`` of them in
-    quantised layers, which read ``inputs`` tensors of ``elements`` in all; ``kernels`` and
-    ``bytes`` of the unquantised model run eagerly, the bytes without those of large products;
+    """One pass of a model: ``flops``, two per multiplication and addition, ``quantized`` of them in
+    quantized layers, which read ``inputs`` tensors of ``elements`` in all; ``kernels`` and
+    ``bytes`` of the unquantized model run eagerly, the bytes without those of large products;
     ``small`` of them are those of products that wait for memory.
 
     ``attention`` of the operations are those of attention, which takes as long as for ``heads``
@@ -104,7 +104,7 @@ class Step:
     """
 
     flops: float = 0
-    quantised: float = 0
+    quantized: float = 0
     inputs: int = 0
     elements: float = 0
     kernels: int = 0
@@ -123,7 +123,7 @@ def seconds(step: Step, at: Rates, fused: bool = True, compiled: bool = False) -
     if at.form == "bf16":
         busy += plain / at.bf16
     else:
-        busy += (plain - step.quantised) / at.bf16 + step.quantised / at.quantised
+        busy += (plain - step.quantized) / at.bf16 + step.quantized / at.quantized
         packing = (FUSED if fused or compiled else EAGER).get(at.form, Packing(0, 0.0))
         busy += step.elements * packing.bytes / at.packing
         kernels += step.inputs * packing.kernels

@@ -14,7 +14,7 @@ from policy.memory import groups_of, sampling_work
 from policy.meta import blank
 from policy.precision.base import Backend
 from policy.precision.cost import Step
-from policy.precision.swap import quantise_plan
+from policy.precision.swap import quantize_plan
 
 
 def step_of(
@@ -25,9 +25,9 @@ def step_of(
     modules_to_not_convert: Sequence[str] = (),
 ) -> Step:
     """One call for ``batch`` images at the family's size, all text tokens in use. ``transformer``
-    is unquantised, in bfloat16 on the meta device.
+    is unquantized, in bfloat16 on the meta device.
     """
-    plan = quantise_plan(transformer, family, modules_to_not_convert, backend)
+    plan = quantize_plan(transformer, family, modules_to_not_convert, backend)
     return sampling_work(family, transformer, batch, torch.bfloat16, groups_of(plan))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from policy.precision import nvfp4
-from policy.precision.layer import LastInput, QuantisedLinear, rows_of
+from policy.precision.layer import LastInput, QuantizedLinear, rows_of
 from policy.precision.nvfp4 import BLOCK
 from policy.precision.packing import NVFP4Packing
 
@@ -25,7 +25,7 @@ ALPHA = 1.0 / (nvfp4.SPAN * nvfp4.SPAN)
 class Workspace:
     """Tables and scratch memory shared by the emulated layers of one transformer; not thread-safe.
 
-    Quantises an input once for all layers that get it. What ``quantised`` returns is overwritten by
+    Quantizes an input once for all layers that get it. What ``quantized`` returns is overwritten by
     the next call with another input. ``exact``: the amax of activations is not rounded up to a
     power of two.
     """
@@ -45,19 +45,19 @@ class Workspace:
             self._tables[device] = (nvfp4.nibble_values(device), nvfp4.scale_values(device))
         return self._tables[device]
 
-    def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``nvfp4.quantise_activation`` of x [..., K]: U float32 [rows, K], amax float32 []."""
-        return self._last.once(x, self._quantise)
+    def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``nvfp4.quantize_activation`` of x [..., K]: U float32 [rows, K], amax float32 []."""
+        return self._last.once(x, self._quantize)
 
-    def _quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         rows = rows_of(x).float()
         plain = self.exact or torch.compiler.is_compiling() or x.device.type != "cpu"
         if plain or not rows.is_contiguous() or not rows.numel():
-            return nvfp4.quantise_activation(rows, self.exact)
-        return self._quantise_on_cpu(rows)
+            return nvfp4.quantize_activation(rows, self.exact)
+        return self._quantize_on_cpu(rows)
 
-    def _quantise_on_cpu(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """``nvfp4.quantise_activation`` in eight passes over memory that stays allocated."""
+    def _quantize_on_cpu(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """``nvfp4.quantize_activation`` in eight passes over memory that stays allocated."""
         # on a CPU fresh pages cost more than the arithmetic itself
         count, width = rows.numel(), rows.shape[1]
         if self._value.numel() < count:
@@ -71,7 +71,7 @@ class Workspace:
         largest = scratch.amax(-1, keepdim=True).view(torch.float32)
         amax = _power_of_two_above(largest.max().item())
         if not 2.0**-100 < amax < 2.0**100:  # also 0 and NaN: where the exact short cuts below end
-            return nvfp4.quantise_activation(rows)
+            return nvfp4.quantize_activation(rows)
         # S_enc is 2688 / amax without rounding, S_enc * fp32(1/6) is 448 / amax, and no block
         # exceeds 448
         scales = nvfp4.round_to_mantissa_(largest.mul_(nvfp4.E4M3_MAX / amax), bits=3, lowest=-6)
@@ -90,7 +90,7 @@ def _power_of_two_above(amax: float) -> float:
     return math.ldexp(1.0, exponent - (mantissa == 0.5))
 
 
-class EmulatedNVFP4Linear(QuantisedLinear):
+class EmulatedNVFP4Linear(QuantizedLinear):
     """x [..., K] -> [..., N] in x's dtype. Buffers as in ``nvfp4.Packed``."""
 
     float32_buffers = ("amax",)
@@ -109,7 +109,7 @@ class EmulatedNVFP4Linear(QuantisedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """alpha (Ux Uw^T) + bias."""
-        operand, amax = self.workspace.quantised(x)
+        operand, amax = self.workspace.quantized(x)
         weight = nvfp4.decoded_operand(self.codes, self.scales, *self.workspace.tables(x.device))
         # both operands are small integers times powers of two: products are exact in float32, and
         # only the sums round, as they do in a tensor core
@@ -133,7 +133,7 @@ class EmulatedNVFP4(NVFP4Packing):
         """NVFP4 needs whole blocks along K."""
         return f"K = {columns} is not a multiple of {BLOCK}" if columns % BLOCK else None
 
-    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantisedLinear]:
+    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantizedLinear]:
         """Layers that share one workspace."""
         workspace = Workspace(exact=activation_amax == "exact")
         return lambda linear: EmulatedNVFP4Linear(linear, workspace)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from policy.device import torch_release
 from policy.precision import kernels
 from policy.precision.base import Backend
-from policy.precision.layer import LastInput, QuantisedLinear, rows_of
+from policy.precision.layer import LastInput, QuantizedLinear, rows_of
 from policy.precision.nvfp4 import E4M3_MAX
 
 SMALLEST = torch.finfo(torch.float32).tiny
@@ -39,7 +39,7 @@ def row_scales(x: Tensor) -> Tensor:
     return (x.abs().amax(-1, keepdim=True).float() / E4M3_MAX).clamp(min=SMALLEST)
 
 
-def quantise_rows(x: Tensor, scales: Tensor) -> Tensor:
+def quantize_rows(x: Tensor, scales: Tensor) -> Tensor:
     """e4m3(x * (1 / s)), saturating: float8_e4m3fn like x [M, K]. A non-finite row gives NaN."""
     return (x.float() * scales.reciprocal()).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
@@ -50,20 +50,20 @@ class Activations:
     def __init__(self) -> None:
         self._last = LastInput()
 
-    def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(float8_e4m3fn [rows, K], float32 [rows, 1]) of x [..., K]."""
-        return self._last.once(x, self._quantise)
+        return self._last.once(x, self._quantize)
 
     @staticmethod
-    def _quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
         rows = rows_of(x)
         if kernels.missing(x.device) is None:
             return kernels.fp8_pack(rows)
         scales = row_scales(rows)
-        return quantise_rows(rows, scales), scales
+        return quantize_rows(rows, scales), scales
 
 
-class FP8Linear(QuantisedLinear):
+class FP8Linear(QuantizedLinear):
     """x [..., K] -> [..., N] in x's dtype.
 
     Buffers: ``codes`` uint8 [N, K], the bits of E4M3; ``scales`` float32 [N].
@@ -81,7 +81,7 @@ class FP8Linear(QuantisedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(codes_x codes_w^T) s_x s_w^T + bias, rounded to bfloat16 once."""
-        codes, scales = self.activations.quantised(x)
+        codes, scales = self.activations.quantized(x)
         y = torch._scaled_mm(
             codes,
             self.codes.view(torch.float8_e4m3fn).t(),
@@ -123,14 +123,14 @@ class FP8(Backend):
 
     def refuses(self, rows: int, columns: int) -> str | None:
         """The CUDA kernel wants both dimensions of the weight in multiples of 16."""
-        # asked on a CPU as well: a learner there packs for GPUs, and must quantise the same layers
+        # asked on a CPU as well: a learner there packs for GPUs, and must quantize the same layers
         for letter, size in (("K", columns), ("N", rows)):
             if size % 16:
                 return f"{letter} = {size} is not a multiple of 16"
         return None
 
-    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantisedLinear]:
-        """Layers that share the quantised input. Rows have scales, so no ``activation_amax``."""
+    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantizedLinear]:
+        """Layers that share the quantized input. Rows have scales, so no ``activation_amax``."""
         activations = Activations()
         return lambda linear: FP8Linear(linear, activations)
 
@@ -147,7 +147,7 @@ class FP8(Backend):
             raise ValueError(f"FP8 cannot pack a weight with amax {float(own.max())}")
         amax = own if amax is None else amax
         scales = (amax / E4M3_MAX).clamp(min=SMALLEST)
-        return {"codes": quantise_rows(exact, scales).view(torch.uint8), "scales": scales.flatten()}
+        return {"codes": quantize_rows(exact, scales).view(torch.uint8), "scales": scales.flatten()}
 
     def decode(self, packed: dict[str, Tensor]) -> Tensor:
         """float32 [N, K]."""

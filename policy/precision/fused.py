@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from policy.precision.layer import QuantisedLinear
+from policy.precision.layer import QuantizedLinear
 
 
 class Joint:
@@ -20,7 +20,7 @@ class Joint:
     Not thread-safe.
     """
 
-    def __init__(self, layer: QuantisedLinear, sizes: Sequence[int]) -> None:
+    def __init__(self, layer: QuantizedLinear, sizes: Sequence[int]) -> None:
         self.layer, self.sizes = layer, tuple(sizes)
         # what is one value per layer, such as amax, arrives once per member, and must agree
         self.single = {
@@ -103,7 +103,7 @@ class FusedMember(nn.Module):
 
 
 def join(
-    linears: Sequence[nn.Linear], replacement: Callable[[nn.Linear], QuantisedLinear]
+    linears: Sequence[nn.Linear], replacement: Callable[[nn.Linear], QuantizedLinear]
 ) -> list[FusedMember]:
     """Members in place of linears [N_i, K] of one input, over one joint layer [sum N_i, K]."""
     first, sizes = linears[0], [linear.out_features for linear in linears]

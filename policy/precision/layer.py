@@ -1,4 +1,4 @@
-"""What the quantised layers of all backends have in common."""
+"""What the quantized layers of all backends have in common."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 
-class QuantisedLinear(nn.Module):
+class QuantizedLinear(nn.Module):
     """A linear layer x [..., K] -> [..., N] for inference, whose weight arrives packed.
 
     ``bias`` stays unquantized. Published weights are copied into ``wire_targets`` in place, then
@@ -83,7 +83,7 @@ T = TypeVar("T")
 class LastInput(Generic[T]):
     """Remembers the last input and what was made of it, for layers that get one input in turn.
 
-    So to_q, to_k and to_v quantise their common input once. Not thread-safe. Tensors without a
+    So to_q, to_k and to_v quantize their common input once. Not thread-safe. Tensors without a
     version counter (inference mode) and traced ones are not remembered: nobody could tell whether
     they have changed. Nor is anything while a CUDA graph is captured: a packing from before the
     capture would be no part of the graph, and its replays would multiply stale codes.

@@ -102,7 +102,7 @@ def inverse_scales(scales: Tensor, s_enc: Tensor) -> Tensor:
     return torch.reciprocal(scales * torch.reciprocal(s_enc)).clamp(max=FLOAT_MAX)
 
 
-def quantise(weight: Tensor, search: bool = False, amax: Tensor | None = None) -> Packed:
+def quantize(weight: Tensor, search: bool = False, amax: Tensor | None = None) -> Packed:
     """Pack a weight [N, K] of any float dtype, K a multiple of 16.
 
     ``search`` chooses each block's scale among 12 neighbours of the plain one by squared error
@@ -216,7 +216,7 @@ def decoded_operand(codes: Tensor, scales: Tensor, nibbles: Tensor, e4m3: Tensor
     return decoded_codes(codes, nibbles).mul_(sf).view(len(codes), -1)
 
 
-def dequantise(packed: Packed) -> Tensor:
+def dequantize(packed: Packed) -> Tensor:
     """The weight that the packed form stands for: float32 [N, K]."""
     unit = packed.scales.view(torch.float8_e4m3fn).float() * packed.amax * SPAN_INVERSE
     return (
@@ -240,7 +240,7 @@ def pack_activation(x: Tensor, exact: bool = False) -> Packed:
     return _pack(values, largest, activation_amax(largest, exact))
 
 
-def quantise_activation(x: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
+def quantize_activation(x: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
     """(U float32 like x, amax float32 []) of activations [..., K], K a multiple of 16.
 
     amax is rounded up to a power of two. One amax serves the whole batch, which would let an image

@@ -21,11 +21,11 @@ class NVFP4Packing(Backend):
 
     def pack(self, weight: Tensor, search: bool, amax: Tensor | None = None) -> dict[str, Tensor]:
         """codes, scales, amax."""
-        return dict(vars(nvfp4.quantise(weight, search=search, amax=amax)))
+        return dict(vars(nvfp4.quantize(weight, search=search, amax=amax)))
 
     def decode(self, packed: dict[str, Tensor]) -> Tensor:
         """float32 [N, K]."""
-        return nvfp4.dequantise(Packed(**packed))
+        return nvfp4.dequantize(Packed(**packed))
 
     def changed(self, packed: dict[str, Tensor], before: dict[str, Tensor]) -> Tensor:
         """How many four-bit codes differ."""

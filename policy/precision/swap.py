@@ -1,4 +1,4 @@
-"""Which modules of a transformer run quantised, and putting quantised layers in their place."""
+"""Which modules of a transformer run quantized, and putting quantized layers in their place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from policy.families.base import Family
 from policy.precision.backends import Backend
 from policy.precision.fused import FusedMember, join
-from policy.precision.layer import PointwiseConvolution, QuantisedLinear
+from policy.precision.layer import PointwiseConvolution, QuantizedLinear
 
 SMALL = re.compile(r"dim<(\d+)")
 """The pattern for layers with a small dimension."""
@@ -21,7 +21,7 @@ SMALL = re.compile(r"dim<(\d+)")
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """One row of the table that a run writes: a module with a weight matrix, quantised or not.
+    """One row of the table that a run writes: a module with a weight matrix, quantized or not.
 
     ``fused``: the first of the linears that run as one product with it, all of which read the same
     input.
@@ -29,7 +29,7 @@ class ModuleRow:
 
     name: str
     shape: tuple[int, ...]
-    quantised: bool
+    quantized: bool
     why: str
     fused: str | None = None
 
@@ -45,7 +45,7 @@ def weight_modules(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear | nn
             yield name, owner
 
 
-def quantise_plan(
+def quantize_plan(
     transformer: nn.Module,
     family: Family,
     modules_to_not_convert: Sequence[str] = (),
@@ -84,9 +84,9 @@ def _fused(rows: Sequence[ModuleRow], fuse: Sequence[Sequence[str]]) -> dict[str
     """For each linear that runs as one with others, the first of them.
 
     ``fuse`` are groups of names, relative to their block. A group runs together where all of it is
-    quantised; its weights have the same K.
+    quantized; its weights have the same K.
     """
-    shapes = {row.name: row.shape for row in rows if row.quantised}
+    shapes = {row.name: row.shape for row in rows if row.quantized}
     first: dict[str, str] = {}
     for group in fuse:
         for name in shapes:
@@ -169,23 +169,23 @@ def swap_linears(
     backend: Backend,
     activation_amax: str = "power_of_two",
     blank: bool = False,
-) -> dict[str, QuantisedLinear | FusedMember]:
-    """Replace the modules that ``plan`` quantises by the backend's layers; frees their weights.
+) -> dict[str, QuantizedLinear | FusedMember]:
+    """Replace the modules that ``plan`` quantizes by the backend's layers; frees their weights.
 
     Returns the layers by the name of what they replace; that of a 1x1 convolution lies within the
     module in its place. ``blank``: layers that need no kernels, to be counted and not to be run.
     """
-    if not any(row.quantised for row in plan):
+    if not any(row.quantized for row in plan):
         return {}
     replacement = backend.blanks() if blank else backend.replacements(activation_amax)
-    swapped: dict[str, QuantisedLinear | FusedMember] = {}
+    swapped: dict[str, QuantizedLinear | FusedMember] = {}
     for row in plan:
-        if not row.quantised:
+        if not row.quantized:
             continue
         module = transformer.get_submodule(row.name)
         if not isinstance(module, nn.Linear | nn.Conv2d):
             raise ValueError(
-                f"cannot quantise {row.name!r}: it is a {type(module).__name__}, swap before"
+                f"cannot quantize {row.name!r}: it is a {type(module).__name__}, swap before"
                 " anything wraps it"
             )
         # groups follow when all others are swapped: their members are joined at once

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policy.precision.layer import QuantisedLinear, padded_rows, rows_of
+from policy.precision.layer import QuantizedLinear, padded_rows, rows_of
 from policy.precision.packing import NVFP4Packing
 from policy.precision.torch_nvfp4 import BLACKWELL, NVFP4Weight, TorchNVFP4, kernel_refuses
 from records.errors import first_line
@@ -123,7 +123,7 @@ class EngineLinear(NVFP4Weight):
         return linear.eval()
 
     def forward(self, x: Tensor) -> Tensor:
-        """One te.Linear, rows padded with zeros to a multiple of 32: its fast quantiser wants that.
+        """One te.Linear, rows padded with zeros to a multiple of 32: its fast quantizer wants that.
 
         Raises ValueError for more elements than it can count.
         """
@@ -144,7 +144,7 @@ class EngineNVFP4(NVFP4Packing):
     running does.
 
     Its own layers run with one exact amax per tensor. A power of two, which keeps images apart, its
-    quantiser cannot be given: layers with that are those of ``torch_nvfp4``.
+    quantizer cannot be given: layers with that are those of ``torch_nvfp4``.
     """
 
     name = "te_nvfp4"
@@ -177,7 +177,7 @@ class EngineNVFP4(NVFP4Packing):
         """The same weights as ``torch_nvfp4``, whose layers these may be."""
         return kernel_refuses(rows, columns)
 
-    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantisedLinear]:
+    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantizedLinear]:
         """Layers that share one recipe, or the packed input. Raises ImportError where
         TransformerEngine is absent.
         """
@@ -187,6 +187,6 @@ class EngineNVFP4(NVFP4Packing):
         recipe = nvfp4_recipe(recipes)
         return lambda linear: EngineLinear(linear, engine, recipe)
 
-    def blanks(self) -> Callable[[nn.Linear], QuantisedLinear]:
+    def blanks(self) -> Callable[[nn.Linear], QuantizedLinear]:
         """The weights that the layers hold, without TransformerEngine."""
         return NVFP4Weight

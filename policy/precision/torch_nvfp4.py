@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from policy.precision import kernels, nvfp4
-from policy.precision.layer import LastInput, QuantisedLinear, padded_rows, rows_of, swizzled
+from policy.precision.layer import LastInput, QuantizedLinear, padded_rows, rows_of, swizzled
 from policy.precision.nvfp4 import BLOCK, SPAN_INVERSE
 from policy.precision.packing import NVFP4Packing
 
@@ -24,7 +24,7 @@ BLACKWELL = (10, 0)
 """The compute capability from which on there are NVFP4 tensor cores."""
 
 
-class NVFP4Weight(QuantisedLinear):
+class NVFP4Weight(QuantizedLinear):
     """A weight in the form that NVFP4 kernels read, filled from the compact form that travels.
 
     On the device: ``codes`` uint8 [N, K / 2], ``swizzled`` uint8 [ceil(N/128) 128 * ceil(K/64) 4],
@@ -167,7 +167,7 @@ class TorchNVFP4(NVFP4Packing):
         """The packed K must be a multiple of 16 bytes."""
         return kernel_refuses(rows, columns)
 
-    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantisedLinear]:
+    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantizedLinear]:
         """Layers that share the packed input."""
         last = LastInput()
         return lambda linear: TorchNVFP4Linear(linear, last, activation_amax == "exact")

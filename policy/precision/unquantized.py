@@ -1,4 +1,4 @@
-"""``bf16`` and ``fp32``: no quantisation. The naive arm, and the yardstick of the others."""
+"""``bf16`` and ``fp32``: no quantization. The naive arm, and the yardstick of the others."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from policy.precision.base import Backend
-from policy.precision.layer import QuantisedLinear
+from policy.precision.layer import QuantizedLinear
 
 
 class Unquantized(Backend):
     """Adapted modules travel merged, in ``dtype``; every other one is the base model's."""
 
-    quantises = False
+    quantizes = False
 
     def unavailable(self, device: torch.device) -> str | None:
         """Runs anywhere."""
@@ -22,14 +22,14 @@ class Unquantized(Backend):
 
     def refuses(self, rows: int, columns: int) -> str | None:
         """Every layer."""
-        return f"backend {self.name} quantises nothing"
+        return f"backend {self.name} quantizes nothing"
 
-    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantisedLinear]:
+    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantizedLinear]:
         """There are none. Raises ValueError for any layer."""
 
-        def refuse(linear: nn.Linear) -> QuantisedLinear:
+        def refuse(linear: nn.Linear) -> QuantizedLinear:
             raise ValueError(
-                f"backend {self.name} quantises nothing, so it has no layer in place of {linear}"
+                f"backend {self.name} quantizes nothing, so it has no layer in place of {linear}"
             )
 
         return refuse

@@ -67,13 +67,13 @@ def write_run(
         {
             "name": f"blocks.{i}.attn.to_q",
             "shape": [192, 192],
-            "quantised": True,
+            "quantized": True,
             "why": "linear layer of a block",
         }
         for i in range(16)
     ]
-    table += [{"name": "proj_out", "shape": [192, 16], "quantised": False, "why": "last layer"}]
-    (path / "quantisation.json").write_text(json.dumps(table))
+    table += [{"name": "proj_out", "shape": [192, 16], "quantized": False, "why": "last layer"}]
+    (path / "quantization.json").write_text(json.dumps(table))
     return path
 
 

@@ -13,7 +13,7 @@ from configs.prompts import Prompt
 from learner.trainer import Trainer
 from policy.lora import adapted_modules, matrices
 from policy.precision.backends import BACKENDS
-from policy.precision.nvfp4 import quantise
+from policy.precision.nvfp4 import quantize
 from tests.cluster.runs import tiny_config
 
 NAME = "transformer_blocks.0.attn.to_q"
@@ -33,7 +33,7 @@ def test_packing_choices_are_measured_as_configured(tiny_sd3_dir, tmp_path, chos
     weight = trainer.transformer.get_submodule(NAME).base_layer.weight  # the adapter is zero yet
     amax = weight.abs().max() * (2 if chosen else 1)
     assert layer.amax == amax and layer.workspace.exact == chosen
-    assert torch.equal(layer.codes, quantise(weight, search=not chosen, amax=amax).codes)
+    assert torch.equal(layer.codes, quantize(weight, search=not chosen, amax=amax).codes)
 
 
 def test_without_a_compiler_it_does_not_begin(tiny_sd3_dir, tmp_path, monkeypatch):

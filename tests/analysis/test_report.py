@@ -195,7 +195,7 @@ def test_actors_have_lanes_and_what_befell_them_is_listed(page: Page):
     assert [mark["style"] for mark in marks] == ["left:34.24%", "left:67.54%"]
 
 
-def test_configuration_versions_and_quantisation_are_there(page: Page):
+def test_configuration_versions_and_quantization_are_there(page: Page):
     for said in (
         '"pool_size": 96',
         '"lr": 0.0015',

@@ -9,7 +9,7 @@ import torch
 
 from bench.__main__ import main as bench_main
 from bench.architectures import case_of
-from bench.explorer import bound, explorer_transformer, quantisable_share
+from bench.explorer import bound, explorer_transformer, quantizable_share
 from bench.survival import main as survival_main
 from bench.survival import random_update, survival
 from learner.trainer import Trainer
@@ -42,7 +42,7 @@ def test_the_share_of_a_published_architecture():
     linears = blocks * 12 * d * d * (image + text) - 9 * d * d * text
     attention = blocks * 2 * (image + text) ** 2 * d
     with case_of("sd3.5-large", 1024, False) as case:
-        share = quantisable_share(case, BACKENDS["te_nvfp4"])
+        share = quantizable_share(case, BACKENDS["te_nvfp4"])
     assert share == pytest.approx(linears / (linears + attention), abs=2e-3)
     assert share == pytest.approx(0.77, abs=5e-3)
 

@@ -169,6 +169,6 @@ async def _play(
     extra = {"iteration": stop, "guard": ring.monitor.state}
     await services.learner.save(stop, str(played.checkpoint), extra)
     played.log = services.log
-    played.table = await services.learner.quantisation()
+    played.table = await services.learner.quantization()
     await ring.close()
     return played

@@ -41,7 +41,7 @@ DIGITS = 9
 
 
 def outcome(run: RunDirectory, step: int) -> dict[str, str]:
-    """SHA-256 of all that must not depend on faults: LoRA, old policy, EMA and optimiser at
+    """SHA-256 of all that must not depend on faults: LoRA, old policy, EMA and optimizer at
     ``step``, what was selected, and the rows of the metrics, each of which counts its units once.
     """
     lora = b"".join(name.encode() + data for name, data in adapters(run, step).items())

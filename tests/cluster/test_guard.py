@@ -237,14 +237,14 @@ def test_the_table_of_modules_tells_the_newest_precision(moved):
 
 @pytest.mark.slow
 def test_a_real_run_moves_too(ray_here, tiny_sd3_dir, tmp_path):
-    """Through the session and real processes: rows, events and quantisation.json tell it; so does
+    """Through the session and real processes: rows, events and quantization.json tell it; so does
     the checkpoint.
     """
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "real", **ALWAYS))
     rows = [row for row in run.metrics() if row["kind"] == "iteration"]
     assert [row["explore/backend"] for row in rows] == ["emulated_nvfp4", "fp8"]
     last = [event["after"] for event in run.events() if event["event"] == "backend_moved"][-1]
-    table = json.loads((run.path / "quantisation.json").read_text())
+    table = json.loads((run.path / "quantization.json").read_text())
     assert {row["backend"] for row in table} == {last}
     assert (
         json.loads((run.checkpoints / "step_000002" / "state.json").read_text())["state"]["extra"][

@@ -48,7 +48,7 @@ class Faulty(RolloutActor):
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Packed codes of the quantised layers, in order."""
+        """Packed codes of the quantized layers, in order."""
         layers = self._explorer._layers.values()
         return [layer.wire_targets()["codes"] for layer in layers]
 

@@ -68,7 +68,7 @@ def test_actors_of_their_own_change_no_score(shared):
 
 
 def test_held_out_scorers_score_evaluations_only(shared):
-    rewards = rewards_of(MEAN, evaluation_scorers=[JPEG], normalise="zscore")
+    rewards = rewards_of(MEAN, evaluation_scorers=[JPEG], normalize="zscore")
     trained, _ = shared.score(rewards)
     assert set(trained.values) == {"mean"}
     assert trained.rewards[0] == pytest.approx(-1.5 / np.sqrt(1.25))
@@ -123,9 +123,9 @@ def test_an_optional_scorer_may_fail(shared):
     scoring.tally.check_share()
 
 
-def test_a_pool_is_normalised_as_a_whole(shared):
+def test_a_pool_is_normalized_as_a_whole(shared):
     """Two chunks of one prompt's pool: what selection sees is the z-score over both."""
-    scoring = Scoring(rewards_of(MEAN, normalise="zscore"), shared.service)
+    scoring = Scoring(rewards_of(MEAN, normalize="zscore"), shared.service)
     halves = [
         scoring.score(part, ray.put(IMAGES[part * 2 : part * 2 + 2]), PROMPTS[:2], (0,))
         for part in (0, 1)

@@ -49,14 +49,14 @@ def trained(
 
 @needs_clip
 def test_three_scorers_train_the_shapes_model_end_to_end(ray_here, tmp_path, capsys):
-    """By the command, normalised per group; every scorer is in the rows of training and of the
+    """By the command, normalized per group; every scorer is in the rows of training and of the
     evaluations, and in the report.
     """
     run = trained(
         tmp_path,
         capsys,
         {
-            **{"name": "mix", "rewards.scorers": MIX, "rewards.normalise": "zscore"},
+            **{"name": "mix", "rewards.scorers": MIX, "rewards.normalize": "zscore"},
             **{"explore.chunk_size": 4, "evaluate.prompts": 4},
         },
     )
@@ -70,7 +70,7 @@ def test_three_scorers_train_the_shapes_model_end_to_end(ray_here, tmp_path, cap
         assert all(row[f"rewards/images_per_s/{label}"] > 0 for label in labels)
     evaluations = [row for row in rows if row["kind"] == "evaluation"]
     assert len(evaluations) == 2
-    for row in evaluations:  # not normalised: the weighted sum of the raw scores
+    for row in evaluations:  # not normalized: the weighted sum of the raw scores
         raw = [row[f"reward/eval/{label}"] for label in labels]
         assert row["reward/eval_mean"] == pytest.approx(raw[0] + raw[1] + 0.5 * raw[2], rel=1e-5)
     kept = json.loads((run.path / "evaluations" / "step_000001.json").read_text())["scores"]

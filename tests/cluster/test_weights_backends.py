@@ -338,6 +338,6 @@ def test_a_resumed_run_ranks_with_what_it_began_with(ray_here, tiny_sd3_dir, tmp
     events = [event for event in run.events() if event["event"].startswith("backend_")]
     assert [event["event"] for event in events] == ["backend_chosen", "backend_kept"]
     assert events[1]["why"] == "as the run began; its explorers here would take emulated_nvfp4"
-    assert {row["backend"] for row in json.loads((run.path / "quantisation.json").read_text())} == {
+    assert {row["backend"] for row in json.loads((run.path / "quantization.json").read_text())} == {
         "fp8"
     }

@@ -128,7 +128,7 @@ def test_the_objectives_on_paths_take_their_own_solver_only(name, own, other):
 
 @pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo"])
 def test_the_objectives_on_paths_train_on_nothing_that_explorers_made(name):
-    assert "its samples are quantised" in refusal(f"objective.name={name}", "arm=naive_quant")
+    assert "its samples are quantized" in refusal(f"objective.name={name}", "arm=naive_quant")
     assert "merged, rounded weights" in refusal(f"objective.name={name}", "arm=naive_scaling")
     for arm in ("sol_rl", "diffusionnft"):
         assert load("quickstart", [f"objective.name={name}", f"arm={arm}"]).plan.regenerate

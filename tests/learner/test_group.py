@@ -71,7 +71,7 @@ def seen(two: Path, scene: str, rank: int) -> tuple[dict[str, Any], dict[str, to
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_two_replicas_are_one_learner_but_for_the_order_of_sums(two, tiny_sd3_dir, objective):
-    """Seven samples here and two there, six optimiser steps.
+    """Seven samples here and two there, six optimizer steps.
 
     A gradient is a sum over points in float32. Its terms are added in another order, and batches of
     another size round differently: up to d = 1e-6 |g| per element, as for other batch sizes of one

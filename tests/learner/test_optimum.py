@@ -20,7 +20,7 @@ SAMPLES, ITERATIONS = 16, 45
 
 
 def gaussian_trainer(objective: str, **more) -> Trainer:
-    """Every objective with its own defaults, and the same optimiser for all."""
+    """Every objective with its own defaults, and the same optimizer for all."""
     tree = {
         "name": "gaussian",
         "seed": 1,

@@ -279,7 +279,7 @@ def test_awm_keeps_an_average_of_its_own(tiny_sd3_dir, tmp_path):
     ["awm", "flow_grpo", pytest.param("dance_grpo", marks=pytest.mark.slow)],
 )
 def test_two_and_one_iterations_are_three_bit_by_bit(tiny_sd3_dir, tmp_path, name):
-    """With two optimiser steps an iteration, resumed from a checkpoint in between."""
+    """With two optimizer steps an iteration, resumed from a checkpoint in between."""
     settings = {
         "objective": {"name": name},
         "optimizer": {"lr": 1e-2, "steps_per_iteration": 2, "batch_size": 16},

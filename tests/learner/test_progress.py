@@ -32,11 +32,11 @@ def test_gradients_of_zero_are_refused(tiny_sd3_dir, monkeypatch):
     assert state(trainer) == before
 
 
-def test_an_optimiser_that_skips_is_refused(tiny_sd3_dir, monkeypatch):
+def test_an_optimizer_that_skips_is_refused(tiny_sd3_dir, monkeypatch):
     trainer = tiny_trainer(tiny_sd3_dir)
     before, groups = state(trainer), tiny_groups()
     monkeypatch.setattr(trainer.updater.trained.optimizer, "step", lambda: None)
-    with pytest.raises(NothingLearned, match="the optimiser changed no weight although"):
+    with pytest.raises(NothingLearned, match="the optimizer changed no weight although"):
         trainer.update(0, groups)
     assert state(trainer) == before
 

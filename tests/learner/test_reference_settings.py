@@ -16,7 +16,7 @@ from learner.objectives.awm import AWMSettings
 from learner.schedules import ema_decay
 from policy.families.schedule import flow_match_sigmas
 from policy.lora import adapter_state, blend
-from policy.precision.swap import quantise_plan
+from policy.precision.swap import quantize_plan
 from tests.gaussian_flow import GaussianFamily
 from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
 
@@ -75,7 +75,7 @@ def test_awm_may_train_on_the_first_time():
         assert set(drawn.tolist()) == {grid[j].item() for j in times}
 
 
-# ---- averages that follow every optimiser step
+# ---- averages that follow every optimizer step
 
 
 def per_step(model, **more):
@@ -83,7 +83,7 @@ def per_step(model, **more):
     return tiny_trainer(model, optimizer=optimizer, **more)
 
 
-def test_averages_follow_every_optimiser_step(tiny_sd3_dir, monkeypatch):
+def test_averages_follow_every_optimizer_step(tiny_sd3_dir, monkeypatch):
     """EMA after steps 1 and 2 with the decays of s = 1 and 2, of 3 and 4 in the next iteration; the
     old policy moves once an iteration, with s = 2 and 4.
     """
@@ -134,17 +134,17 @@ class Leaves(GaussianFamily):
     modules_to_not_convert = ("norm1.*", "embed")
 
 
-def quantised(*patterns: str) -> set[str]:
-    return {row.name for row in quantise_plan(Modules(), Leaves(), patterns) if row.quantised}
+def quantized(*patterns: str) -> set[str]:
+    return {row.name for row in quantize_plan(Modules(), Leaves(), patterns) if row.quantized}
 
 
 def test_patterns_take_back_and_leave_out_small_layers():
-    assert quantised() == {"attn", "pointwise"}
-    assert quantised("!norm1.*") == {"attn", "pointwise", "norm1.linear"}
-    assert quantised("!*", "dim<33") == {"attn", "norm1.linear"}
-    assert quantised("dim<64", "!embed") == {"attn", "embed"}  # the last that matches decides
-    rows = {row.name: row.why for row in quantise_plan(Modules(), Leaves(), ("dim<64",))}
+    assert quantized() == {"attn", "pointwise"}
+    assert quantized("!norm1.*") == {"attn", "pointwise", "norm1.linear"}
+    assert quantized("!*", "dim<33") == {"attn", "norm1.linear"}
+    assert quantized("dim<64", "!embed") == {"attn", "embed"}  # the last that matches decides
+    rows = {row.name: row.why for row in quantize_plan(Modules(), Leaves(), ("dim<64",))}
     assert rows["pointwise"] == "left unquantized by explore.modules_to_not_convert: dim<64"
     for pattern in ("!nothing", "dim<16"):
         with pytest.raises(ValueError, match="matches no module"):
-            quantised(pattern)
+            quantized(pattern)

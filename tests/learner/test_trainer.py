@@ -118,7 +118,7 @@ def test_what_is_exported_is_the_sampling_policy(tiny_sd3_dir):
         )
 
 
-def test_exports_tell_how_much_changed_and_what_is_quantised(tiny_sd3_dir):
+def test_exports_tell_how_much_changed_and_what_is_quantized(tiny_sd3_dir):
     trainer = tiny_trainer(
         tiny_sd3_dir,
         explore={
@@ -128,8 +128,8 @@ def test_exports_tell_how_much_changed_and_what_is_quantised(tiny_sd3_dir):
         },
     )
     rows = {row["name"]: row for row in trainer.exporter.table}
-    assert rows["transformer_blocks.0.attn.to_q"]["quantised"]
-    assert not rows["transformer_blocks.0.attn.to_out.0"]["quantised"]
+    assert rows["transformer_blocks.0.attn.to_q"]["quantized"]
+    assert not rows["transformer_blocks.0.attn.to_out.0"]["quantized"]
     assert "explore.modules_to_not_convert" in rows["transformer_blocks.0.attn.to_out.0"]["why"]
     first, chunks, _ = trainer.export(0)
     assert first.format == "nvfp4"

@@ -127,12 +127,12 @@ def test_a_learner_holds_and_sends_what_the_plan_says(directories, tmp_path, nam
     again, _, _ = trainer.export(1, weights="current")
     sent = sum(again.shard_sizes[index] for index in again.changed_since(manifest))
     assert plan.changing == sent < plan.broadcast
-    assert plan.quantised_weights == sum(
-        torch.Size(row["shape"]).numel() for row in trainer.exporter.table if row["quantised"]
+    assert plan.quantized_weights == sum(
+        torch.Size(row["shape"]).numel() for row in trainer.exporter.table if row["quantized"]
     )
 
 
-def test_the_optimiser_holds_two_numbers_per_weight(tiny_sd3_dir, tmp_path):
+def test_the_optimizer_holds_two_numbers_per_weight(tiny_sd3_dir, tmp_path):
     """AdamW's state after a step, its counters left out."""
     plan = make_plan(config := run_of("sd3", tiny_sd3_dir, tmp_path))
     updater = Trainer(config).updater
@@ -145,7 +145,7 @@ def test_the_optimiser_holds_two_numbers_per_weight(tiny_sd3_dir, tmp_path):
         for t in state.values()
         if t.ndim
     )
-    assert plan.memory["learner"]["optimiser, fp32"] == moments > 0
+    assert plan.memory["learner"]["optimizer, fp32"] == moments > 0
 
 
 def test_kernels_that_are_not_installed_are_counted_from_their_buffers(tiny_sd3_dir):
@@ -225,7 +225,7 @@ def test_a_plan_on_assumed_gpus(tiny_sd3_dir, tmp_path):
     assert plan.outlook is not None and [each.count for each in plan.outlook.gpus] == [3]
     text = "\n".join(lines_of(plan))
     assert (
-        "assumed     B200: 562.5 of 2250 TFLOP/s; 2250 of 9000 in quantised layers; 562 decoding in"
+        "assumed     B200: 562.5 of 2250 TFLOP/s; 2250 of 9000 in quantized layers; 562 decoding in"
         " BF16, 281 in FP32; 3.2 of 8 TB/s; 180 GB\n" in text
     )
     hopper = make_plan(on_gpus(tiny_sd3_dir, tmp_path, services__rollout__accelerator="H200"))
@@ -281,7 +281,7 @@ def test_the_command_on_cpus(tiny_sana_dir, tmp_path, capsys):
     assert main(["plan", str(file), "--peak-tflops", "0.1"]) == 0
     text = capsys.readouterr().out
     assert (
-        "assumed     CPUs: 0.04 of 0.1 TFLOP/s; 0.04 of 0.1 in quantised layers; 0.04 decoding in"
+        "assumed     CPUs: 0.04 of 0.1 TFLOP/s; 0.04 of 0.1 in quantized layers; 0.04 decoding in"
         " BF16, 0.02 in FP32; bytes take no time\n" in text
     )
 
@@ -339,7 +339,7 @@ def test_the_predicted_steps_are_those_that_auto_chooses_by(tiny_sd3_dir, tmp_pa
 
 
 def test_a_packed_input_is_in_the_peak_of_an_actor_on_a_gpu(tiny_sd3_dir, tmp_path):
-    """The widest input of a quantised layer, a byte per element in FP8, a bit more than half in
+    """The widest input of a quantized layer, a byte per element in FP8, a bit more than half in
     NVFP4; a CPU packs nothing.
     """
     found = {}

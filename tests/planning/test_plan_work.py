@@ -22,7 +22,7 @@ from policy import memory, meta
 from policy.families import family_for
 from policy.precision.backends import BACKENDS
 from policy.precision.cost import Step
-from policy.precision.swap import quantise_plan
+from policy.precision.swap import quantize_plan
 from policy.sampling.noise import noise_for
 from policy.tally import Tally, fused_attention
 from tests.cluster.runs import tiny_config
@@ -54,15 +54,15 @@ def test_operations_of_a_step_are_those_of_the_real_transformer(directories, nam
     """Counted on real weights by torch's own counter, with attention spelled out."""
     family = family_for(tiny_model(name, directories[name]))
     blank = meta.blank(family, "transformer", torch.float32)
-    rows = quantise_plan(blank, family, (), BACKENDS["emulated_nvfp4"])
+    rows = quantize_plan(blank, family, (), BACKENDS["emulated_nvfp4"])
     work = memory.sampling_work(family, blank, 3, torch.float32, memory.groups_of(rows))
     real = family.load_transformer("cpu", torch.float32)
     x, cond = of_work(family, 3)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         family.velocity(real, x, torch.tensor(0.5), cond)
     assert work.flops == counter.get_total_flops()
-    assert 0.3 < work.quantised / work.flops < 1
-    assert 0 < work.attention < work.heads and work.attention <= work.flops - work.quantised
+    assert 0.3 < work.quantized / work.flops < 1
+    assert 0 < work.attention < work.heads and work.attention <= work.flops - work.quantized
 
 
 @pytest.mark.parametrize("name", EDITING)
@@ -233,16 +233,16 @@ def test_points_and_passes_of_objectives(objective, points, others):
 
 
 def test_seconds_in_closed_form():
-    """Two calls of 1e15 operations and 2e12 bytes each, 4e14 of the operations quantised in one of
+    """Two calls of 1e15 operations and 2e12 bytes each, 4e14 of the operations quantized in one of
     them, then decoding, on two GPUs of which half of every peak is used.
     """
     step = Step(1e15, 0.4e15, 10, 1e11, 100, 2e12)
     device = Device("x", 1000, 4000, 1, utilisation=0.5, bandwidth=10, form="fp8")
-    stage = Stage([Part(2, step, quantised=True), Part(2, step)], decoding=0.5e15, gpus=2)
+    stage = Stage([Part(2, step, quantized=True), Part(2, step)], decoding=0.5e15, gpus=2)
     packed, moved = 3e11 / 6.5e12, 2e12 / 4e12
     seconds = 2 * (1.2 + 0.2 + packed + moved) + 2 * (2 + moved) + 2
     assert stage.seconds(device) == pytest.approx(seconds / 2)
-    assert (stage.denoising, stage.quantised, stage.flops) == (4e15, 0.8e15, 4.5e15)
+    assert (stage.denoising, stage.quantized, stage.flops) == (4e15, 0.8e15, 4.5e15)
     narrow = replace(stage, narrow=True)
     assert narrow.seconds(device) == pytest.approx((seconds - 1) / 2)
 

@@ -29,7 +29,7 @@ def plain(parts: dict[str, int | None]) -> int:
 
 def test_a_learner_holds_what_the_plan_says_once_it_has_published(config):
     """Tensors and shards, by a walk over the process, as the rehearsal takes it from an actor. The
-    plan's optimiser and conditioning come with the first update.
+    plan's optimizer and conditioning come with the first update.
     """
 
     class Learner:

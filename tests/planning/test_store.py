@@ -36,12 +36,12 @@ def test_bytes_are_those_of_the_plan_and_of_a_real_explorer(config):
     real = Explorer(family_for(config.model), BACKENDS["emulated_nvfp4"], (), "cpu", torch.float32)
     plan, sent = make_plan(config), published_bytes(config)
     assert sent == (plan.broadcast, plan.changing)
-    quantised = sum(
+    quantized = sum(
         t.numel() * t.element_size()
         for layer in real._layers.values()
         for t in layer.wire_targets().values()
     )
-    assert quantised <= sent.total < 2 * quantised
+    assert quantized <= sent.total < 2 * quantized
     nothing = config.model_copy(update={"arm": "diffusionnft"})
     assert published_bytes(nothing) == (0, 0)
     check_store(nothing, NODES, {})

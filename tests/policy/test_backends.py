@@ -146,7 +146,7 @@ def test_auto_takes_nothing_that_packs_eagerly(gpu, monkeypatch):
 
 
 def test_auto_takes_nothing_that_is_predicted_to_be_slower(gpu, monkeypatch):
-    """Hardly anything in quantised layers, and inputs that cost more to pack than that gains."""
+    """Hardly anything in quantized layers, and inputs that cost more to pack than that gains."""
     gpu((9, 0), None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
     quick = Step(1e14, 0.9e14, 100, 1e9, 1000, 1e10)

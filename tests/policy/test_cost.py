@@ -42,7 +42,7 @@ def reached(device, form):
 
 
 def test_seconds_by_hand():
-    """1e15 operations, 0.8e15 of them quantised, 0.1e15 attention in heads that take twice as long,
+    """1e15 operations, 0.8e15 of them quantized, 0.1e15 attention in heads that take twice as long,
     and 4e12 bytes, 1e12 of them of small products, on an H200.
     """
     step = Step(1e15, 0.8e15, 100, 1e10, 1000, 4e12, 1e12, 0.1e15, 0.2e15)
@@ -73,7 +73,7 @@ def test_a_process_that_cannot_keep_up_decides():
 def test_a_share_that_is_given_is_that_of_every_product():
     """Of one peak in every format, TF32 at half of it; memory stays as it was measured."""
     at = cost.rates(100.0, 200.0, 2.0, "fp8", 0.5)
-    assert (at.bf16, at.quantised, at.attention) == (50e12, 100e12, 50e12)
+    assert (at.bf16, at.quantized, at.attention) == (50e12, 100e12, 50e12)
     assert at.decoding == (50e12, 25e12) and at.memory == 0.8e12
 
 

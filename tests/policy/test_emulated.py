@@ -9,8 +9,8 @@ from torch import nn
 from policy.precision import nvfp4
 from policy.precision.backends import BACKENDS
 from policy.precision.emulated import EmulatedNVFP4Linear, Workspace
-from policy.precision.nvfp4 import quantise, quantise_activation
-from policy.precision.swap import quantise_plan, swap_linears, weight_modules
+from policy.precision.nvfp4 import quantize, quantize_activation
+from policy.precision.swap import quantize_plan, swap_linears, weight_modules
 
 
 def layer_of(linear: nn.Linear, workspace: Workspace | None = None) -> EmulatedNVFP4Linear:
@@ -34,8 +34,8 @@ def test_forward_is_alpha_times_the_product_of_operands(linear, shape):
     bias round, each by at most 2^-24 of the sum of absolute products.
     """
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3
-    packed = quantise(linear.weight, search=True)
-    ux, amax = quantise_activation(x)
+    packed = quantize(linear.weight, search=True)
+    ux, amax = quantize_activation(x)
     uw = nvfp4.decoded_operand(
         packed.codes, packed.scales, nvfp4.nibble_values(), nvfp4.scale_values()
     )
@@ -52,9 +52,9 @@ def test_forward_is_alpha_times_the_product_of_operands(linear, shape):
 
 
 @torch.no_grad()
-def test_quantisation_error_is_that_of_the_format(linear):
+def test_quantization_error_is_that_of_the_format(linear):
     """Gaussian activations and near-uniform weights: about .13 relative, and not zero (it does
-    quantise).
+    quantize).
     """
     x = torch.randn(512, 64, generator=torch.Generator().manual_seed(1))
     wide = linear(x) - linear.bias
@@ -74,16 +74,16 @@ def test_bfloat16_in_and_out(linear):
 
 
 @torch.no_grad()
-def test_one_input_is_quantised_once(linear):
+def test_one_input_is_quantized_once(linear):
     workspace = Workspace()
     layers = [layer_of(linear, workspace) for _ in range(2)]
     x = torch.randn(4, 64)
     first = layers[0](x)
-    operand = workspace.quantised(x)
-    assert workspace.quantised(x) is operand
+    operand = workspace.quantized(x)
+    assert workspace.quantized(x) is operand
     assert torch.equal(layers[1](x), first)
     x += 1  # in place: the same object, another value
-    assert workspace.quantised(x) is not operand
+    assert workspace.quantized(x) is not operand
     assert torch.equal(layers[0](x), layer_of(linear)(x))
     other = torch.randn(3, 64)
     assert torch.equal(layers[0](other), layer_of(linear)(other))
@@ -102,9 +102,9 @@ def test_a_non_contiguous_input(linear):
 
 def test_plan_of_the_transformer(family, transformer):
     plan = {
-        row.name: row for row in quantise_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
+        row.name: row for row in quantize_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
     }
-    quantised = {name for name, row in plan.items() if row.quantised}
+    quantized = {name for name, row in plan.items() if row.quantized}
     attention = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")
     wanted = {f"transformer_blocks.{i}.attn.{part}" for i in range(2) for part in attention}
     wanted |= {
@@ -114,7 +114,7 @@ def test_plan_of_the_transformer(family, transformer):
         f"transformer_blocks.0.{part}"
         for part in ("attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2")
     }
-    assert quantised == wanted
+    assert quantized == wanted
     assert plan["proj_out"].why == "left unquantized by the model family: proj_out"
     assert plan["transformer_blocks.0.norm1.linear"].shape == (192, 32)
     assert {name for name, _ in weight_modules(transformer)} == set(plan)
@@ -124,7 +124,7 @@ def test_plan_with_patterns_and_shapes(family, transformer):
     transformer.transformer_blocks[0].ff.net[2] = nn.Linear(120, 32)
     plan = {
         r.name: r
-        for r in quantise_plan(
+        for r in quantize_plan(
             transformer, family, ["transformer_blocks.1.*"], BACKENDS["emulated_nvfp4"]
         )
     }
@@ -134,28 +134,28 @@ def test_plan_with_patterns_and_shapes(family, transformer):
     )
     assert plan["transformer_blocks.0.ff.net.2"].why == "K = 120 is not a multiple of 16"
     assert not any(
-        row.quantised for name, row in plan.items() if name.startswith("transformer_blocks.1.")
+        row.quantized for name, row in plan.items() if name.startswith("transformer_blocks.1.")
     )
     with pytest.raises(
         ValueError, match=r"explore.modules_to_not_convert: 'blocks\.\*' matches no module"
     ):
-        quantise_plan(transformer, family, ["blocks.*"])
+        quantize_plan(transformer, family, ["blocks.*"])
 
 
 def test_plan_looks_through_adapters(family, adapted):
     bare = family.load_transformer("cpu", torch.float32)
     for backend in BACKENDS.values():
-        assert quantise_plan(adapted, family, (), backend) == quantise_plan(
+        assert quantize_plan(adapted, family, (), backend) == quantize_plan(
             bare, family, (), backend
         )
     with pytest.raises(ValueError, match="swap before anything wraps it"):
-        swap_linears(adapted, quantise_plan(adapted, family), BACKENDS["emulated_nvfp4"])
+        swap_linears(adapted, quantize_plan(adapted, family), BACKENDS["emulated_nvfp4"])
 
 
 def test_wide_backends_replace_nothing(family, transformer):
-    plan = quantise_plan(transformer, family, (), BACKENDS["bf16"])
-    assert not any(row.quantised for row in plan)
-    assert {r.why for r in plan if "attn" in r.name} == {"backend bf16 quantises nothing"}
+    plan = quantize_plan(transformer, family, (), BACKENDS["bf16"])
+    assert not any(row.quantized for row in plan)
+    assert {r.why for r in plan if "attn" in r.name} == {"backend bf16 quantizes nothing"}
     assert swap_linears(transformer, plan, BACKENDS["bf16"]) == {}
 
 
@@ -185,7 +185,7 @@ def test_emulation_takes_at_most_twice_the_time_of_fp32(family):
     ).eval()
     emulated = SD3Transformer2DModel.from_config(wide.config).eval()
     backend = BACKENDS["emulated_nvfp4"]
-    swapped = swap_linears(emulated, quantise_plan(emulated, family, (), backend), backend)
+    swapped = swap_linears(emulated, quantize_plan(emulated, family, (), backend), backend)
     for name, layer in swapped.items():
         for part, tensor in backend.pack(wide.get_submodule(name).weight, False).items():
             getattr(layer, part).copy_(tensor)

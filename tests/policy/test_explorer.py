@@ -14,8 +14,8 @@ from policy.merging import merged_weights
 from policy.precision.backends import BACKENDS
 from policy.precision.emulated import EmulatedNVFP4Linear
 from policy.precision.manifest import WireError
-from policy.precision.nvfp4 import Packed, dequantise, quantise
-from policy.precision.swap import quantise_plan
+from policy.precision.nvfp4 import Packed, dequantize, quantize
+from policy.precision.swap import quantize_plan
 from policy.sampling.sample import sample
 
 NVFP4, FP32, BF16, FP8 = (BACKENDS[name] for name in ("emulated_nvfp4", "fp32", "bf16", "fp8"))
@@ -25,18 +25,18 @@ SEEDS = (5, 6, 2**60)
 def publisher(family, transformer, backend=NVFP4, modules_to_not_convert=(), shard_bytes=4096):
     return Publisher(
         transformer,
-        quantise_plan(transformer, family, modules_to_not_convert, backend),
+        quantize_plan(transformer, family, modules_to_not_convert, backend),
         backend,
         shard_bytes,
     )
 
 
 def unpacked(layer: EmulatedNVFP4Linear) -> torch.Tensor:
-    return dequantise(Packed(layer.codes, layer.scales, layer.amax))
+    return dequantize(Packed(layer.codes, layer.scales, layer.amax))
 
 
 def test_explorers_hold_the_merged_weights(family, adapted, randomise):
-    """Every quantised layer is the packed merged weight, adapted or not."""
+    """Every quantized layer is the packed merged weight, adapted or not."""
     randomise(adapted, "old", 1)
     manifest, chunks, _ = publisher(family, adapted).export("old", 4)
     explorer = Explorer(family, NVFP4)
@@ -49,18 +49,18 @@ def test_explorers_hold_the_merged_weights(family, adapted, randomise):
         layer = explorer.transformer.get_submodule(row.name)
         weight = wanted.get(row.name, base.get_submodule(row.name).weight)
         assert (
-            torch.equal(unpacked(layer), dequantise(quantise(weight, search=True)))
-            if row.quantised
+            torch.equal(unpacked(layer), dequantize(quantize(weight, search=True)))
+            if row.quantized
             else True
         )
-        assert row.quantised or torch.equal(layer.weight, weight)
+        assert row.quantized or torch.equal(layer.weight, weight)
     # feed-forward: not adapted
-    assert sum(row.quantised and row.name not in wanted for row in explorer.plan) == 6
+    assert sum(row.quantized and row.name not in wanted for row in explorer.plan) == 6
 
 
 def test_four_and_a_half_bits_on_the_wire(family, adapted):
     manifest, _, _ = publisher(family, adapted).export("current", 0)
-    rows = [row for row in quantise_plan(adapted, family, (), NVFP4) if row.quantised]
+    rows = [row for row in quantize_plan(adapted, family, (), NVFP4) if row.quantized]
     weights = sum(row.shape[0] * row.shape[1] for row in rows)
     assert manifest.nbytes == weights * 4.5 / 8 + 4 * len(rows)
 
@@ -80,16 +80,16 @@ def test_an_explorer_holds_no_unquantized_copy(family, monkeypatch):
     monkeypatch.setattr(type(family), "load_transformer", remember)
     explorer = Explorer(family, NVFP4)
     gc.collect()
-    quantised = {row.name: row.shape for row in explorer.plan if row.quantised}
+    quantized = {row.name: row.shape for row in explorer.plan if row.quantized}
     for name, parameter in born.items():
-        is_weight = name.removesuffix(".weight") in quantised and name.endswith(".weight")
+        is_weight = name.removesuffix(".weight") in quantized and name.endswith(".weight")
         assert (parameter() is None) == is_weight, name
     state = [*explorer.transformer.parameters(), *explorer.transformer.buffers()]
-    elements = sum(n * k for n, k in quantised.values())
+    elements = sum(n * k for n, k in quantized.values())
     wide = family.load_transformer("cpu", torch.float32)
     everything = sum(t.numel() * 4 for t in [*wide.parameters(), *wide.buffers()])
     held = sum(t.numel() * t.element_size() for t in state)
-    assert held == everything - elements * 4 + elements * 4.5 / 8 + 4 * len(quantised)
+    assert held == everything - elements * 4 + elements * 4.5 / 8 + 4 * len(quantized)
     assert not any(
         isinstance(module, torch.nn.Module) and "ext_encoder" in str(type(module))
         for module in vars(explorer).values()
@@ -229,7 +229,7 @@ def test_a_trained_module_that_does_not_come_is_missed(family, adapted, randomis
     """
     randomise(adapted, "current", 4)
     patterns = ["transformer_blocks.0.*"]
-    rows = quantise_plan(adapted, family, patterns, NVFP4)
+    rows = quantize_plan(adapted, family, patterns, NVFP4)
     missed = "transformer_blocks.0.attn.to_out.0"
     adapted.set_submodule(missed, adapted.get_submodule(missed).base_layer)
     manifest, shards, _ = Publisher(adapted, rows, NVFP4, 4096).export("current", 0)
@@ -346,6 +346,6 @@ def test_unadapted_modules_are_packed_once(family, adapted, monkeypatch):
     assert len(packed) == 21 + 15
     assert first.hashes == second.hashes and first.checksum != second.checksum
     alone, _ = export_policy(
-        adapted, "current", quantise_plan(adapted, family, (), NVFP4), NVFP4, 1, 4096
+        adapted, "current", quantize_plan(adapted, family, (), NVFP4), NVFP4, 1, 4096
     )
     assert alone == second

@@ -13,15 +13,15 @@ from policy.explorer import Explorer
 from policy.precision import compiling
 from policy.precision.backends import BACKENDS
 from policy.precision.compiling import CompileFailed
-from policy.precision.nvfp4 import dequantise, frozen_amax, quantise
-from policy.precision.swap import quantise_plan
+from policy.precision.nvfp4 import dequantize, frozen_amax, quantize
+from policy.precision.swap import quantize_plan
 
 CPU_BACKENDS = ("fp32", "bf16", "fp8", "emulated_nvfp4")
 
 
 def publisher(family, transformer, backend, **options):
     return Publisher(
-        transformer, quantise_plan(transformer, family, (), backend), backend, 2**16, **options
+        transformer, quantize_plan(transformer, family, (), backend), backend, 2**16, **options
     )
 
 
@@ -117,7 +117,7 @@ def test_head_room_costs_nothing_to_speak_of():
     """
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     errors = [
-        (dequantise(quantise(weight, True, amax)) - weight).norm()
+        (dequantize(quantize(weight, True, amax)) - weight).norm()
         for amax in (None, 2 * weight.abs().max())
     ]
     assert errors[1].item() == pytest.approx(errors[0].item(), rel=0.03)
@@ -131,7 +131,7 @@ def test_publishing_with_a_frozen_range(family, adapted, randomise, name):
     backend = BACKENDS[name]
     base = {
         row.name: adapted.get_submodule(row.name)
-        for row in quantise_plan(adapted, family, (), backend)
+        for row in quantize_plan(adapted, family, (), backend)
     }
     first = publisher(family, adapted, backend, frozen_amax=True)
     manifest, chunks, _ = first.export("current", 0)
@@ -245,13 +245,13 @@ def test_compiled_explorers_draw_the_same(family, adapted, cond, randomise):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @torch.no_grad()
 def test_a_compiled_emulation_has_the_bits_of_the_eager_one():
-    """Of the quantised operand, with every kind of block: the compiler must not reorder the
+    """Of the quantized operand, with every kind of block: the compiler must not reorder the
     additions that round.
     """
-    from policy.precision.nvfp4 import quantise_activation
+    from policy.precision.nvfp4 import quantize_activation
 
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) ** 5
     x[0, :16], x[1, 16:32], x[2, 3] = 0, 1e-12, 6.0
-    operand, amax = torch.compile(lambda x: quantise_activation(x), dynamic=False)(x)
-    wanted, wanted_amax = quantise_activation(x)
+    operand, amax = torch.compile(lambda x: quantize_activation(x), dynamic=False)(x)
+    wanted, wanted_amax = quantize_activation(x)
     assert torch.equal(operand + 0.0, wanted + 0.0) and amax == wanted_amax

@@ -19,7 +19,7 @@ from policy.families import FAMILIES, family_for
 from policy.families.text import PromptEncoder
 from policy.lora import adapted_modules, add_adapters, target_modules
 from policy.precision.backends import BACKENDS
-from policy.precision.swap import quantise_plan
+from policy.precision.swap import quantize_plan
 from policy.sampling.noise import noise_for
 from policy.types import Conditioning
 from tests.tiny_families import (
@@ -76,20 +76,20 @@ def test_the_table_of_families_is_the_schemas():
     assert all(name == family.name for name, family in FAMILIES.items())
 
 
-def test_what_is_quantised(family):
+def test_what_is_quantized(family):
     """Every linear and 1x1 convolution of the blocks, nothing of what must stay unquantized;
     every pattern has something to match.
     """
     transformer = denoiser_of(family.name, family.directory)
-    plan = quantise_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
+    plan = quantize_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
     assert len(plan) == sum(
         isinstance(module, nn.Linear | nn.Conv2d) for module in transformer.modules()
     )
     for row in plan:
-        assert row.quantised == (re.search(NEVER, row.name) is None), row
+        assert row.quantized == (re.search(NEVER, row.name) is None), row
     for pattern in family.modules_to_not_convert:
         assert any(fnmatchcase(row.name, pattern) for row in plan), pattern
-    by_name = {row.name: row.quantised for row in plan}
+    by_name = {row.name: row.quantized for row in plan}
     if family.name == "flux":  # two layers of one name
         assert by_name["single_transformer_blocks.1.proj_out"] and not by_name["proj_out"]
     if family.name == "sana":
@@ -119,12 +119,12 @@ def test_lora_targets(family):
     assert all(re.search(NEVER, name) is None and re.search(r"\.\d+\.", name) for name in names)
     add_adapters(transformer, Lora(rank=2, alpha=2), family)
     assert [module for module, _ in adapted_modules(transformer)] == names
-    quantised = {
+    quantized = {
         row.name
-        for row in quantise_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
-        if row.quantised
+        for row in quantize_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
+        if row.quantized
     }
-    assert quantised >= set(names)
+    assert quantized >= set(names)
 
 
 def test_the_skeleton_has_every_module_and_shape(family):

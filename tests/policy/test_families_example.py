@@ -19,7 +19,7 @@ from configs.training import Lora
 from policy.families import FAMILIES, Family, family_for
 from policy.lora import adapted_modules, add_adapters
 from policy.precision.backends import BACKENDS
-from policy.precision.swap import quantise_plan
+from policy.precision.swap import quantize_plan
 from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample
 from tests.tiny_families import as_array
@@ -143,8 +143,8 @@ def test_the_example_is_the_stock_pipeline(family, directory):
 
 def test_the_examples_tables_fit(family):
     transformer = family.load_transformer("cpu", torch.float32)
-    plan = quantise_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
+    plan = quantize_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
     for row in plan:
-        assert row.quantised == (re.search(r"time|embed|norm|^proj_out$", row.name) is None), row
+        assert row.quantized == (re.search(r"time|embed|norm|^proj_out$", row.name) is None), row
     add_adapters(transformer, Lora(rank=2, alpha=2), family)
     assert len(adapted_modules(transformer)) == 8

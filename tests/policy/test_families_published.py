@@ -10,7 +10,7 @@ from policy.families import family_for
 from policy.families.architectures import build, published, published_names, write_configs
 from policy.lora import target_modules
 from policy.precision.backends import BACKENDS
-from policy.precision.swap import quantise_plan
+from policy.precision.swap import quantize_plan
 
 TRANSFORMERS = {
     "sd3.5-medium": 2_243_171_520,
@@ -154,7 +154,7 @@ def test_families_read_the_published_configurations(tmp_path, name, shape, first
         family_for(settings.model_copy(update={"width": 1048})).check()
 
 
-QUANTISED = {
+QUANTIZED = {
     "sd3.5-medium": (
         (24 * 24 - 9 + 4 * 13) * 1536**2
     ),  # both streams 4 + 8 d^2; no text output in the last block; 13 dual attentions
@@ -179,8 +179,8 @@ and biases.
 """
 
 
-@pytest.mark.parametrize("name", QUANTISED)
-def test_what_is_quantised_of_a_published_model(tmp_path, name):
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_what_is_quantized_of_a_published_model(tmp_path, name):
     """All products of the blocks and nothing else; nothing is refused for its shape; every LoRA
     target is among it.
     """
@@ -193,10 +193,10 @@ def test_what_is_quantised_of_a_published_model(tmp_path, name):
             frames=model.get("frames"),
         )
     )
-    plan = quantise_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
-    quantised = {row.name for row in plan if row.quantised}
-    assert all(row.quantised or "left unquantized by the model family" in row.why for row in plan)
-    assert set(target_modules(transformer, family.lora_targets)) <= quantised
+    plan = quantize_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
+    quantized = {row.name for row in plan if row.quantized}
+    assert all(row.quantized or "left unquantized by the model family" in row.why for row in plan)
+    assert set(target_modules(transformer, family.lora_targets)) <= quantized
     assert (
-        sum(transformer.get_submodule(path).weight.numel() for path in quantised) == QUANTISED[name]
+        sum(transformer.get_submodule(path).weight.numel() for path in quantized) == QUANTIZED[name]
     )

@@ -1,11 +1,11 @@
-"""FP8 layers against their dequantised operands, and what depends on what."""
+"""FP8 layers against their dequantized operands, and what depends on what."""
 
 import pytest
 import torch
 from torch import nn
 
 from policy.precision.backends import BACKENDS
-from policy.precision.fp8 import Activations, FP8Linear, quantise_rows, row_scales
+from policy.precision.fp8 import Activations, FP8Linear, quantize_rows, row_scales
 from policy.precision.nvfp4 import frozen_amax
 
 pytestmark = pytest.mark.gpu
@@ -33,16 +33,16 @@ def linear_of(rows: int = 48, columns: int = 64, bias: bool = True) -> nn.Linear
         return nn.Linear(columns, rows, bias=bias)
 
 
-def dequantised(x: torch.Tensor) -> torch.Tensor:
+def dequantized(x: torch.Tensor) -> torch.Tensor:
     scales = row_scales(x)
-    return quantise_rows(x, scales).double() * scales.double()
+    return quantize_rows(x, scales).double() * scales.double()
 
 
 @torch.no_grad()
 @ON_DEVICES
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7, 64), (2, 5, 64), (64,)])
-def test_forward_is_the_product_of_dequantised_operands(device, bias, shape):
+def test_forward_is_the_product_of_dequantized_operands(device, bias, shape):
     """Against float64. Sums of K = 64 exact products in float32: (K + 2) 2^-24 of the sum of their
     absolute values; then the product, the bias and the result round to bfloat16, each by at most
     2^-8 of itself. Hopper's tensor cores align 32 products and the sum so far to the largest of
@@ -50,7 +50,7 @@ def test_forward_is_the_product_of_dequantised_operands(device, bias, shape):
     """
     linear = linear_of(bias=bias).to(device)
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3).to(device)
-    rows = dequantised(x.reshape(-1, 64))
+    rows = dequantized(x.reshape(-1, 64))
     weight = FP8.decode(FP8.pack(linear.weight, True)).double()
     product = rows @ weight.t()
     offset = linear.bias.double() if bias else torch.zeros(48, device=device).double()
@@ -70,7 +70,7 @@ def test_forward_is_the_product_of_dequantised_operands(device, bias, shape):
 
 @torch.no_grad()
 @ON_DEVICES
-def test_quantisation_error_is_that_of_the_format(device):
+def test_quantization_error_is_that_of_the_format(device):
     """Gaussian operands: E4M3 rounds by 2^-4 / sqrt(12) / sqrt(2) or so of a value on average,
     twice: .037 of the result.
     """
@@ -128,7 +128,7 @@ def test_a_row_depends_on_itself_alone(device):
     layer = layer_of(linear_of().to(device))
     x = torch.randn(6, 64, generator=torch.Generator().manual_seed(4)).to(device)
     loud = torch.cat([x, 1000 * x])
-    alone, together = layer.activations.quantised(x), layer.activations.quantised(loud)
+    alone, together = layer.activations.quantized(x), layer.activations.quantized(loud)
     for a, b in zip(alone, together, strict=True):
         assert torch.equal(a.float(), b[:6].float())
     alone, together = layer(x), layer(loud)[:6]

@@ -1,4 +1,4 @@
-"""What is wrong with a packing or a quantised product is seen on tensors without data on a CUDA
+"""What is wrong with a packing or a quantized product is seen on tensors without data on a CUDA
 device. That nothing is, at the size of every published model: ``tests/bench/test_gpu_check.py``.
 """
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policy.precision import kernels
-from policy.precision.fp8 import quantise_rows, row_scales
+from policy.precision.fp8 import quantize_rows, row_scales
 from policy.precision.layer import padded_rows, swizzled
 from policy.precision.nvfp4 import SPAN_INVERSE, pack_activation, power_of_two_above
 
@@ -72,7 +72,7 @@ def assert_fp8(x: torch.Tensor) -> None:
     x = x.to(DEVICE)
     codes, scales = kernels.fp8_pack(x)
     wanted = row_scales(x.cpu())  # a GPU's eager division by a number is a product with 1 / 448
-    bits = quantise_rows(x.cpu(), wanted).view(torch.uint8)
+    bits = quantize_rows(x.cpu(), wanted).view(torch.uint8)
     assert torch.equal(scales.cpu().view(torch.int32), wanted.view(torch.int32)) or bool(
         (scales.cpu().isnan() == wanted.isnan()).all()
         and torch.equal(scales.cpu().nan_to_num(1), wanted.nan_to_num(1))

@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 
 from policy.precision import nvfp4
 from policy.precision.emulated import Workspace
-from policy.precision.nvfp4 import Packed, block_amax, dequantise, quantise, quantise_activation
+from policy.precision.nvfp4 import Packed, block_amax, dequantize, quantize, quantize_activation
 
 RAMP = [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, -6]
 # zero, or large enough that a block's unit is a normal float32: below that the arithmetic of any
@@ -30,7 +30,7 @@ def digest(tensor):
 
 
 def test_golden_hand():
-    packed = quantise(torch.tensor([RAMP + [448 * v for v in RAMP]]))
+    packed = quantize(torch.tensor([RAMP + [448 * v for v in RAMP]]))
     assert packed.amax == 2688
     assert packed.scales.tolist() == [[56, 126]]
     assert (
@@ -43,7 +43,7 @@ def test_golden_order_of_multiplication():
     """352 under TransformerEngine's rule since 2.14.1, 320 under the one before."""
     weight = torch.zeros(1, 32)
     weight[0, 0], weight[0, 16] = 1.09375, 0.8203125
-    assert quantise(weight).scales.view(torch.float8_e4m3fn).float()[0, 1] == 352
+    assert quantize(weight).scales.view(torch.float8_e4m3fn).float()[0, 1] == 352
 
 
 def test_the_encoding_scale_is_rounded_once():
@@ -57,13 +57,13 @@ def test_the_encoding_scale_is_rounded_once():
 
 def test_golden_bfloat16():
     i = torch.arange(2048)
-    packed = quantise((((i * 2654435761) % 4093 - 2046) / 1024).to(torch.bfloat16).view(32, 64))
+    packed = quantize((((i * 2654435761) % 4093 - 2046) / 1024).to(torch.bfloat16).view(32, 64))
     assert digest(packed.codes) == "a84a5cf3bccc0b4d"
     assert digest(packed.scales) == "38f752adbebaa2dd"
 
 
 def test_size_is_four_and_a_half_bits():
-    packed = quantise(torch.randn(32, 64))
+    packed = quantize(torch.randn(32, 64))
     assert sum(t.numel() * t.element_size() for t in vars(packed).values()) == 32 * 64 * 4.5 / 8 + 4
 
 
@@ -105,7 +105,7 @@ def test_every_code_decodes():
     codes = torch.tensor([[16 * (2 * j + 1) + 2 * j for j in range(8)]], dtype=torch.uint8)
     # sf = 1, so the unit is 1
     packed = Packed(codes, torch.tensor([[0x38]], dtype=torch.uint8), torch.tensor(2688.0))
-    assert dequantise(packed).tolist() == [[*nvfp4.VALUES, *(-v for v in nvfp4.VALUES)]]
+    assert dequantize(packed).tolist() == [[*nvfp4.VALUES, *(-v for v in nvfp4.VALUES)]]
 
 
 def parts(weight, packed):
@@ -113,7 +113,7 @@ def parts(weight, packed):
     unit = packed.scales.view(torch.float8_e4m3fn).double() * packed.amax.double() / 2688
     return (
         weight.double().view(*unit.shape, 16),
-        dequantise(packed).double().view(*unit.shape, 16),
+        dequantize(packed).double().view(*unit.shape, 16),
         unit,
     )
 
@@ -124,7 +124,7 @@ def test_error_is_at_most_one_unit(array):
     sf rounds down by 1/16 at most while it is normal. 1e-5 covers the float32 arithmetic.
     """
     weight = torch.from_numpy(array)
-    packed = quantise(weight)
+    packed = quantize(weight)
     blocks, decoded, unit = parts(weight, packed)
     normal = (packed.scales >= 8) | (block_amax(weight) == 0)
     assert ((blocks - decoded).abs().amax(-1) <= unit * (1 + 1e-5))[normal].all()
@@ -135,9 +135,9 @@ def test_round_trip_is_idempotent(array):
     """Packing what was decoded, at the same amax, decodes to the same; blocks of subnormal sf
     aside, where 6 is not reached.
     """
-    packed = quantise(torch.from_numpy(array))
-    once = dequantise(packed)
-    twice = dequantise(quantise(once, amax=packed.amax))
+    packed = quantize(torch.from_numpy(array))
+    once = dequantize(packed)
+    twice = dequantize(quantize(once, amax=packed.amax))
     normal = (packed.scales >= 8) | (packed.scales == 0)
     assert torch.equal(twice.view(3, 3, 16)[normal], once.view(3, 3, 16)[normal])
 
@@ -147,7 +147,7 @@ def test_round_trip_is_idempotent(array):
 def test_scale_search_is_never_worse(array):
     """Per block, in squared error; 1e-5 covers the difference between float32 and float64 sums."""
     weight = torch.from_numpy(array)
-    plain, searched = quantise(weight), quantise(weight, search=True)
+    plain, searched = quantize(weight), quantize(weight, search=True)
     blocks, decoded, _ = parts(weight, plain)
     _, better, _ = parts(weight, searched)
     before, after = (blocks - decoded).square().sum(-1), (blocks - better).square().sum(-1)
@@ -161,7 +161,7 @@ def test_scale_search_reaches_the_published_gain():
     """
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     errors = [
-        ((dequantise(quantise(weight, search=s)) - weight).norm() / weight.norm()).item()
+        ((dequantize(quantize(weight, search=s)) - weight).norm() / weight.norm()).item()
         for s in (False, True)
     ]
     assert errors[0] == pytest.approx(0.0953, rel=0.02)
@@ -174,24 +174,24 @@ def test_a_zero_block_and_an_underflowing_one():
     """
     weight = torch.zeros(1, 48)
     weight[0, 0], weight[0, 20] = 1.0, -(2.0**-19)
-    packed = quantise(weight)
+    packed = quantize(weight)
     assert packed.scales.tolist() == [[126, 0, 0]]
     assert packed.codes[0, 8:16].tolist() == [0, 0, 0xF, 0, 0, 0, 0, 0]
     assert packed.codes[0, 16:].eq(0).all()
-    assert dequantise(packed)[0].tolist() == [1.0] + [0.0] * 47
+    assert dequantize(packed)[0].tolist() == [1.0] + [0.0] * 47
 
 
 def test_all_zero():
-    packed = quantise(torch.zeros(2, 32), search=True)
-    assert packed.amax == 0 and not packed.codes.any() and not dequantise(packed).any()
+    packed = quantize(torch.zeros(2, 32), search=True)
+    assert packed.amax == 0 and not packed.codes.any() and not dequantize(packed).any()
 
 
 def test_a_frozen_amax():
     weight = torch.tensor([RAMP])
-    packed = quantise(weight, amax=torch.tensor(12.0))
+    packed = quantize(weight, amax=torch.tensor(12.0))
     assert packed.amax == 12 and packed.scales.tolist() == [[0x76]]  # sf = 224, half of 448
-    assert dequantise(packed)[0, -1] == -6
-    assert dequantise(quantise(weight, amax=torch.tensor(3.0)))[0, -1] == -3  # saturates
+    assert dequantize(packed)[0, -1] == -6
+    assert dequantize(quantize(weight, amax=torch.tensor(3.0)))[0, -1] == -3  # saturates
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -199,13 +199,13 @@ def test_a_non_finite_weight_is_refused(bad):
     weight = torch.ones(2, 32)
     weight[1, 7] = bad
     with pytest.raises(ValueError, match="cannot pack a weight with amax (nan|inf)"):
-        quantise(weight)
+        quantize(weight)
 
 
 @pytest.mark.parametrize("shape", [(4, 20), (16,), (2, 2, 16)])
 def test_a_wrong_shape_is_refused(shape):
     with pytest.raises(ValueError, match="K a multiple of 16"):
-        quantise(torch.ones(shape))
+        quantize(torch.ones(shape))
 
 
 @pytest.mark.parametrize(
@@ -224,10 +224,10 @@ def test_power_of_two_above_what_is_not_finite():
 @example(np.zeros((2, 32), np.float32))
 @example(np.full((2, 32), 3e-45, np.float32))
 @example(np.full((2, 32), 3.4e38, np.float32))
-def test_the_quick_activation_quantiser_is_the_plain_one(array):
+def test_the_quick_activation_quantizer_is_the_plain_one(array):
     """Bit for bit, over the whole range of float32."""
     x = torch.from_numpy(array)
-    quick, plain = Workspace().quantised(x), quantise_activation(x)
+    quick, plain = Workspace().quantized(x), quantize_activation(x)
     assert torch.equal(quick[0].view(torch.int32), plain[0].view(torch.int32))
     assert torch.equal(quick[1], plain[1])
 
@@ -236,10 +236,10 @@ def test_the_quick_activation_quantiser_is_the_plain_one(array):
 def test_activations_are_weights_with_a_rounded_amax(array):
     """The operand of an activation is q * sf of the same rule at amax = the next power of two."""
     x = torch.from_numpy(array)
-    operand, amax = quantise_activation(x)
+    operand, amax = quantize_activation(x)
     largest = x.abs().max()
     assert amax == largest == 0 or (largest <= amax < 2 * largest and amax.frexp().mantissa == 0.5)
-    packed = quantise(x, amax=amax)
+    packed = quantize(x, amax=amax)
     unpacked = nvfp4.decoded_operand(
         packed.codes, packed.scales, nvfp4.nibble_values(), nvfp4.scale_values()
     )
@@ -252,16 +252,16 @@ def test_a_quieter_neighbour_changes_nothing(array, share):
     others.
     """
     x = torch.from_numpy(array)
-    alone, amax = quantise_activation(x)
-    together, _ = quantise_activation(torch.cat([x, torch.full((1, 48), share) * amax]))
+    alone, amax = quantize_activation(x)
+    together, _ = quantize_activation(torch.cat([x, torch.full((1, 48), share) * amax]))
     assert torch.equal(together[:3], alone)
 
 
 def test_a_louder_neighbour_changes_nothing_while_scales_are_normal():
     """5.7 times the amax: all scales move by a power of two, 8, and the decoded values stay."""
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
-    alone, amax = quantise_activation(x)
-    together, louder = quantise_activation(torch.cat([x, torch.full((1, 64), 5.7 * amax.item())]))
+    alone, amax = quantize_activation(x)
+    together, louder = quantize_activation(torch.cat([x, torch.full((1, 64), 5.7 * amax.item())]))
     assert louder == 8 * amax
     assert torch.equal(together[:4] * louder, alone * amax)
 
@@ -269,6 +269,6 @@ def test_a_louder_neighbour_changes_nothing_while_scales_are_normal():
 def test_non_finite_activations_stay_visible():
     x = torch.ones(2, 32)
     x[0, 3] = float("nan")
-    assert Workspace().quantised(x)[0].isnan().any() and Workspace().quantised(x)[1].isnan()
+    assert Workspace().quantized(x)[0].isnan().any() and Workspace().quantized(x)[1].isnan()
     x[0, 3] = float("inf")
-    assert Workspace().quantised(x)[1].isnan()
+    assert Workspace().quantized(x)[1].isnan()

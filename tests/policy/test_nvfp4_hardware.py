@@ -16,9 +16,9 @@ from policy.precision.layer import LastInput, padded_rows, swizzled
 from policy.precision.nvfp4 import (
     SPAN_INVERSE,
     Packed,
-    dequantise,
+    dequantize,
     pack_activation,
-    quantise_activation,
+    quantize_activation,
 )
 from policy.precision.te_nvfp4 import EngineLinear, nvfp4_recipe
 from policy.precision.torch_nvfp4 import (
@@ -84,10 +84,10 @@ def test_padding_changes_no_row():
 def test_packed_activations_decode_to_the_emulated_ones(exact):
     """q sf amax / 2688 both ways; two float32 roundings of the unit, one of the product."""
     rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)) * 3
-    operand, amax = quantise_activation(rows, exact)
+    operand, amax = quantize_activation(rows, exact)
     wanted = operand.double() * amax.double() / 2688
     assert torch.allclose(
-        dequantise(pack_activation(rows, exact)).double(), wanted, rtol=4 * 2.0**-24, atol=0
+        dequantize(pack_activation(rows, exact)).double(), wanted, rtol=4 * 2.0**-24, atol=0
     )
     assert (amax.item() == rows.abs().max().item()) == exact
 
@@ -117,8 +117,8 @@ def test_published_weights_arrive_in_place_and_in_order():
     assert layer.amax.tolist() == [packed["amax"].item()]
     assert layer.factor.tolist() == [(packed["amax"] * SPAN_INVERSE).item()]
     assert torch.equal(
-        dequantise(Packed(layer.codes, layer.compact, layer.amax.view(()))),
-        dequantise(Packed(**packed)),
+        dequantize(Packed(layer.codes, layer.compact, layer.amax.view(()))),
+        dequantize(Packed(**packed)),
     )
     assert layer.bfloat16().amax.dtype == layer.factor.dtype == torch.float32
 

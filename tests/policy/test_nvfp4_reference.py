@@ -1,4 +1,4 @@
-"""Bit for bit the reference quantiser that NVIDIA publishes in Python, and the interfaces that
+"""Bit for bit the reference quantizer that NVIDIA publishes in Python, and the interfaces that
 ``te_nvfp4`` is written against.
 
 Both are read from the pure-Python wheel of TransformerEngine, whose compiled parts are not needed:
@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from policy.precision import te_nvfp4
-from policy.precision.nvfp4 import pack_activation, quantise
+from policy.precision.nvfp4 import pack_activation, quantize
 from policy.precision.te_nvfp4 import PARTS, engine_lacks, nvfp4_recipe
 
 
@@ -100,7 +100,7 @@ def test_our_codes_and_scales_are_the_references(stubbed, name):
     )
     weight = data_sets()[name]
     codes, scales, _, _, amax, _ = quantizer._quantize(weight)
-    for packed in (quantise(weight), pack_activation(weight, exact=True)):
+    for packed in (quantize(weight), pack_activation(weight, exact=True)):
         assert torch.equal(packed.amax.view(1), amax.view(1))
         assert torch.equal(
             packed.scales, scales.view(torch.uint8)[: len(weight), : weight.shape[1] // 16]

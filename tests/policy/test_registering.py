@@ -73,10 +73,10 @@ def test_a_backend_is_a_file_and_a_row(coarse, name, directory):
     assert backend_of(config, "H100")[0] is coarse
     device, accelerator = device_of(config, Assumptions(accelerator="H100"))
     assert device is not None
-    assert with_format(device, accelerator, coarse).quantised_tflops == 8 * 989.5
+    assert with_format(device, accelerator, coarse).quantized_tflops == 8 * 989.5
     family = family_for(tiny_model(name, directory))
     _, rows, layers = meta.blank_explorer(family, coarse, (), torch.float32)
-    assert set(layers) == {row.name for row in rows if row.quantised} != set()
+    assert set(layers) == {row.name for row in rows if row.quantized} != set()
 
 
 TWIN = """

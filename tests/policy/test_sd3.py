@@ -15,7 +15,7 @@ from policy.explorer import Explorer
 from policy.families import family_for, model_directory
 from policy.lora import add_adapters
 from policy.precision.backends import BACKENDS
-from policy.precision.swap import quantise_plan
+from policy.precision.swap import quantize_plan
 from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample
 from policy.types import Conditioning
@@ -57,17 +57,17 @@ def test_velocity_scales_time_and_broadcasts(family, transformer, cond):
 
 
 def test_a_second_attention_as_in_sd35_medium(tmp_path):
-    """Latents are the stock pipeline's bit for bit; its linears are quantised, and fused beside the
+    """Latents are the stock pipeline's bit for bit; its linears are quantized, and fused beside the
     first attention's.
     """
     tiny = Tiny("sd3", make_tiny_sd3(tmp_path, dual=(0,)))
     assert torch.equal(tiny.ours(4, "euler"), tiny.stock(4, "latent"))
-    plan = {row.name: row for row in quantise_plan(tiny.denoiser, tiny.family, (), BACKENDS["fp8"])}
+    plan = {row.name: row for row in quantize_plan(tiny.denoiser, tiny.family, (), BACKENDS["fp8"])}
     names = {name for name in plan if ".attn2." in name}
     assert names == {
         f"transformer_blocks.0.attn2.{part}" for part in ("to_q", "to_k", "to_v", "to_out.0")
     }
-    assert all(plan[name].quantised for name in names)
+    assert all(plan[name].quantized for name in names)
     assert [plan[f"transformer_blocks.0.attn2.to_{part}"].fused for part in "qkv"] == [
         "transformer_blocks.0.attn2.to_q"
     ] * 3

@@ -15,9 +15,9 @@ from policy.lora import add_adapters
 from policy.merging import delta_weight
 from policy.precision.backends import BACKENDS
 from policy.precision.layer import PointwiseConvolution
-from policy.precision.swap import as_linear, quantise_plan, swap_linears
+from policy.precision.swap import as_linear, quantize_plan, swap_linears
 
-QUANTISED = ("emulated_nvfp4", "fp8")
+QUANTIZED = ("emulated_nvfp4", "fp8")
 
 
 class Mixer(nn.Module):
@@ -60,10 +60,10 @@ def features() -> torch.Tensor:
     return torch.randn(2, 32, 5, 3, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_the_plan(family, name):
-    plan = {row.name: row for row in quantise_plan(make(), family, (), BACKENDS[name])}
-    assert {row for row, entry in plan.items() if entry.quantised} == {
+    plan = {row.name: row for row in quantize_plan(make(), family, (), BACKENDS[name])}
+    assert {row for row, entry in plan.items() if entry.quantized} == {
         "conv_inverted",
         "conv_point",
         "proj",
@@ -88,9 +88,9 @@ def test_a_pointwise_convolution_is_the_linear_of_its_pixels(features):
     assert torch.allclose(found, conv(features), atol=32 * 2.0**-24 * 32)
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 @torch.no_grad()
-def test_quantised_convolutions_publish_with_their_adapter_and_load_in_place(
+def test_quantized_convolutions_publish_with_their_adapter_and_load_in_place(
     family, features, name
 ):
     backend = BACKENDS[name]
@@ -101,8 +101,8 @@ def test_quantised_convolutions_publish_with_their_adapter_and_load_in_place(
         module.lora_B["current"].weight.copy_(
             torch.randn(module.lora_B["current"].weight.shape, generator=generator) * 0.3
         )
-    plan = quantise_plan(learner, family, (), backend)  # pyright: ignore[reportArgumentType]
-    assert plan == quantise_plan(make(), family, (), backend)  # pyright: ignore[reportArgumentType]
+    plan = quantize_plan(learner, family, (), backend)  # pyright: ignore[reportArgumentType]
+    assert plan == quantize_plan(make(), family, (), backend)  # pyright: ignore[reportArgumentType]
     publisher = Publisher(learner, plan, backend, 4096)
     explorer = Explorer(family, backend)  # pyright: ignore[reportArgumentType]
     pointers = {key: buffer.data_ptr() for key, buffer in explorer.transformer.named_buffers()}
@@ -140,7 +140,7 @@ def test_an_adapted_convolution_that_stays_unquantized_travels_in_its_own_shape(
     with torch.no_grad():
         learner.conv_point.lora_B["current"].weight.fill_(0.1)
     backend = BACKENDS["emulated_nvfp4"]
-    plan = quantise_plan(learner, family, ("conv_point",), backend)
+    plan = quantize_plan(learner, family, ("conv_point",), backend)
     explorer = Explorer(family, backend, ("conv_point",))
     publisher = Publisher(learner, plan, backend, 4096)
     manifest, chunks, _ = publisher.export("current", 0)
@@ -164,6 +164,6 @@ def test_swapping_frees_the_wide_weights(family):
 
     module = make()
     weights = [weakref.ref(module.conv_point.weight), weakref.ref(module.conv_inverted.weight)]
-    swap_linears(module, quantise_plan(module, family, (), BACKENDS["fp8"]), BACKENDS["fp8"])
+    swap_linears(module, quantize_plan(module, family, (), BACKENDS["fp8"]), BACKENDS["fp8"])
     gc.collect()
     assert all(weight() is None for weight in weights)

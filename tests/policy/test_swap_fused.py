@@ -13,8 +13,8 @@ from policy.explorer import Explorer
 from policy.precision.backends import BACKENDS
 from policy.precision.fused import FusedMember, join
 from policy.precision.layer import swizzled
-from policy.precision.nvfp4 import Packed, dequantise
-from policy.precision.swap import quantise_plan, swap_linears
+from policy.precision.nvfp4 import Packed, dequantize
+from policy.precision.swap import quantize_plan, swap_linears
 from policy.precision.torch_nvfp4 import NVFP4Weight
 
 FUSE = (
@@ -126,9 +126,9 @@ def test_buffers_are_rows_of_the_joint_ones_and_stay_where_they_are():
         filled(members, given, backend)
 
 
-def test_the_plan_names_groups_that_are_quantised_as_a_whole(family, transformer):
+def test_the_plan_names_groups_that_are_quantized_as_a_whole(family, transformer):
     stub = SimpleNamespace(modules_to_not_convert=family.modules_to_not_convert, fuse=FUSE)
-    plan = {row.name: row.fused for row in quantise_plan(transformer, stub, (), BACKENDS["fp8"])}
+    plan = {row.name: row.fused for row in quantize_plan(transformer, stub, (), BACKENDS["fp8"])}
     for block in (0, 1):
         for part in ("q", "k", "v"):
             assert (
@@ -142,12 +142,12 @@ def test_the_plan_names_groups_that_are_quantised_as_a_whole(family, transformer
     assert plan["transformer_blocks.0.attn.to_out.0"] is None
     partly = {
         row.name: row.fused
-        for row in quantise_plan(transformer, stub, ("*.0.attn.to_v",), BACKENDS["fp8"])
+        for row in quantize_plan(transformer, stub, ("*.0.attn.to_v",), BACKENDS["fp8"])
     }
     assert partly["transformer_blocks.0.attn.to_q"] is None
     assert partly["transformer_blocks.1.attn.to_q"] is not None
     for name in ("emulated_nvfp4", "fp32"):
-        assert not any(row.fused for row in quantise_plan(transformer, stub, (), BACKENDS[name]))
+        assert not any(row.fused for row in quantize_plan(transformer, stub, (), BACKENDS[name]))
 
 
 def test_fused_explorers_draw_what_others_draw(family, adapted, cond, randomise, monkeypatch):
@@ -157,7 +157,7 @@ def test_fused_explorers_draw_what_others_draw(family, adapted, cond, randomise,
     for fuse in ((), FUSE):
         monkeypatch.setattr(type(family), "fuse", fuse, raising=False)
         manifest, chunks, _ = Publisher(
-            adapted, quantise_plan(adapted, family, (), backend), backend, 4096
+            adapted, quantize_plan(adapted, family, (), backend), backend, 4096
         ).export("current", 0)
         explorer = Explorer(family, backend)
         pointers = {
@@ -185,7 +185,7 @@ def test_what_runs_as_one_is_published_with_one_range(
     monkeypatch.setattr(type(family), "fuse", FUSE, raising=False)
     randomise(adapted, "current", 2)
     backend = BACKENDS["torch_nvfp4"]
-    plan = quantise_plan(adapted, family, (), backend)
+    plan = quantize_plan(adapted, family, (), backend)
     publisher = Publisher(adapted, plan, backend, 2**20, frozen_amax=frozen)
     for version in (0, 1):
         manifest, chunks, _ = publisher.export("current", version)
@@ -207,7 +207,7 @@ def test_what_runs_as_one_is_published_with_one_range(
             codes, scales = (
                 tensor(f"{block}.to_{part}.{what}", np.uint8) for what in ("codes", "scales")
             )
-            error = (dequantise(Packed(codes, scales, amax[0])) - merged).norm() / merged.norm()
+            error = (dequantize(Packed(codes, scales, amax[0])) - merged).norm() / merged.norm()
             assert error < 0.12
             largest.append(
                 max(2 * module.base_layer.weight.abs().max(), merged.abs().max())
@@ -225,7 +225,7 @@ def test_a_bad_member_is_named_itself(family, adapted, monkeypatch):
     with torch.no_grad():
         adapted.get_submodule(name).lora_B["current"].weight[3] = float("nan")
     with pytest.raises(NonFiniteWeights) as caught:
-        Publisher(adapted, quantise_plan(adapted, family, (), backend), backend, 4096).export(
+        Publisher(adapted, quantize_plan(adapted, family, (), backend), backend, 4096).export(
             "current", 0
         )
     assert caught.value.module == name
@@ -238,7 +238,7 @@ def test_swapping_a_group_frees_the_wide_weights(family, transformer, monkeypatc
     monkeypatch.setattr(type(family), "fuse", FUSE, raising=False)
     born = weakref.ref(transformer.get_submodule("transformer_blocks.0.attn.to_k").weight)
     swap_linears(
-        transformer, quantise_plan(transformer, family, (), BACKENDS["fp8"]), BACKENDS["fp8"]
+        transformer, quantize_plan(transformer, family, (), BACKENDS["fp8"]), BACKENDS["fp8"]
     )
     gc.collect()
     assert born() is None

@@ -81,7 +81,7 @@ def test_unipc_latents_are_the_stock_pipelines(tmp_path, steps):
 
 
 @pytest.mark.parametrize(
-    "holds", [test_families.test_what_is_quantised, test_families.test_lora_targets]
+    "holds", [test_families.test_what_is_quantized, test_families.test_lora_targets]
 )
 def test_tables_of_the_family_fit(holds, tiny):
     holds(tiny.family)

@@ -53,7 +53,7 @@ def span(
         (("score", ChunkKey(3, 1, 2, 5)), "score", ("explore", 3, 1, 2), None),
         (("score", ("regenerate", 3, 1)), "score", ("regenerate", 3, 1), None),
         (("update", 7), "update", (7,), None),
-        (("quantisation",), "quantisation", (), None),
+        (("quantization",), "quantization", (), None),
         ("odd", "odd", (), None),
         ((), "?", (), None),
     ],

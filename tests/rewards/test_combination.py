@@ -1,4 +1,4 @@
-"""Floors, normalisation over a group, optional scorers, and the memory of scores."""
+"""Floors, normalization over a group, optional scorers, and the memory of scores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_zscore_and_rank_by_hand():
 
 
 @given(floats, st.integers(1, 9), st.integers(-9, 9))
-def test_normalised_scores_forget_scale_and_origin(values, scale, origin):
+def test_normalized_scores_forget_scale_and_origin(values, scale, origin):
     values = np.array(values)
     assert np.allclose(zscore(values), zscore(scale * values + origin), atol=1e-9)
     assert np.array_equal(rank(values), rank(scale * values + origin))
@@ -51,7 +51,7 @@ def test_without_extras_it_is_the_weighted_sum_to_the_bit():
 
 @given(st.lists(st.tuples(*[st.sampled_from([0.0, 2.0, NAN])] * 3), min_size=1, max_size=8))
 def test_who_has_no_reward_is_known_before_anything_is_combined(rows):
-    """By scorers a, b and c, of which c is optional, has a floor, or all are normalised."""
+    """By scorers a, b and c, of which c is optional, has a floor, or all are normalized."""
     columns = zip(*rows, strict=True)
     scores = {label: np.float32(column) for label, column in zip("abc", columns, strict=True)}
     weights = {"a": 1.0, "b": -2.0, "c": 0.5}
@@ -68,16 +68,16 @@ def test_a_floor_lifts_scores_and_never_makes_one_up():
     assert near(Combination({"a": 2.0}, {"a": 1.0})({"a": np.float32([-5, 3, NAN])}), [2, 6, NAN])
 
 
-def test_normalisation_is_over_the_images_that_have_a_reward():
+def test_normalization_is_over_the_images_that_have_a_reward():
     scores = {"a": np.float32([1, 3, 100, 5]), "b": np.float32([10, 20, NAN, 60])}
-    made = Combination({"a": 1.0, "b": 0.5}, normalise="zscore")(scores)
-    three = Combination({"a": 1.0, "b": 0.5}, normalise="zscore")(
+    made = Combination({"a": 1.0, "b": 0.5}, normalize="zscore")(scores)
+    three = Combination({"a": 1.0, "b": 0.5}, normalize="zscore")(
         {k: v[[0, 1, 3]] for k, v in scores.items()}
     )
     assert near(made, [three[0], three[1], NAN, three[2]])
     # a: mean 3, deviation sqrt(8/3); b: mean 30, deviation sqrt(1400/3)
     assert near(made[:2], [-2 / np.sqrt(8 / 3) - 10 / np.sqrt(1400 / 3), -5 / np.sqrt(1400 / 3)])
-    assert near(Combination({"a": 1.0, "b": 2.0}, normalise="rank")(scores), [-3, 0, NAN, 3])
+    assert near(Combination({"a": 1.0, "b": 2.0}, normalize="rank")(scores), [-3, 0, NAN, 3])
 
 
 def test_an_optional_scorers_mean_stands_in_for_what_it_missed():
@@ -98,12 +98,12 @@ def test_it_is_read_from_the_configuration():
             ScorerConfig(name="jpeg_compressibility", required=False),
         ),
         evaluation_scorers=(ScorerConfig(name="jpeg_incompressibility"),),
-        normalise="rank",
+        normalize="rank",
     )
     combination = Combination.from_config(rewards)
     assert combination.weights == {"small": 2.0, "jpeg_compressibility": 1.0}
     assert combination.floors == {"small": -1.0}
-    assert combination.optional == {"jpeg_compressibility"} and combination.normalise == "rank"
+    assert combination.optional == {"jpeg_compressibility"} and combination.normalize == "rank"
     assert combination.for_evaluation == Combination({"small": 2.0}, {"small": -1.0})
     labels = ("jpeg_compressibility", "jpeg_incompressibility")
     assert list(WeightedScorer.from_config(rewards).scorers) == ["small", "jpeg_compressibility"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from rewards.images import crop_square, normalise, pad_square, shared, to_float
+from rewards.images import crop_square, normalize, pad_square, shared, to_float
 from tests.rewards import peers
 
 SIZE = 32
@@ -28,14 +28,14 @@ def pil(image: np.ndarray) -> Image.Image:
 
 @pytest.mark.parametrize("sides", SIDES)
 def test_the_crop_is_open_clips(sides):
-    """Bit for bit: the same Pillow resize, crop, division and normalisation."""
+    """Bit for bit: the same Pillow resize, crop, division and normalization."""
     import open_clip
 
     images = noise(*sides)
     theirs = torch.stack(
         [open_clip.image_transform(SIZE, is_train=False)(pil(image)) for image in images]
     )
-    assert torch.equal(normalise(to_float(crop_square(images, SIZE))), theirs)
+    assert torch.equal(normalize(to_float(crop_square(images, SIZE))), theirs)
 
 
 @pytest.mark.parametrize("sides", SIDES)
@@ -53,7 +53,7 @@ def test_the_floor_crop_is_transformers(sides):
         [processor(pil(image), return_tensors="pt").pixel_values for image in images]
     )
     assert torch.allclose(
-        normalise(to_float(crop_square(images, SIZE, "floor"))), theirs, atol=1e-6, rtol=0
+        normalize(to_float(crop_square(images, SIZE, "floor"))), theirs, atol=1e-6, rtol=0
     )
 
 
@@ -77,7 +77,7 @@ def test_the_padding_is_hpsv2s(sides):
     theirs = torch.stack([transform(pil(image)) for image in images])
     # one interpolation for the batch or one per image: the sums of a pixel are the same, up to
     # FP32 rounding
-    assert torch.allclose(normalise(pad_square(images, SIZE)), theirs, atol=1e-5, rtol=0)
+    assert torch.allclose(normalize(pad_square(images, SIZE)), theirs, atol=1e-5, rtol=0)
 
 
 def test_padding_is_black_and_in_the_middle():

@@ -90,7 +90,7 @@ def test_lower_precision_is_near_and_not_the_same(settings, name):
     assert 0 < np.abs(wide - fp16).max() < 0.02 * scale
 
 
-def test_imagereward_is_normalised_by_the_authors_mean_and_deviation(settings):
+def test_imagereward_is_normalized_by_the_authors_mean_and_deviation(settings):
     scorer = made(settings, "imagereward")
     with torch.inference_mode():
         words = scorer.tokenise(

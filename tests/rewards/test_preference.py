@@ -23,7 +23,7 @@ def test_one_win_has_a_closed_form():
 
 
 def test_strengths_are_the_likeliest():
-    """Against a general optimiser on the same likelihood, of 40 random comparisons of 7 images."""
+    """Against a general optimizer on the same likelihood, of 40 random comparisons of 7 images."""
     rng = np.random.default_rng(0)
     wins = np.zeros((7, 7))
     for _ in range(40):

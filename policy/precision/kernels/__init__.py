@@ -4,7 +4,7 @@
     nvfp4_pack    2 launches  2 for the range of the tensor; then 2 + 0.5 + 1 / 16
 
 NVFP4 has one range for the whole tensor, which is known only when all of it has been read, so it is
-read twice. Results are bit-equal to ``fp8.quantise_rows``, ``nvfp4.pack_activation`` and
+read twice. Results are bit-equal to ``fp8.quantize_rows``, ``nvfp4.pack_activation`` and
 ``layer.swizzled``, which are what runs where these kernels do not; only codes under a scale that is
 NaN may differ.
 
