@@ -7,17 +7,16 @@ image; it is thrown away afterwards.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKL, SD3Transformer2DModel
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shapes.data import Pool
 from shapes.grammar import COLOURS, SHAPES
+from shapes.state import kept
 from shapes.text import (
     LONG_TOKENS,
     TOKENS,
@@ -115,13 +114,7 @@ class Examples:
         self, vae: AutoencoderKL, seed: int, count: int = IMAGES, cache: Path | None = None
     ) -> None:
         pool = Pool(seed)
-        if cache and cache.exists():
-            parts = load_file(cache)
-        else:
-            parts = self._made(vae, pool, count)
-            if cache:
-                save_file(parts, cache.with_suffix(".partial"))
-                os.replace(cache.with_suffix(".partial"), cache)
+        parts = kept(cache, lambda: self._made(vae, pool, count))
         self.latents, self.which, self.cells = parts["latents"], parts["which"], parts["cells"]
         tokenizer = clip_tokenizer()
         captions = [scene.caption for scene in pool.scenes] + [""]

@@ -10,13 +10,11 @@ a preview is to show the picture that its full noise becomes. Resumable, as ``sh
 from __future__ import annotations
 
 import argparse
-import os
 from functools import partial
 from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKL, SD3Transformer2DModel
-from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModelWithProjection
 
 from shapes.build import SHIFT, assemble
@@ -24,6 +22,7 @@ from shapes.building import HERE, add_work, log, log_written, parser
 from shapes.data import Pool
 from shapes.denoiser import BATCH, CHUNK, NO_CAPTION, TIME_MEAN, TIME_STD, Examples, Learner
 from shapes.half import halved, images_of, widen_vae
+from shapes.state import kept
 from shapes.training import Batch, Course, draw_times, train
 from shapes.vae import encode
 
@@ -65,23 +64,18 @@ def drawn(learner: Learner, eps: torch.Tensor, text: tuple[torch.Tensor, ...]) -
     return x
 
 
-def made_pairs(shipped: AutoencoderKL, examples: Examples, cache: Path) -> dict[str, torch.Tensor]:
+def made_pairs(examples: Examples) -> dict[str, torch.Tensor]:
     """Noises "eps", what the shipped model draws of them "x0", and captions "which"."""
-    if not cache.exists():
-        learner, pool = shipped_learner().eval(), Pool(21)
-        by, rows = torch.Generator().manual_seed(21), []
-        for _ in range(PAIRS // BATCH):
-            which = torch.from_numpy(pool.rng.choice(len(pool.scenes), BATCH, p=pool.chances))
-            eps = torch.randn((BATCH, *examples.latents.shape[1:]), generator=by)
-            rows.append((eps, drawn(learner, eps, (examples.ids[which], examples.long)), which))
-            if len(rows) % 10 == 0:
-                log(f"{len(rows) * BATCH} of {PAIRS} pairs")
-        parts = (torch.cat(part) for part in zip(*rows, strict=True))
-        names: list[str] = ["eps", "x0", "which"]
-        found = dict(zip(names, parts, strict=True))
-        save_file(found, cache.with_suffix(".partial"))
-        os.replace(cache.with_suffix(".partial"), cache)
-    return load_file(cache)
+    learner, pool = shipped_learner().eval(), Pool(21)
+    by, rows = torch.Generator().manual_seed(21), []
+    for _ in range(PAIRS // BATCH):
+        which = torch.from_numpy(pool.rng.choice(len(pool.scenes), BATCH, p=pool.chances))
+        eps = torch.randn((BATCH, *examples.latents.shape[1:]), generator=by)
+        rows.append((eps, drawn(learner, eps, (examples.ids[which], examples.long)), which))
+        if len(rows) % 10 == 0:
+            log(f"{len(rows) * BATCH} of {PAIRS} pairs")
+    parts = (torch.cat(part) for part in zip(*rows, strict=True))
+    return dict(zip(("eps", "x0", "which"), parts, strict=True))
 
 
 class Sizes:
@@ -91,7 +85,7 @@ class Sizes:
         shipped = AutoencoderKL.from_pretrained(MODEL, subfolder="vae").eval()
         self.examples = Examples(shipped, seed=5, count=2 * CHUNK)
         if coupled:
-            found = made_pairs(shipped, self.examples, work / "pairs.safetensors")
+            found = kept(work / "pairs.safetensors", lambda: made_pairs(self.examples))
             images, self.full, self.which = (
                 images_of(shipped, found["x0"]),
                 found["x0"],

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,19 @@ def save_state(
     os.replace(partial, path.with_suffix(".safetensors"))
     partial.write_text(json.dumps(counters))
     os.replace(partial, path.with_suffix(".json"))
+
+
+def kept(
+    cache: Path | None, make: Callable[[], dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """What ``make`` gives, made once and kept in the file ``cache`` where one is given."""
+    if cache and cache.exists():
+        return load_file(cache)
+    parts = make()
+    if cache:
+        save_file(parts, cache.with_suffix(".partial"))
+        os.replace(cache.with_suffix(".partial"), cache)
+    return parts
 
 
 def load_state(

@@ -4,20 +4,19 @@ together by rectified flow (``shapes.training``) on clips of 1, 5 and 9 frames.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
 from shapes.denoiser import BATCH, NO_CAPTION
 from shapes.grammar import COLOURS, SHAPES
 from shapes.moving import ClipPool
+from shapes.state import kept
 from shapes.text import TOKENS, t5_tokenizer
 from shapes.training import Batch, Course, draw_times, train
 from shapes.video_vae import CHANNELS, encode
@@ -123,13 +122,7 @@ class Clips:
         self, vae: AutoencoderKLWan, seed: int, count: int = CLIPS, cache: Path | None = None
     ) -> None:
         pool = ClipPool(seed)
-        if cache and cache.exists():
-            parts = load_file(cache)
-        else:
-            parts = self._made(vae, pool, count)
-            if cache:
-                save_file(parts, cache.with_suffix(".partial"))
-                os.replace(cache.with_suffix(".partial"), cache)
+        parts = kept(cache, lambda: self._made(vae, pool, count))
         self.latents, self.which, self.cells = parts["latents"], parts["which"], parts["cells"]
         captions = [scene.caption for scene in pool.scenes] + [""]
         found = t5_tokenizer()(
