@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+Tensors = dict[str, torch.Tensor]
+
 
 def save_state(
     path: Path,

@@ -18,7 +18,7 @@ from shapes.denoiser import BATCH, TIME_MEAN, TIME_STD, Examples, Learner
 from shapes.fp4 import in_four_bits, quantizable, round_to_fp4
 from shapes.grammar import all_scenes
 from shapes.muon import orthogonal
-from shapes.state import load_state, save_state
+from shapes.state import kept, load_state, save_state
 from shapes.text import TOKENS, clip_tokenizer, words
 from shapes.training import backward, draw_times, matrices_apart
 from shapes.vae import build_vae, calibrate, encode, to_float
@@ -145,6 +145,20 @@ def test_one_training_step_learns_and_resumes(tmp_path):
     assert mine.keys() == theirs.keys() and len(mine) == trained
     assert all(torch.equal(mine[p][slot], theirs[p][slot]) for p in mine for slot in mine[p])
     assert load_state(tmp_path / "none", again, fresh) == {}
+
+
+def test_what_is_rendered_is_kept_and_made_once(tmp_path):
+    made: list[torch.Tensor] = []
+
+    def make() -> dict[str, torch.Tensor]:
+        made.append(torch.arange(3))
+        return {"x": made[-1]}
+
+    for cache, times in ((tmp_path / "kept.safetensors", 1), (None, 3)):
+        for _ in range(2):
+            assert torch.equal(kept(cache, make)["x"], torch.arange(3))
+        assert len(made) == times
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.safetensors"]
 
 
 def test_times_lean_to_noise():
