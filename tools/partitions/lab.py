@@ -134,12 +134,10 @@ class Lab:
         """All nodes are there, without a process of an earlier run on them."""
         import ray
 
-        from tests.cluster.hosts import IDLE
+        from tests.cluster.hosts import end_idle
 
         self.network.everywhere()
-        for handles in IDLE.values():
-            while handles:
-                ray.kill(handles.pop())
+        end_idle()
         deadline = time.monotonic() + START_S
         while sum(row["Alive"] for row in ray.nodes()) < len(CPUS) or ray.available_resources().get(
             "CPU"
