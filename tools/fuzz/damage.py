@@ -116,9 +116,9 @@ def _places(path: Path) -> list[tuple[Any, ...]]:
     lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
     found: list[tuple[Any, ...]] = []
 
-    def walk(value: object, at: tuple[Any, ...]) -> None:
+    def walk(value: Any, at: tuple[Any, ...]) -> None:
         found.append(at)
-        inner = value.items() if isinstance(value, dict) else enumerate(value[:2])  # type: ignore[index]
+        inner = value.items() if isinstance(value, dict) else enumerate(value[:2])
         for key, each in inner:
             if isinstance(each, dict | list):
                 walk(each, (*at, key))
