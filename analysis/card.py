@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +17,15 @@ from analysis.report.data import Row, RunData, held_out_reward, read_run, step_o
 from analysis.report.rewards import scores_of
 from configs.schema import RunConfig
 from configs.sections import Model
+from policy.experts import EXPERTS
 from policy.families import FAMILIES
 from policy.families.pipeline import HUB_ID
-from policy.lora_files import FILE
+from policy.lora_files import FILE, FILES
 from records import atomic
 from records.images import before_after
 
 CARD, IMAGE = "README.md", "before_after.png"
+SECOND = FILES[EXPERTS[1]]
 DECLARED = ("license", "license_name", "license_link")
 FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
@@ -35,6 +37,7 @@ class Export:
     weights: str
     updates: int
     where: str  # a hub id, or "." for the directory itself
+    files: Sequence[str] = (FILE,)
 
 
 def write_card(
@@ -190,7 +193,11 @@ def _loading(config: RunConfig, export: Export, base: str | None) -> str:
     # of the program's source tree
     place = "shapes/model" if config.model.path == "shapes" else base or config.model.path
     given = "".join(f"    {name}={value!r},\n" for name, value in arguments.items())
-    strength = config.lora.alpha / config.lora.rank
+    weights = "\n".join(
+        f"pipe.load_lora_weights({export.where!r}, weight_name={file!r}"
+        + (", load_into_transformer_2=True)" if file == SECOND else ")")
+        for file in export.files
+    )
     more, made, kept = "", "image", "images[0]"
     if family.video:
         fps = config.model.frames_per_second
@@ -207,7 +214,7 @@ import torch
 from diffusers import {family.pipeline_class}{more}
 
 pipe = {family.pipeline_class}.from_pretrained({place!r}, dtype=torch.bfloat16)
-pipe.load_lora_weights({export.where!r}, weight_name={FILE!r})
+{weights}
 {made} = pipe(
     prompt="...",
     num_inference_steps={settings.steps},
@@ -216,10 +223,21 @@ pipe.load_lora_weights({export.where!r}, weight_name={FILE!r})
 
 Evaluations used the solver `{settings.solver}`, the pipeline uses that of its scheduler.
 
-In ComfyUI: put `{FILE}` into `models/loras` and load it with the node `LoraLoaderModelOnly` at
-strength {strength:g}, which is alpha / rank: the file has alpha in its metadata, where ComfyUI does
-not look. Where a model's attention is one fused layer in ComfyUI (Z-Image), not all names may be
-known there: look into its log. This has not been tried by the program that wrote this page."""
+{_in_comfyui(export, config.lora.alpha / config.lora.rank)}"""
+
+
+def _in_comfyui(export: Export, strength: float) -> str:
+    named = " and ".join(f"`{file}`" for file in export.files)
+    each = (
+        f" `{FILE}` is for the model of high noise levels, `{SECOND}` for that of low ones."
+        if SECOND in export.files
+        else ""
+    )
+    return f"""In ComfyUI: put {named} into `models/loras` and load it with the node
+`LoraLoaderModelOnly` at strength {strength:g}, which is alpha / rank: the file has alpha in its
+metadata, where ComfyUI does not look.{each} Where a model's attention is one fused layer in ComfyUI
+(Z-Image), not all names may be known there: look into its log. This has not been tried by the
+program that wrote this page."""
 
 
 def _training(run: RunData, config: RunConfig) -> str:

@@ -22,7 +22,7 @@ from policy.families import Family
 from policy.lora import use
 from policy.memory import conditioning_like, work_of
 from policy.merging import merged
-from policy.meta import META, adapt, blank
+from policy.meta import META, adapt, blank_denoiser
 from policy.precision.accelerators import ACCELERATORS, Accelerator
 from policy.precision.cost import Step, rates_of, seconds
 from policy.types import DTYPES
@@ -47,7 +47,7 @@ def passes_of(config: RunConfig, family: Family) -> dict[str, dict[str, Step]]:
     the weights ("own"), or "merged" into them.
     """
     dtype = DTYPES[config.regenerate.precision]
-    transformer = blank(family, "transformer", dtype)
+    transformer = blank_denoiser(family, dtype)
     checkpoint_blocks(transformer, config.optimizer.recomputed)
     inputs = {
         rows: (

@@ -37,8 +37,8 @@ def run(options: argparse.Namespace) -> int:
     if options.push:
         check_hub(options.push)
     out, step = Path(options.out), step_of(find(rundir, options.checkpoint))
-    export_run(rundir, config, out, options.weights, step)
-    export = Export(options.weights, step, options.push or ".")
+    files = export_run(rundir, config, out, options.weights, step)
+    export = Export(options.weights, step, options.push or ".", files)
     try:
         write_card(out, rundir.path, config, export, options.licence)
     except OSError as error:

@@ -107,8 +107,15 @@ def _check_paths(run: RunConfig) -> None:
 
 
 def _check_guidance(run: RunConfig) -> None:
-    """Raises ValueError for paths that are trained on with another guidance than they have."""
+    """Raises ValueError for a scale of no stage, and for paths that are trained on with another
+    guidance than they have.
+    """
     guidance, solver = run.guidance, run.plan.solver
+    if guidance.low_noise is not None and not guidance.stages:
+        raise ValueError(
+            f"guidance.low_noise: {guidance.low_noise:g} without guidance: no stage has a scale"
+            " above 1"
+        )
     if solver not in get_args(Solver) and guidance.train != guidance.regenerate:
         raise ValueError(
             f"guidance.train: {guidance.train:g} is not guidance.regenerate ="

@@ -107,6 +107,14 @@ class Guidance(Section):
         description="of the velocities in the objective; on paths it must be that of regenerate",
     )
     evaluate: float = Field(default=1.0, ge=1, description="of held-out images")
+    low_noise: float | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "of every guided stage at low noise levels, where a model has a transformer of their"
+            " own; else the stage's"
+        ),
+    )
     negative_prompt: str = Field(default="", description="one for all prompts")
     one_pass: bool = Field(
         default=True,

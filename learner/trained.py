@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from configs.training import Optimizer
 from learner.nonfinite import NonFiniteTraining, first_nonfinite
+from policy.experts import experts_of
 from policy.lora import trainable
 
 
@@ -21,6 +22,7 @@ class TrainedAdapter:
 
     def __init__(self, transformer: nn.Module, settings: Optimizer) -> None:
         self.parameters: dict[str, nn.Parameter] = dict(trainable(transformer))
+        self._experts = self._by_expert(transformer)
         self._max_norm = settings.max_grad_norm
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(),
@@ -43,15 +45,28 @@ class TrainedAdapter:
         """Drop all gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
+    def _by_expert(self, transformer: nn.Module) -> list[list[str]]:
+        """Parameter names of each of its transformers."""
+        found = (
+            {id(parameter) for parameter in expert.parameters()}
+            for expert in experts_of(transformer)
+        )
+        return [[name for name, p in self.parameters.items() if id(p) in ids] for ids in found]
+
     def complete(self, total: int) -> None:
-        """Every parameter has a gradient, of ``total`` points; of none it is zero."""
-        for name, parameter in self.parameters.items():
-            if parameter.grad is None and total:
+        """Every parameter has a gradient, of ``total`` points. It is zero where there are none, and
+        of an expert that was not asked, as none of them is at its noise levels.
+        """
+        gradients = self.gradients()
+        asked = [names for names in self._experts if any(name in gradients for name in names)]
+        for names in asked or (self._experts if total else ()):
+            if idle := next((name for name in names if name not in gradients), None):
                 raise RuntimeError(
-                    f"{name!r} got no gradient: the model did not use this adapter in its forward"
+                    f"{idle!r} got no gradient: the model did not use this adapter in its forward"
                     " pass"
                 )
-            if parameter.grad is None:  # this replica has no sample in this step
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     def step(self) -> float:

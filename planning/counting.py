@@ -89,7 +89,7 @@ def counts_of(config: RunConfig, family: Family, backend: Backend) -> Counts:
         every = config.optimizer.model_copy(update={"gradient_checkpointing": True})
         kept = _kept().get(key_of(config.model_copy(update={"optimizer": every}), backend.name))
         if kept is not None:
-            base = meta.blank(family, "transformer", DTYPES[config.regenerate.precision])
+            base = meta.blank_denoiser(family, DTYPES[config.regenerate.precision])
             meta.adapt(base, family, config.lora)
             _counted[here] = replace(kept, training=_training(config, family, base))
         else:
@@ -203,7 +203,7 @@ def _of_backend(config: RunConfig, family: Family, backend: Backend) -> Counts:
     if key in _seen:
         return _seen[key]
     dtype, batch = DTYPES[config.regenerate.precision], batch_of(config)
-    base = meta.blank(family, "transformer", dtype)
+    base = meta.blank_denoiser(family, dtype)
     adapted = target_modules(base, config.lora.targets or family.lora_targets)
     transformer, rows, layers = meta.blank_explorer(
         family, backend, config.explore.modules_to_not_convert, dtype
@@ -233,7 +233,7 @@ def _common(config: RunConfig, family: Family) -> Counts:
         return _seen[key]
     dtype, again = DTYPES[config.regenerate.precision], config.regenerate.batch_size
     encoders = meta.text_encoders(family, dtype)
-    base = meta.blank(family, "transformer", dtype)
+    base = meta.blank_denoiser(family, dtype)
     weights, denoiser = sum(p.numel() for p in base.parameters()), memory.held_bytes(base)
     scales = config.guidance
     rows = _rows(config, again, scales.regenerate, scales.evaluate)

@@ -181,7 +181,7 @@ def described(config: RunConfig) -> Iterator[tuple[Family, str]]:
             path = str(write_configs(known[1], scratch))
             model = model.model_copy(update={"path": path})
         family = family_for(model)
-        family.check(config.guidance)
+        family.check(config.guidance, config.services.learner.shard == "base")
         yield (
             family,
             (f"published architecture {known[0]}" if known else "its own configuration files"),

@@ -28,7 +28,7 @@ def check_model(config: RunConfig) -> None:
     """Raises ConfigError for a model that is missing or unsuitable; reads no weights."""
     try:
         family = family_for(config.model)
-        family.check(config.guidance)
+        family.check(config.guidance, config.services.learner.shard == "base")
         family.check_weights()
         if config.explored_model != config.model:
             check_explored(config)
@@ -85,13 +85,19 @@ def layers_on_disk(family: Family) -> list[str]:
     is no mistake, and the model need not be built to say so, which takes seconds.
     """
     found: list[str] = []
-    for file in (Path(family.directory) / "transformer").glob("*.safetensors"):
+    parts, directory = family.transformers, Path(family.directory)
+    for part, file in ((p, file) for p in parts for file in (directory / p).glob("*.safetensors")):
+        before = f"{part}." if len(parts) > 1 else ""
         # of a damaged file its loader tells; here it only shows nothing
         with suppress(SafetensorError, OSError), safe_open(file, framework="np") as opened:
             names = set(opened.keys())
             biased = (n.removesuffix(".bias") for n in names if n.endswith(".bias"))
-            matrices = (path for path in biased if f"{path}.weight" in names)
-            found += (p for p in matrices if len(opened.get_slice(f"{p}.weight").get_shape()) > 1)
+            matrices = [path for path in biased if f"{path}.weight" in names]
+            found += (
+                before + path
+                for path in matrices
+                if len(opened.get_slice(f"{path}.weight").get_shape()) > 1
+            )
     return found
 
 

@@ -90,6 +90,8 @@ def savings_lines(
                 continue
             yield f"  {short.gb:6.1f} GB, {short.short:.1f} short, with {told}: {saving.costs}"
             continue
+        except ValueError:  # nor with the model
+            continue
         gb = choice.best.gb if choice else 0.0
         yield f"  {gb:6.1f} GB, fits, with {told}: {saving.costs}"
         return

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from configs.training import Lora
+from policy.experts import EXPERTS
 from records import atomic
 
 ENDING = ".safetensors"
 FILE = f"pytorch_lora_weights{ENDING}"
+FILES = dict(zip(EXPERTS, (FILE, f"pytorch_lora_weights_2{ENDING}"), strict=True))
+"""Of a model of two transformers each has a file of its own, as stock pipelines load them."""
 METADATA = "lora_adapter_metadata"
 PREFIX = "transformer."
 
@@ -21,17 +25,36 @@ def adapter_file(name: str) -> str:
     return "adapter" if name == "current" else name
 
 
-def save_diffusers_lora(path: str | Path, state: dict[str, Tensor], lora: Lora) -> Path:
+def by_file(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The tensors of each file; names in it are those in its own transformer."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, value in state.items():
+        expert, _, name = key.partition(".")
+        file, name = (FILES[expert], name) if expert in FILES else (FILE, key)
+        found.setdefault(file, {})[name] = value
+    return found
+
+
+def save_diffusers_lora(path: str | Path, state: Mapping[str, Tensor], lora: Lora) -> list[str]:
     """Write the directory that stock ``pipe.load_lora_weights(path)`` loads, with rank and alpha.
 
-    The file is written under another name and renamed, so that it is whole or absent. Returns its
-    path.
+    Each file is written under another name and renamed, so that it is whole or absent. Returns
+    their names.
     """
+    if not state:
+        raise ValueError("an adapter without weights cannot be saved")
+    directory = Path(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    files = by_file(state)
+    for file, tensors in files.items():
+        _save(directory / file, tensors, lora)
+    return list(files)
+
+
+def _save(file: Path, state: Mapping[str, Tensor], lora: Lora) -> None:
     from safetensors.torch import save
 
     modules = sorted({key.rsplit(".lora_", 1)[0] for key in state})
-    if not modules:
-        raise ValueError("an adapter without weights cannot be saved")
     config = {
         "r": lora.rank,
         "lora_alpha": lora.alpha,
@@ -45,24 +68,25 @@ def save_diffusers_lora(path: str | Path, state: dict[str, Tensor], lora: Lora) 
             {PREFIX + key: value for key, value in config.items()}, sort_keys=True
         ),
     }
-    directory = Path(path)
-    directory.mkdir(parents=True, exist_ok=True)
     tensors = {PREFIX + key: value.float().contiguous() for key, value in state.items()}
-    with atomic.replacing(directory / FILE) as beside:
+    with atomic.replacing(file) as beside:
         # save_file would not raise OSError where it may not write
         beside.write_bytes(save(tensors, metadata=metadata))
-    return directory / FILE
 
 
-def load_diffusers_lora(path: str | Path) -> tuple[dict[str, Tensor], float | None]:
-    """(the transformer's LoRA tensors, alpha or None) of a diffusers LoRA directory."""
+def load_diffusers_lora(
+    path: str | Path, name: str = FILE
+) -> tuple[dict[str, Tensor], float | None]:
+    """(a transformer's LoRA tensors, alpha or None) of a diffusers LoRA: a file, or the one called
+    ``name`` in a directory.
+    """
     from safetensors import SafetensorError, safe_open
 
     file = Path(path)
-    file = file if file.is_file() else file / FILE
+    file = file if file.is_file() else file / name
     if not file.is_file():
         raise FileNotFoundError(
-            f"lora.init_from: there is no {FILE} in {str(path)!r}: give the directory of a"
+            f"lora.init_from: there is no {name} in {str(path)!r}: give the directory of a"
             " diffusers LoRA"
         )
     try:
@@ -79,13 +103,24 @@ def load_diffusers_lora(path: str | Path) -> tuple[dict[str, Tensor], float | No
     return state, metadata.get(PREFIX + "lora_alpha")
 
 
-def start_from(state: dict[str, Tensor], lora: Lora) -> None:
+def start_from(state: Mapping[str, Tensor], lora: Lora) -> None:
     """Overwrite the initial ``state`` so that every product B A is that of ``lora.init_from``.
 
     A smaller rank fills the first rows of A and columns of B; a different alpha / rank is folded
     into B.
     """
-    given, alpha = load_diffusers_lora(str(lora.init_from))
+    files = by_file(state)
+    if len(files) > 1 and Path(str(lora.init_from)).is_file():
+        raise ValueError(
+            f"lora.init_from: {lora.init_from!r} is one file, and the model has two transformers:"
+            f" give a directory with {' and '.join(files)}"
+        )
+    for file, tensors in files.items():
+        _start_from(tensors, lora, file)
+
+
+def _start_from(state: Mapping[str, Tensor], lora: Lora, file: str) -> None:
+    given, alpha = load_diffusers_lora(str(lora.init_from), file)
     unknown = sorted(given.keys() - state.keys())
     if unknown:
         raise ValueError(

@@ -59,6 +59,11 @@ def as_loaded(model: Diffusers, dtype: torch.dtype) -> Diffusers:
     return model
 
 
+def blank_denoiser(family: Family, dtype: torch.dtype) -> nn.Module:
+    """The denoiser on the meta device, as loading it in ``dtype`` would give it."""
+    return family.denoiser(lambda part: blank(family, part, dtype))
+
+
 def text_encoders(family: Family, dtype: torch.dtype) -> dict[str, nn.Module]:
     """The text encoders of the pipeline, by name, on the meta device."""
     return {
@@ -72,7 +77,7 @@ def blank_explorer(
     family: Family, backend: Backend, modules_to_not_convert: Sequence[str], dtype: torch.dtype
 ) -> tuple[nn.Module, list[ModuleRow], dict[str, QuantizedLinear | FusedMember]]:
     """(transformer, plan, layers) of ``Explorer`` on the meta device; kernels may be missing."""
-    transformer = blank(family, "transformer", backend.dtype or dtype)
+    transformer = blank_denoiser(family, backend.dtype or dtype)
     plan = quantize_plan(transformer, family, modules_to_not_convert, backend)
     with META:
         layers = swap_linears(transformer, plan, backend, blank=True)

@@ -16,15 +16,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from policy.experts import experts_of
+
 if TYPE_CHECKING:  # the driver only wants the names below
     from torch.distributed.tensor import DTensor
 
 
 def blocks_of(transformer: nn.Module) -> Iterator[nn.Module]:
     """Modules that are gathered one at a time: the members of the denoiser's lists of blocks."""
-    for part in transformer.children():
-        if isinstance(part, nn.ModuleList):
-            yield from part
+    for whole in experts_of(transformer):
+        for part in whole.children():
+            if isinstance(part, nn.ModuleList):
+                yield from part
 
 
 def shard_base(transformer: nn.Module, device: torch.device) -> None:

@@ -85,7 +85,7 @@ def weight_bytes(case: Case, backend: Backend, dtype: torch.dtype) -> int:
     """Bytes of a learner's denoiser, of what it merges, and of an explorer's packed denoiser, with
     an autoencoder in FP32 each.
     """
-    learner = meta.blank(case.family, "transformer", dtype)
+    learner = meta.blank_denoiser(case.family, dtype)
     explorer, _, _ = meta.blank_explorer(case.family, backend, (), dtype)
     vae = meta.blank(case.family, "vae", torch.float32)
     held = memory.held_bytes(learner, explorer, vae, vae)

@@ -44,13 +44,13 @@ def measure(setting: Setting) -> Iterator[Item]:
 def _weights(case: Case, setting: Setting) -> Iterator[Finding]:
     built = build(case.part, setting.device, setting.dtype)
     held = memory.held_bytes(meta.as_loaded(built, setting.dtype))
-    planned = memory.held_bytes(meta.blank(case.family, "transformer", setting.dtype))
+    planned = memory.held_bytes(meta.blank_denoiser(case.family, setting.dtype))
     yield _against(case, "weights", held, planned)
 
 
 def _peaks(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
     family, device, dtype = case.family, setting.device, setting.dtype
-    blank = meta.blank(family, "transformer", dtype)
+    blank = meta.blank_denoiser(family, dtype)
     work = memory.sampling_work(family, blank, BATCH, dtype)
     yield _against(case, "step", _peak(_step(case, setting), device), work.peak)
     free()

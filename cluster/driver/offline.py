@@ -28,9 +28,9 @@ from records.tables import aligned
 
 def export_run(
     rundir: RunDirectory, config: RunConfig, out: Path, weights: str, step: int | None
-) -> Path:
+) -> list[str]:
     """Write adapter ``weights`` (ema, current, old) as a LoRA directory for
-    ``pipe.load_lora_weights(out)``.
+    ``pipe.load_lora_weights(out)``; returns the names of its files.
 
     Raises ConfigError for what is not there or cannot be written, RunFailed for a damaged
     checkpoint.
@@ -46,12 +46,11 @@ def export_run(
             f" {', '.join(sorted(files))}"
         )
     try:
-        save_diffusers_lora(out, state, config.lora)
+        return save_diffusers_lora(out, state, config.lora)
     except OSError as error:
         raise ConfigError(
             f"{out}: cannot be written ({error.strerror or error}): give another directory"
         ) from None
-    return out
 
 
 def evaluate_run(

@@ -37,7 +37,7 @@ def published_bytes(config: RunConfig, accelerator: str | None = None) -> WireBy
     dtype = DTYPES[config.regenerate.precision]
     with described(config) as (family, _):
         backend, _ = backend_of(config, accelerator)
-        model = meta.blank(family, "transformer", dtype)
+        model = meta.blank_denoiser(family, dtype)
         adapted = target_modules(model, config.lora.targets or family.lora_targets)
         _, rows, layers = meta.blank_explorer(
             family, backend, config.explore.modules_to_not_convert, dtype
@@ -51,8 +51,8 @@ def most_bytes(config: RunConfig) -> float:
     A millisecond, where counting builds the model and imports diffusers for it: seconds, which
     every start of a small model would wait for.
     """
-    folder = Path(model_directory(config.model)) / "transformer"
-    files = [file.stat().st_size for file in folder.glob("*.safetensors")]
+    folder = Path(model_directory(config.model))
+    files = [file.stat().st_size for file in folder.glob("transformer*/*.safetensors")]
     return WIDEST * sum(files) if files else math.inf
 
 

@@ -14,6 +14,8 @@ from policy.families.pipeline import SHAPES_DECODER, Diffusers, Pipeline
 from policy.families.text import PromptEncoder
 from policy.types import Conditioning
 
+Scale = float | Tensor
+
 
 class Family(Pipeline, ABC):
     """One model of one family. Holds configuration; the ``load_*`` methods load weights.
@@ -43,12 +45,25 @@ class Family(Pipeline, ABC):
             self.tiny_decoder = str(SHAPES_DECODER)
         super().__init__(model)
 
-    def check(self, guidance: Guidance | None = None) -> None:
-        """Checks ``[model]`` and ``[guidance]`` by configuration files.
+    def check(self, guidance: Guidance | None = None, sharded: bool = False) -> None:
+        """Checks ``[model]`` and ``[guidance]`` by configuration files; ``sharded``: learner
+        replicas are to share the frozen weights.
 
         Raises FileNotFoundError or ValueError.
         """
         assert self.latent_shape
+        alone = self.boundary is None
+        if sharded and not alone:
+            # every pass takes all replicas, and they would have to ask the same transformer
+            raise ValueError(
+                f"services.learner.shard: 'base' with {self.directory!r}, which has two"
+                " transformers: use lora.base = 'int8' or 'nf4', or shard = 'none'"
+            )
+        if guidance is not None and guidance.low_noise is not None and alone:
+            raise ValueError(
+                f"guidance.low_noise: {self.directory!r} has one transformer for all noise levels:"
+                " leave it out"
+            )
         if guidance is not None and self.distilled:
             for stage in guidance.stages:
                 raise ValueError(
@@ -95,7 +110,7 @@ class Family(Pipeline, ABC):
         import diffusers
 
         cls = getattr(diffusers, self.pipeline_class)
-        parts: dict[str, Diffusers] = {"transformer": None, "vae": None}
+        parts: dict[str, Diffusers] = dict.fromkeys((*self.transformers, "vae"))
         for part in self.components:
             if part.startswith("text_encoder") or (self.edits and part == "vae"):
                 library, name = self.index[part]
@@ -224,7 +239,13 @@ class Family(Pipeline, ABC):
         negative = {"negative_prompt": guidance.negative_prompt} if guidance.evaluate != 1 else {}
         return {"guidance_scale": guidance.evaluate, **negative}
 
-    def guided(self, along: Tensor, against: Tensor, scale: float) -> Tensor:
+    def guidance_scale(self, sigma: Tensor, scale: float, low_noise: float | None) -> Scale:
+        """The scale at sigma, 0-dim or [B], where ``low_noise`` is that of the second of two
+        transformers; a tensor broadcasts to [B, *latent].
+        """
+        return scale
+
+    def guided(self, along: Tensor, against: Tensor, scale: Scale) -> Tensor:
         """Classifier-free guidance of the prompt's velocity against the negative prompt's."""
         return against + scale * (along - against)
 

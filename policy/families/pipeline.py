@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import nn
 
 from configs.section import Tree
 from configs.sections import Model
+from policy.experts import EXPERTS, Experts
 from records.errors import first_line
 
 SHAPES_DIRECTORY = Path(__file__).resolve().parents[2] / "shapes" / "model"
@@ -24,6 +27,8 @@ SHAPES_DECODER = SHAPES_DIRECTORY.with_name("decoder")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 INDEX = "model_index.json"
 LIBRARIES = ("diffusers", "transformers")
+TIMESTEPS = 1000.0
+"""Training timesteps of every supported model: their `timestep` is 1000 sigma."""
 Diffusers = Any
 """A pipeline, transformer or autoencoder of diffusers, whose attributes are set at run time."""
 
@@ -173,12 +178,14 @@ class Pipeline:
     """A diffusers pipeline of one family: its configuration files, and its parts once loaded.
 
     ``pipeline_class`` is the diffusers class that model_index.json must name; ``components`` are
-    the parts of it that are needed, with the classes that will do (none: any).
+    the parts of it that are needed, with the classes that will do (none: any), and ``optional``
+    those that are needed where it lists them.
     """
 
     name: str
     pipeline_class: str
     components: dict[str, tuple[str, ...]]
+    optional: dict[str, tuple[str, ...]] = {}
 
     def __init__(self, model: Model) -> None:
         """Reads model_index.json. Raises FileNotFoundError or ValueError, one line, when this is no
@@ -195,6 +202,8 @@ class Pipeline:
                 f" {self.pipeline_class}: change model.path or model.family"
             )
         _check_libraries(self.directory, self.index)
+        listed = [part for part in self.optional if (self.index.get(part) or [None])[-1]]
+        self.components = self.components | {part: self.optional[part] for part in listed}
         for part, classes in self.components.items():
             _check_component(self.directory, self.index, part, classes, self.name)
 
@@ -261,17 +270,46 @@ class Pipeline:
                 f"model.path: cannot load {what} of {self.directory!r}: {first_line(error)}"
             ) from error
 
+    @property
+    def transformers(self) -> tuple[str, ...]:
+        """The parts that are its denoiser."""
+        return tuple(part for part in EXPERTS if part in self.components)
+
+    @cached_property
+    def boundary(self) -> float | None:
+        """The timestep below which the second of two transformers denoises; None: there is one.
+
+        Raises ValueError where the pipeline names none.
+        """
+        if len(self.transformers) == 1:
+            return None
+        share = self.index.get("boundary_ratio")
+        if not isinstance(share, int | float) or not 0 < share < 1:
+            raise ValueError(
+                f"model.path: {self.directory!r} has two transformers, and its boundary_ratio,"
+                f" {share!r}, is no number between 0 and 1: download the pipeline again"
+            )
+        return share * TIMESTEPS
+
+    def denoiser(self, make: Callable[[str], nn.Module]) -> nn.Module:
+        """The denoiser of its transformers, each as ``make`` makes it by the part's name."""
+        made = [make(part) for part in self.transformers]
+        return made[0] if self.boundary is None else Experts(*made, self.boundary)
+
     def load_transformer(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """The denoiser, in eval mode, without gradients."""
-        return self.load("transformer", device, dtype)
+        return self.denoiser(lambda part: self.load(part, device, dtype))
 
     def skeleton(self) -> nn.Module:
         """The denoiser on the meta device: every module and shape, no weights and no memory."""
+        return self.denoiser(self._skeleton)
+
+    def _skeleton(self, part: str) -> nn.Module:
         import diffusers
 
-        cls = getattr(diffusers, self.components["transformer"][0])
+        cls = getattr(diffusers, self.components[part][0])
         with torch.device("meta"):
-            return cls.from_config(self.part_config("transformer")).eval().requires_grad_(False)
+            return cls.from_config(self.part_config(part)).eval().requires_grad_(False)
 
     def load_vae(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """The autoencoder, in eval mode, without gradients; slicing and tiling as configured."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from configs.sections import Guidance, Model
 from policy.families import joint, padding
-from policy.families.base import Diffusers, widened
+from policy.families.base import Diffusers, Scale, widened
 from policy.families.schedule import unit_timestep
 from policy.types import Conditioning
 
@@ -94,7 +94,7 @@ class QwenImage(joint.PackedLatents):
         found = super().guidance_arguments(model, guidance)
         return {"true_cfg_scale": found.pop("guidance_scale"), **found}
 
-    def guided(self, along: Tensor, against: Tensor, scale: float) -> Tensor:
+    def guided(self, along: Tensor, against: Tensor, scale: Scale) -> Tensor:
         """Each token is as long as the prompt's own velocity, as the pipeline has it."""
         combined = super().guided(along, against, scale)
         length = torch.norm(along, dim=-1, keepdim=True)

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from configs.section import Tree
-from policy.families.base import Diffusers
-
-TIMESTEPS = 1000.0
-"""Training timesteps of every supported model: their `timestep` is 1000 sigma."""
+from policy.families.pipeline import TIMESTEPS, Diffusers
 
 
 def unit_timestep(sigma: Tensor, x: Tensor) -> Tensor:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from configs.sections import Guidance, Model
+from policy.experts import EXPERTS, experts_of
 from policy.families import joint
-from policy.families.base import Diffusers, widened
+from policy.families.base import Diffusers, Scale, widened
 from policy.families.clips import Clips
 from policy.families.schedule import TIMESTEPS, flow_match_sigmas, multistep_sigmas, whole_timestep
 from policy.types import Conditioning
@@ -20,7 +22,8 @@ class Wan(Clips):
     With a multistep scheduler, as published, the transformer is told whole timesteps; with
     ``FlowMatchEulerDiscreteScheduler``, or the schedule "uniform", it is not. A clip has one
     timestep: where a pipeline tells it to each token (``expand_timesteps``, Wan 2.2 TI2V 5B), they
-    differ only for an image that the clip begins with, which is not given here.
+    differ only for an image that the clip begins with, which is not given here. Where a pipeline
+    has two transformers (Wan 2.2 A14B), each has the timesteps that the pipeline gives it.
     """
 
     name = "wan"
@@ -36,6 +39,7 @@ class Wan(Clips):
         ),
         **joint.text_encoders(1),
     }
+    optional = {EXPERTS[1]: components[EXPERTS[0]]}
     trained = tuple(
         f"{attention}.{part}"
         for attention in ("attn1", "attn2")
@@ -46,10 +50,11 @@ class Wan(Clips):
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
-        if (self.index.get("transformer_2") or [None])[-1] is not None:
-            raise ValueError(
-                f"model.path: {self.directory!r} has two transformers, one for each half of the"
-                " noise levels (Wan 2.2 A14B); only pipelines with one are trained"
+        if len(self.transformers) > 1:
+            self.modules_to_not_convert = tuple(
+                f"{part}.{pattern}"
+                for part in self.transformers
+                for pattern in type(self).modules_to_not_convert
             )
 
     @property
@@ -84,16 +89,30 @@ class Wan(Clips):
     def velocity(
         self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
     ) -> Tensor:
-        dtype, at = transformer.patch_embedding.weight.dtype, sigma.to(x.device)
-        timestep = at.float() * TIMESTEPS if self._multistep is None else whole_timestep(at)
+        dtype = experts_of(transformer)[0].patch_embedding.weight.dtype
         return widened(
             transformer(
                 hidden_states=x.to(dtype),
-                timestep=timestep.expand(len(x)),
+                timestep=self._timestep(sigma.to(x.device)).expand(len(x)),
                 encoder_hidden_states=cond.tensors["prompt_embeds"].to(x.device, dtype),
                 return_dict=False,
             )[0]
         )
+
+    def _timestep(self, sigma: Tensor) -> Tensor:
+        return sigma.float() * TIMESTEPS if self._multistep is None else whole_timestep(sigma)
+
+    def guidance_scale(self, sigma: Tensor, scale: float, low_noise: float | None) -> Scale:
+        if low_noise is None or self.boundary is None:
+            return scale
+        below = self._timestep(sigma) < self.boundary
+        found = torch.where(below, low_noise, scale)
+        return found.view(-1, *[1] * len(self.latent_shape)) if sigma.ndim else found
+
+    @classmethod
+    def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
+        low = {} if guidance.low_noise is None else {"guidance_scale_2": guidance.low_noise}
+        return {**super().guidance_arguments(model, guidance), **low}
 
     @classmethod
     def call_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from policy.experts import Experts
 from records.errors import described
 
 SHAPES = 64
@@ -117,10 +118,13 @@ def _by_block(module: nn.Module, trains: bool) -> nn.Module | None:
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     found = False
-    for name, blocks in module.named_children():
-        if isinstance(blocks, nn.ModuleList) and len(blocks):
+    for name, part in module.named_children():
+        if isinstance(part, nn.ModuleList) and len(part):
             found = True
-            twin._modules[name] = nn.ModuleList(_graphs(block, trains) for block in blocks)
+            twin._modules[name] = nn.ModuleList(_graphs(block, trains) for block in part)
+        elif isinstance(module, Experts):
+            found = True
+            twin._modules[name] = _by_block(part, trains) or _graphs(part, trains)
     return twin if found else None
 
 

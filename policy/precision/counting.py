@@ -11,7 +11,7 @@ from configs.schema import RunConfig
 from policy.families import family_for
 from policy.families.base import Family
 from policy.memory import groups_of, sampling_work
-from policy.meta import blank
+from policy.meta import blank_denoiser
 from policy.precision.base import Backend
 from policy.precision.cost import Step
 from policy.precision.swap import quantize_plan
@@ -34,6 +34,6 @@ def step_of(
 def configured_step(config: RunConfig, backend: Backend) -> Step:
     """A step of a run's explorer: its model and size, one chunk of seeds."""
     family = family_for(config.explored_model)
-    transformer = blank(family, "transformer", torch.bfloat16)
+    transformer = blank_denoiser(family, torch.bfloat16)
     explore = config.explore
     return step_of(family, transformer, backend, explore.chunk_size, explore.modules_to_not_convert)

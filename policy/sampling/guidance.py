@@ -14,10 +14,13 @@ from policy.types import Conditioning
 
 @dataclass(frozen=True)
 class Guided:
-    """A strength, and whether both velocities come of one pass of twice the batch."""
+    """A scale, whether both velocities come of one pass of twice the batch, and the scale at low
+    noise levels, where a model has a transformer of their own.
+    """
 
     scale: float
     one_pass: bool
+    low_noise: float | None = None
 
     @staticmethod
     def of(settings: Guidance, stage: Stage) -> Guided | None:
@@ -27,7 +30,7 @@ class Guided:
     @staticmethod
     def at(settings: Guidance, scale: float) -> Guided | None:
         """Guidance at this scale; None for 1, where one velocity is enough."""
-        return Guided(scale, settings.one_pass) if scale != 1 else None
+        return Guided(scale, settings.one_pass, settings.low_noise) if scale != 1 else None
 
 
 def velocity(
@@ -56,4 +59,5 @@ def velocity(
     else:
         along = family.velocity(transformer, x, sigma, positive)
         against = family.velocity(transformer, x, sigma, negative)
-    return family.guided(along, against, guided.scale)
+    scale = family.guidance_scale(sigma.to(x.device), guided.scale, guided.low_noise)
+    return family.guided(along, against, scale)

@@ -29,7 +29,7 @@ def test_the_peak_of_an_explorer_on_a_gpu(tiny_sd3_dir):
     ]
     held = memory.held_bytes(real.transformer, real.vae)
     assert held <= torch.cuda.memory_allocated() - before <= held + 512 * len(tensors)
-    blank = meta.blank(family, "transformer", torch.bfloat16)
+    blank = meta.blank_denoiser(family, torch.bfloat16)
     planned = memory.sampling_work(family, blank, 64, torch.bfloat16).peak
     x = noise_for(range(64), family.latent_shape).cuda()
     cond = memory.conditioning_like(family, 64, torch.bfloat16, "cuda")

@@ -53,7 +53,7 @@ def test_a_tally_in_closed_form():
 def test_operations_of_a_step_are_those_of_the_real_transformer(directories, name):
     """Counted on real weights by torch's own counter, with attention spelled out."""
     family = family_for(tiny_model(name, directories[name]))
-    blank = meta.blank(family, "transformer", torch.float32)
+    blank = meta.blank_denoiser(family, torch.float32)
     rows = quantize_plan(blank, family, (), BACKENDS["emulated_nvfp4"])
     work = memory.sampling_work(family, blank, 3, torch.float32, memory.groups_of(rows))
     real = family.load_transformer("cpu", torch.float32)
@@ -120,7 +120,7 @@ def test_operations_of_training_are_those_of_the_real_transformer(directories, n
     blocks = {"sd3": 2, "flux": 3}[name]
     tokens = 16 + family.conditioning_shapes["prompt_embeds"][0]
     attention = blocks * 2 * (2 * 2 * tokens**2 * 32)  # scores and values: batch 2, width 32
-    blank = meta.blank(family, "transformer", torch.float32)
+    blank = meta.blank_denoiser(family, torch.float32)
     assert meta.adapt(blank, family, Lora(rank=4)) == sum(
         p.numel() for p in real.parameters() if p.requires_grad
     )
@@ -205,7 +205,7 @@ def test_stages_are_counts_of_steps(tiny_sd3_dir, tmp_path):
     family = family_for(
         tiny_model("sd3", tiny_sd3_dir, max_sequence_length=SETTINGS["sd3"]["max_sequence_length"])
     )
-    blank = meta.blank(family, "transformer", torch.float32)
+    blank = meta.blank_denoiser(family, torch.float32)
     step = memory.sampling_work(family, blank, 1, torch.float32).flops
     decode = passes.decoding_work(family, 1)[1].flops
     meta.adapt(blank, family, Lora(rank=4))

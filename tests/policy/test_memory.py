@@ -70,7 +70,7 @@ def test_the_peak_of_a_sampling_step(family):
     def step() -> None:
         family.velocity(transformer, x, torch.tensor(0.5), cond)
 
-    blank = meta.blank(family, "transformer", torch.float32)
+    blank = meta.blank_denoiser(family, torch.float32)
     planned = later(lambda: memory.sampling_work(family, blank, ROWS, torch.float32))
     slack = SCRATCH.get(family.name, 0.0) * planned + 64
     assert allocated(step) == pytest.approx(planned, abs=slack)
@@ -81,7 +81,7 @@ def test_the_peak_of_a_sampling_step_on_merged_weights(family):
     """The weights that are merged, held twice, beside that of the pass; merging itself has one
     module's product and sum in float32 beside them, which is less than the pass.
     """
-    blank = meta.blank(family, "transformer", torch.float32)
+    blank = meta.blank_denoiser(family, torch.float32)
     planned = later(lambda: memory.sampling_work(family, blank, ROWS, torch.float32))
     meta.adapt(blank, family, Lora(rank=4))
     planned += sizes.adapted_bytes(blank)
@@ -104,7 +104,7 @@ def test_the_peak_of_a_training_pass(family, checkpointing):
     """Within 3 %: a kernel's own scratch is not counted, and gradients are released in an order of
     their own. For Wan within 16 kB: with checkpointing it takes 15 kB more at every size.
     """
-    blank = meta.blank(family, "transformer", torch.float32)
+    blank = meta.blank_denoiser(family, torch.float32)
     meta.adapt(blank, family, Lora(rank=4))
     transformer, (x, cond) = family.load_transformer("cpu", torch.float32), inputs(family)
     add_adapters(transformer, Lora(rank=4), family, names=("current",))
