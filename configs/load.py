@@ -31,7 +31,7 @@ PRESETS = HERE / "presets"
 MODELS = (
     *("sd35_medium", "sd35_large", "flux1", "sana"),
     *("qwen_image", "z_image", "flux2", "flux2_klein"),
-    *("wan_1_3b", "wan_14b", "wan22_5b", "sana_video"),
+    *("wan_1_3b", "wan_14b", "wan22_5b", "wan22_a14b", "sana_video"),
 )
 REWARDS = ("imagereward", "clipscore", "pickscore", "hpsv2")
 EDITORS = ("flux1_kontext", "qwen_image_edit")

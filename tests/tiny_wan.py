@@ -15,7 +15,7 @@ import pytest
 from tests.tiny_sd3 import T5, randomise_vectors, tiny_t5_tokenizer
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKLWan
+    from diffusers import AutoencoderKLWan, WanTransformer3DModel
     from transformers import UMT5EncoderModel
 
 SCHEDULERS = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
@@ -28,43 +28,57 @@ def tiny_wan_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_tiny_wan(
-    path: str | Path, seed: int = 0, scheduler: str = SCHEDULERS[0], wan22: bool = False
+    path: str | Path,
+    seed: int = 0,
+    scheduler: str = SCHEDULERS[0],
+    wan22: bool = False,
+    experts: bool = False,
 ) -> Path:
     """Write the pipeline directory and return its path. The same seed gives the same weights.
 
     ``scheduler`` is the class of its scheduler; published pipelines have the multistep one.
-    ``wan22``: as Wan 2.2 TI2V 5B, which tells each token its timestep.
+    ``wan22``: as Wan 2.2 TI2V 5B, which tells each token its timestep. ``experts``: as Wan 2.2 A14B,
+    of two transformers.
     """
     import diffusers
     import torch
-    from diffusers import WanPipeline, WanTransformer3DModel
+    from diffusers import WanPipeline
 
     flow = {"flow_shift": 3.0, "use_flow_sigmas": True, "prediction_type": "flow_prediction"}
     settings = {"shift": 3.0} if scheduler == SCHEDULERS[0] else flow
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        transformer = WanTransformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=16,
-            in_channels=6 if wan22 else 4,
-            out_channels=6 if wan22 else 4,
-            text_dim=32,
-            freq_dim=32,
-            ffn_dim=64,
-            num_layers=2,
-            rope_max_seq_len=32,
-        )
-        randomise_vectors(transformer)
+        channels = 6 if wan22 else 4
         pipe = WanPipeline(
-            transformer=transformer,
+            transformer=_transformer(channels),
             scheduler=getattr(diffusers, scheduler)(**settings),
             vae=tiny_wan22_vae() if wan22 else tiny_video_vae(),
             text_encoder=_umt5(),
             tokenizer=tiny_t5_tokenizer(),
             expand_timesteps=wan22,
+            transformer_2=_transformer(channels) if experts else None,
+            boundary_ratio=0.875 if experts else None,
         )
         pipe.save_pretrained(str(path))
     return Path(path)
+
+
+def _transformer(channels: int) -> WanTransformer3DModel:
+    from diffusers import WanTransformer3DModel
+
+    transformer = WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=channels,
+        out_channels=channels,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=64,
+        num_layers=2,
+        rope_max_seq_len=32,
+    )
+    randomise_vectors(transformer)
+    return transformer
 
 
 def tiny_video_vae() -> AutoencoderKLWan:

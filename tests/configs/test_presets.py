@@ -26,11 +26,12 @@ MODELS = {
     "wan_1_3b": ("wan", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 240, None),
     "wan_14b": ("wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers", 240, None),
     "wan22_5b": ("wan", "Wan-AI/Wan2.2-TI2V-5B-Diffusers", 352, None),
+    "wan22_a14b": ("wan", "Wan-AI/Wan2.2-T2V-A14B-Diffusers", 240, None),
     "sana_video": ("sana_video", "Efficient-Large-Model/SANA-Video_2B_480p_diffusers", 480, None),
     "flux1_kontext": ("flux_kontext", "black-forest-labs/FLUX.1-Kontext-dev", 1024, 2.5),
     "qwen_image_edit": ("qwen_image_edit", "Qwen/Qwen-Image-Edit-2509", 1024, None),
 }
-CLIPS = {"wan_1_3b": 416, "wan_14b": 416, "wan22_5b": 640, "sana_video": 832}
+CLIPS = {"wan_1_3b": 416, "wan_14b": 416, "wan22_5b": 640, "wan22_a14b": 416, "sana_video": 832}
 """Widths of clips."""
 GUIDED = {
     "qwen_image": 4.0,
@@ -38,6 +39,7 @@ GUIDED = {
     "wan_1_3b": 4.5,
     "wan_14b": 5.0,
     "wan22_5b": 5.0,
+    "wan22_a14b": 4.0,
     "sana_video": 6.0,
 }
 ARMS = {  # what is explored: pool, steps, backend; what is trained on
@@ -58,7 +60,7 @@ ROWS = ["-".join(parts) for parts in itertools.product(("flux1",), OBJECTIVES, R
 
 
 def test_all_are_listed_and_printed(capsys):
-    assert len(NAMES) == 12 * 4 * 4 + 2 * 4 and set(NAMES + ROWS) <= set(preset_names())
+    assert len(NAMES) == 13 * 4 * 4 + 2 * 4 and set(NAMES + ROWS) <= set(preset_names())
     assert main(["config", "--list"]) == 0
     assert capsys.readouterr().out.split() == preset_names()
     assert len(set(preset_names())) == len(preset_names())
@@ -101,6 +103,7 @@ def test_a_composed_preset_is_the_papers_setting(name):
     assert config.layout is not None and config.layout.mode == "auto"
     scale = GUIDED.get(model, 1.0)
     assert all(config.guidance.scale(stage) == scale for stage in get_args(Stage))
+    assert config.guidance.low_noise == (3.0 if model == "wan22_a14b" else None)
     given = {"actors", "replicas", "gpus", "accelerator"}  # left to the layout
     assert not given & config.services.rollout.model_fields_set
     assert not given & config.services.learner.model_fields_set

@@ -24,6 +24,7 @@ TRANSFORMERS = {
     "wan2.1-t2v-1.3b": 1_418_996_800,
     "wan2.1-t2v-14b": 14_288_491_584,
     "wan2.2-ti2v-5b": 4_999_787_712,
+    "wan2.2-t2v-a14b": 14_288_491_584,  # each of two
     "sana-video-2b-480p": 2_056_862_144,
 }
 """The model cards round to 2.5 (with its position table), 8.1, 12, 1.6, 20, 6, 32, 4, 1.3, 14 and 2
@@ -124,6 +125,7 @@ WAN_SECOND = 3 * 0.75025 / (1 + 2 * 0.75025)
         ("flux.2-dev", (128, 64, 64), [1.0, FLUX2_SECOND]),
         ("flux.2-klein-4b", (128, 64, 64), [1.0, FLUX2_SECOND]),
         ("wan2.1-t2v-1.3b", (16, 9, 128, 128), [1.0 - 1e-6, WAN_SECOND]),
+        ("wan2.2-t2v-a14b", (16, 9, 128, 128), [1.0 - 1e-6, WAN_SECOND]),
         ("wan2.2-ti2v-5b", (48, 9, 64, 64), [1.0 - 1e-6, 5 * 0.75025 / (1 + 4 * 0.75025)]),
         (
             "sana-video-2b-480p",
@@ -172,6 +174,7 @@ QUANTIZED = {
     "wan2.1-t2v-1.3b": 30 * (8 * 1536**2 + 2 * 1536 * 8960),  # two attentions; its own width
     "wan2.1-t2v-14b": 40 * (8 * 5120**2 + 2 * 5120 * 13824),
     "wan2.2-ti2v-5b": 30 * (8 * 3072**2 + 2 * 3072 * 14336),
+    "wan2.2-t2v-a14b": 2 * 40 * (8 * 5120**2 + 2 * 5120 * 13824),
     "sana-video-2b-480p": (8 + 6 + 3) * 20 * 2240**2,  # as SANA's, wider and gated in one
 }
 """Weights in the blocks' matrix products, in units of d^2. The rest is modulation, embedders, norms
@@ -185,7 +188,6 @@ def test_what_is_quantized_of_a_published_model(tmp_path, name):
     target is among it.
     """
     model = published(name)
-    transformer = build(model["parts"]["transformer"])
     family = family_for(
         Model(
             family=model["family"],
@@ -193,6 +195,7 @@ def test_what_is_quantized_of_a_published_model(tmp_path, name):
             frames=model.get("frames"),
         )
     )
+    transformer = family.denoiser(lambda part: build(model["parts"][part]))
     plan = quantize_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
     quantized = {row.name for row in plan if row.quantized}
     assert all(row.quantized or "left unquantized by the model family" in row.why for row in plan)

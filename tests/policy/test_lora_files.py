@@ -24,9 +24,9 @@ def test_the_export_loads_in_stock_diffusers_and_draws_the_same(
     family, adapted, cond, randomise, tiny_sd3_dir, tmp_path
 ):
     state = randomise(adapted, "ema", 5)
-    file = save_diffusers_lora(tmp_path / "lora", state, LORA)
+    (file,) = save_diffusers_lora(tmp_path / "lora", state, LORA)
     assert [path.name for path in (tmp_path / "lora").iterdir()] == [FILE]
-    with safe_open(file, "pt") as opened:
+    with safe_open(tmp_path / "lora" / file, "pt") as opened:
         metadata = json.loads(opened.metadata()["lora_adapter_metadata"])
     assert metadata["transformer.r"] == 4 and metadata["transformer.lora_alpha"] == 8
     pipe = StableDiffusion3Pipeline.from_pretrained(tiny_sd3_dir)

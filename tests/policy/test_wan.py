@@ -1,8 +1,5 @@
 """Wan: frames, the multistep schedule of its published pipelines, and what is refused."""
 
-import json
-import shutil
-
 import numpy as np
 import pytest
 import torch
@@ -159,14 +156,3 @@ def test_frames_that_cannot_be_explored(changes, said):
     with pytest.raises(ConfigError) as caught:
         load("quickstart", changes)
     assert len(caught.value.lines) == 1 and said in caught.value.lines[0]
-
-
-def test_a_pipeline_of_two_transformers(tiny_wan_dir, tmp_path):
-    """Wan 2.2 A14B."""
-    copied = shutil.copytree(tiny_wan_dir, tmp_path / "model")
-    index = copied / "model_index.json"
-    second = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.875}
-    index.write_text(json.dumps({**json.loads(index.read_text()), **second}))
-    with pytest.raises(ValueError, match="has two transformers") as caught:
-        family_for(tiny_model("wan", copied))
-    assert "\n" not in str(caught.value)

@@ -29,7 +29,8 @@ def published(name: str) -> Tree:
 
     ``parts`` maps the names of a diffusers pipeline ("transformer", "vae", "scheduler",
     "text_encoder", "tokenizer", ...) to {"class": "library.Class", "config": {...}}; tokenizers
-    have no config. Raises ValueError for an unknown name.
+    have no config. ``index``, where there is one, is what else model_index.json says. Raises
+    ValueError for an unknown name.
     """
     if name not in published_names():
         raise ValueError(
@@ -87,7 +88,7 @@ def write_configs(model: Tree, directory: str | Path) -> Path:
     Returns the directory.
     """
     root = Path(directory)
-    index: Tree = {"_class_name": model["pipeline"]}
+    index: Tree = {"_class_name": model["pipeline"], **model.get("index", {})}
     for key, part in model["parts"].items():
         index[key] = part["class"].split(".")
         target = root / key

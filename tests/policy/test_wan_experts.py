@@ -1,0 +1,339 @@
+"""Wan 2.2 A14B: two transformers as one denoiser, each for its part of the noise levels."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from configs.load import ConfigError, load
+from configs.sections import Guidance
+from configs.training import Lora
+from learner.trained import TrainedAdapter
+from planning.preflight import check_model, layers_on_disk
+from policy.experts import Experts, experts_of
+from policy.families import family_for
+from policy.lora import adapted_modules, adapter_state, add_adapters, target_modules, use
+from policy.lora_files import FILES, load_diffusers_lora, save_diffusers_lora
+from policy.memory import held_bytes, sampling_work
+from policy.merging import merged_weights
+from policy.meta import blank_denoiser
+from policy.precision.backends import BACKENDS
+from policy.precision.compiling import compiled
+from policy.precision.swap import quantize_plan
+from policy.sampling.guidance import Guided, velocity
+from policy.sampling.noise import noise_for
+from policy.sampling.sample import sample
+from policy.sharding import blocks_of
+from tests.cluster import test_families_ring
+from tests.cluster.runs import tiny_config
+from tests.policy import test_families, test_families_training
+from tests.policy.conftest import LORA
+from tests.tiny_families import PROMPTS, SEEDS, Tiny, encode, stock_call, tiny_model
+from tests.tiny_wan import SCHEDULERS, make_tiny_wan
+
+HIGH, LOW = FILES.values()
+LEVELS = {1: [1, 0], 2: [1, 1], 4: [2, 2], 10: [4, 6]}
+"""Steps of each transformer: with a shift of 3 sigma falls below 0.875 after 30 % of them."""
+
+
+@pytest.fixture(scope="module")
+def tiny_wan_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In the place of Wan 2.1's, for tests of every family."""
+    return make_tiny_wan(tmp_path_factory.mktemp("tiny_experts"), experts=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_wan_dir) -> Tiny:
+    return Tiny("wan", tiny_wan_dir)
+
+
+@pytest.fixture
+def passes(tiny) -> Any:
+    """How often each transformer of ours, then of the stock pipeline's, was asked."""
+    counts = [0, 0, 0, 0]
+    theirs = [tiny.pipe.transformer, tiny.pipe.transformer_2]
+
+    def noting(place: int) -> Any:
+        def note(*_: Any) -> None:
+            counts[place] += 1
+
+        return note
+
+    modules = [*experts_of(tiny.denoiser), *theirs]
+    hooks = [module.register_forward_hook(noting(i)) for i, module in enumerate(modules)]
+    yield counts
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("steps", LEVELS)
+def test_latents_are_the_stock_pipelines(tiny, passes, steps):
+    """Bit for bit, each step by the transformer that the pipeline takes."""
+    assert isinstance(tiny.denoiser, Experts)
+    assert torch.equal(tiny.ours(steps, "euler"), tiny.stock(steps, "latent"))
+    assert passes == LEVELS[steps] * 2
+
+
+@pytest.mark.parametrize("low", [None, 2.0])
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_guided_latents_are_the_stock_pipelines(tiny, low, one_pass):
+    rows = encode(tiny.family, PROMPTS[:1], "a blue cross").repeat(len(SEEDS))
+    guided = Guided(3.0, one_pass, low)
+    ours = sample(tiny.family, tiny.denoiser, rows, SEEDS, 4, "euler", guided=guided)
+    noise = noise_for(SEEDS, tiny.family.latent_shape)
+    settings = Guidance(evaluate=3.0, low_noise=low, negative_prompt="a blue cross")
+    asked = tiny.family.guidance_arguments(tiny.family.model, settings)
+    assert ("guidance_scale_2" in asked) == (low is not None)
+    theirs = stock_call(tiny.pipe, tiny.family.model, PROMPTS[0], noise, 4, "latent", **asked)
+    if one_pass:  # sums may be grouped otherwise
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4 * float(ours.abs().max()))
+    else:
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("steps", [2, 6])
+def test_unipc_latents_are_the_stock_pipelines(tmp_path, steps):
+    """With the published scheduler; the tolerance is that of Wan 2.1's test."""
+    tiny = Tiny("wan", make_tiny_wan(tmp_path, scheduler=SCHEDULERS[1], experts=True))
+    ours, theirs = tiny.ours(steps, "unipc"), tiny.stock(steps, "latent")
+    size = float(theirs.abs().max())
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6 * (steps + 1) * size)
+
+
+def mixed(tiny: Tiny) -> tuple[torch.Tensor, torch.Tensor]:
+    """Five noisy samples and their sigmas, of both parts of the noise levels and at the boundary,
+    which is the first transformer's.
+    """
+    x = noise_for([1, 2, 3, 4, 5], tiny.family.latent_shape)
+    return x, torch.tensor([0.3, 0.95, 0.875, 0.8749, 0.0])
+
+
+def test_rows_of_one_pass_go_to_their_own_transformers(tiny, passes):
+    x, sigma = mixed(tiny)
+    cond = tiny.encoded.rows([0, 1, 0, 1, 0])
+    guided = Guided(3.0, False, 2.0)
+    rows = encode(tiny.family, PROMPTS[:1], "a blue cross").repeat(5)
+    found = velocity(tiny.family, tiny.denoiser, x, sigma, cond, None)
+    assert passes[:2] == [1, 1]
+    strong = velocity(tiny.family, tiny.denoiser, x, sigma, rows, guided)
+    high, low = experts_of(tiny.denoiser)
+    for row, expert, scale in zip(range(5), (low, high, high, low, low), (2, 3, 3, 2, 2)):
+        only = slice(row, row + 1)
+        alone = tiny.family.velocity(expert, x[only], sigma[only], cond.rows(only))
+        torch.testing.assert_close(found[only], alone, rtol=0, atol=1e-5)
+        along, against = (
+            tiny.family.velocity(expert, x[only], sigma[only], part.rows(only))
+            for part in rows.parted()
+        )
+        wanted = against + scale * (along - against)
+        torch.testing.assert_close(strong[only], wanted, rtol=0, atol=4e-5)
+
+
+def test_gradients_go_to_the_transformer_that_was_asked(tiny):
+    family = tiny.family
+    denoiser = family.load_transformer("cpu", torch.float32)
+    add_adapters(denoiser, LORA, family)
+    trained = TrainedAdapter(denoiser, load("quickstart").optimizer)
+    x, sigma = mixed(tiny)
+    cond = tiny.encoded.rows([0] * 5)
+    above = sigma >= 0.875
+    family.velocity(denoiser, x[above], sigma[above], cond.rows([0, 0])).sum().backward()
+    trained.complete(2)
+    found = trained.gradients()
+    moved = {name.partition(".")[0] for name, gradient in found.items() if gradient.any()}
+    assert found.keys() == trained.parameters.keys() and moved == {"transformer"}
+    # a part of an expert that was asked, and an update in which none was
+    first = next(iter(trained.parameters))
+    trained.parameters[first].grad = None
+    with pytest.raises(RuntimeError, match=f"'{first}' got no gradient"):
+        trained.forget_gradients()
+        family.velocity(denoiser, x[above], sigma[above], cond.rows([0, 0])).sum().backward()
+        trained.parameters[first].grad = None
+        trained.complete(2)
+    trained.forget_gradients()
+    with pytest.raises(RuntimeError, match="got no gradient"):
+        trained.complete(2)
+    trained.complete(0)
+    assert not any(gradient.any() for gradient in trained.gradients().values())
+
+
+def test_tables_of_the_family_fit(tiny):
+    test_families.test_what_is_quantized(tiny.family)
+    test_families.test_the_skeleton_has_every_module_and_shape(tiny.family)
+    names = target_modules(tiny.denoiser, tiny.family.lora_targets)
+    assert len(names) == 2 * test_families.LORA_MODULES["wan"]
+    plan = quantize_plan(tiny.denoiser, tiny.family, (), BACKENDS["emulated_nvfp4"])
+    fused = {row.fused for row in plan if row.fused}
+    assert len(fused) == 2 * 2 * 2  # two groups of each of two blocks, in both
+    assert {row.name for row in plan if row.quantized} >= set(names)
+
+
+def test_what_a_plan_counts(tiny):
+    """The bytes of both, and a pass of one."""
+    blank = blank_denoiser(tiny.family, torch.float32)
+    assert held_bytes(blank) == held_bytes(tiny.denoiser)
+    one = experts_of(blank)[0]
+    assert 2 * held_bytes(one) == held_bytes(blank)
+    both, alone = (sampling_work(tiny.family, each, 3, torch.float32) for each in (blank, one))
+    assert (both.flops, both.peak) == (alone.flops, alone.peak) and both.flops > 0
+
+
+def test_blocks_of_both_are_compiled_and_checkpointed(tiny):
+    found = compiled(tiny.denoiser, torch.device("cpu"))
+    assert isinstance(found, Experts)
+    blocks, theirs = list(blocks_of(found)), list(blocks_of(tiny.denoiser))
+    assert len(blocks) == 4 and [b._orig_mod for b in blocks] == theirs
+    assert held_bytes(found) == held_bytes(tiny.denoiser)
+
+
+@pytest.mark.parametrize(
+    "holds",
+    [
+        test_families_training.test_one_update_changes_lora_weights_only,
+        test_families_training.test_gradient_checkpointing_gives_the_same_gradients,
+    ],
+)
+def test_what_holds_of_every_family(holds, tiny_wan_dir):
+    holds("wan", tiny_wan_dir)
+
+
+@pytest.mark.slow
+def test_two_iterations_through_all_services(ray_here, request, tmp_path):
+    test_families_ring.test_two_iterations_of_the_newer_families(ray_here, request, tmp_path, "wan")
+
+
+# ---- files
+
+
+@pytest.fixture
+def exported(tiny, randomise, tmp_path) -> tuple[nn.Module, Path]:
+    """A denoiser with an adapter, and its directory as a diffusers LoRA."""
+    transformer = tiny.family.load_transformer("cpu", torch.float32)
+    add_adapters(transformer, LORA, tiny.family, seed=1)
+    state = randomise(transformer, "ema", 5)
+    assert save_diffusers_lora(tmp_path / "lora", state, LORA) == [HIGH, LOW]
+    return transformer, tmp_path / "lora"
+
+
+def test_the_export_loads_in_the_stock_pipeline(tiny, tiny_wan_dir, exported):
+    """A file for each transformer, with its own names."""
+    transformer, directory = exported
+    with use(transformer, "ema"):
+        rows = tiny.encoded.rows(0).repeat(len(SEEDS))
+        ours = sample(tiny.family, transformer, rows, SEEDS, 4, "euler")
+    other = Tiny("wan", tiny_wan_dir)
+    other.pipe.load_lora_weights(str(directory), weight_name=HIGH)
+    other.pipe.load_lora_weights(str(directory), weight_name=LOW, load_into_transformer_2=True)
+    theirs = other.stock(4, "latent")
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
+    assert (theirs - tiny.stock(4, "latent")).abs().max() > 0.01
+    for one, whole in zip(
+        (other.pipe.transformer, other.pipe.transformer_2), experts_of(transformer)
+    ):
+        assert [n for n, _ in adapted_modules(one)] == [n for n, _ in adapted_modules(whole)]
+
+
+def test_a_run_starts_from_its_own_export(tiny, exported):
+    transformer, directory = exported
+    fresh = tiny.family.load_transformer("cpu", torch.float32)
+    add_adapters(fresh, Lora(rank=6, alpha=3, init_from=str(directory)), tiny.family, seed=9)
+    wanted = dict(merged_weights(transformer, "ema"))
+    for module, weight in merged_weights(fresh, "current"):
+        torch.testing.assert_close(weight, wanted[module], rtol=1e-5, atol=1e-6)
+
+
+def test_a_lora_of_one_transformer_alone(tiny, randomise, tmp_path):
+    low = Lora(rank=2, alpha=2, targets=("transformer_2.*.attn1.to_q",))
+    transformer = tiny.family.load_transformer("cpu", torch.float32)
+    add_adapters(transformer, low, tiny.family)
+    assert save_diffusers_lora(tmp_path, randomise(transformer, "current", 3), low) == [LOW]
+    state, alpha = load_diffusers_lora(tmp_path, LOW)
+    assert alpha == 2 and set(state) == {
+        f"blocks.{i}.attn1.to_q.lora_{side}.weight" for i in (0, 1) for side in "AB"
+    }
+    fresh = tiny.family.load_transformer("cpu", torch.float32)
+    add_adapters(fresh, low.model_copy(update={"init_from": str(tmp_path / LOW)}), tiny.family)
+    assert adapter_state(fresh, "current").keys() == adapter_state(transformer, "current").keys()
+
+
+def test_what_cannot_be_started_from(tiny, exported):
+    _, directory = exported
+    for given, said in (
+        (directory / HIGH, "is one file, and the model has two transformers: give a directory"),
+        (directory, f"there is no {LOW} in"),
+    ):
+        (directory / LOW).unlink(missing_ok=given == directory / HIGH)
+        fresh = tiny.family.load_transformer("cpu", torch.float32)
+        with pytest.raises((ValueError, FileNotFoundError), match=said):
+            add_adapters(fresh, Lora(rank=4, init_from=str(given)), tiny.family)
+
+
+# ---- bad input
+
+
+def test_layers_are_named_with_their_transformer(tiny):
+    names = layers_on_disk(tiny.family)
+    assert {name.partition(".")[0] for name in names} == {"transformer", "transformer_2"}
+    assert all(isinstance(tiny.denoiser.get_submodule(name), nn.Module) for name in names)
+
+
+@pytest.mark.parametrize("share", [None, 0, 1.5, "high", True])
+def test_a_pipeline_without_its_boundary(tiny_wan_dir, tmp_path, share):
+    copied = shutil.copytree(tiny_wan_dir, tmp_path / "model")
+    index = copied / "model_index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "boundary_ratio": share}))
+    with pytest.raises(ValueError, match="two transformers, and its boundary_ratio, .* is no") as e:
+        family_for(tiny_model("wan", copied)).check()
+    assert "\n" not in str(e.value)
+
+
+def test_a_pipeline_that_lacks_its_second_transformer(tiny_wan_dir, tmp_path):
+    copied = shutil.copytree(tiny_wan_dir, tmp_path / "model")
+    for file in (copied / "transformer_2").glob("*.safetensors"):
+        state = load_file(file)
+        save_file({key: state[key] for key in sorted(state)[1:]}, file)
+    family = family_for(tiny_model("wan", copied))
+    with pytest.raises(FileNotFoundError, match="the 'transformer_2' of .* lacks 1 of its"):
+        family.load_transformer("cpu", torch.float32)
+    shutil.rmtree(copied / "transformer_2")
+    with pytest.raises(FileNotFoundError, match="lacks its 'transformer_2'"):
+        family_for(tiny_model("wan", copied))
+
+
+def test_what_does_not_go_with_two_transformers(tiny_wan_dir, tmp_path):
+    def config(**more: Any) -> Any:
+        return tiny_config(
+            tiny_wan_dir, tmp_path, "tiny", model__family="wan", model__frames=5, **more
+        )
+
+    check_model(config(guidance__evaluate=3.0, guidance__low_noise=2.0))
+    shared = config(services__learner__replicas=2, services__learner__shard="base")
+    with pytest.raises(ConfigError, match="'base' with .*, which has two transformers: use lora"):
+        check_model(shared)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            ["guidance.low_noise=3"],
+            "guidance.low_noise: 3 without guidance: no stage has a scale above 1",
+        ),
+        (["guidance.evaluate=4", "guidance.low_noise=0.5"], "guidance.low_noise"),
+    ],
+)
+def test_scales_that_cannot_be(changes, said):
+    with pytest.raises(ConfigError) as caught:
+        load("quickstart", changes)
+    assert len(caught.value.lines) == 1 and said in caught.value.lines[0]
+
+
+def test_a_scale_of_low_noise_where_one_transformer_has_all():
+    config = load("quickstart", ["guidance.evaluate=4", "guidance.low_noise=3"])
+    with pytest.raises(ConfigError, match="has one transformer for all noise levels: leave it out"):
+        check_model(config)
