@@ -37,8 +37,8 @@ def make_tiny_wan(
     """Write the pipeline directory and return its path. The same seed gives the same weights.
 
     ``scheduler`` is the class of its scheduler; published pipelines have the multistep one.
-    ``wan22``: as Wan 2.2 TI2V 5B, which tells each token its timestep. ``experts``: as Wan 2.2 A14B,
-    of two transformers.
+    ``wan22``: as Wan 2.2 TI2V 5B, which tells each token its timestep. ``experts``: as Wan 2.2
+    A14B, of two transformers.
     """
     import diffusers
     import torch
