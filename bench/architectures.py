@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from configs.section import Tree
 from configs.sections import Model
 from policy.families import Family, family_for
-from policy.families.architectures import published, write_configs
+from policy.families.architectures import build, published, write_configs
 from policy.types import Conditioning
 
 TEXT_TOKENS, SMALL_TEXT_TOKENS = {"sd3": 256, "sana": 300, "sana_video": 300}, 32
@@ -57,13 +57,23 @@ SMALL["flux2_klein"] = SMALL["flux2"]
 
 @dataclass(frozen=True)
 class Case:
-    """An architecture at one size: its family over configuration files, and its transformer's
-    description.
+    """An architecture at one size: its family over configuration files, and the description of its
+    transformer, or of each of two.
     """
 
     name: str
     family: Family
     part: Tree
+
+    def build(
+        self,
+        device: torch.device | str = "meta",
+        dtype: torch.dtype = torch.float32,
+        **config: object,
+    ) -> nn.Module:
+        """Its denoiser with random weights; ``config`` replaces what its description says."""
+        part = {**self.part, "config": {**self.part["config"], **config}}
+        return self.family.denoiser(lambda _: build(part, device, dtype))
 
     def inputs(self, batch: int, device: torch.device | str) -> tuple[Tensor, Tensor, Conditioning]:
         """(x [B, *latent], sigma [], conditioning of B rows): noise everywhere, all text tokens in
@@ -102,7 +112,8 @@ def case_of(name: str, pixels: int | None, small: bool) -> Iterator[Case]:
     guidance = 4.0 if part["config"].get("guidance_embeds") else None
     with tempfile.TemporaryDirectory(prefix="sol-rl-bench-") as scratch:
         path = write_configs(model, scratch)
-        (path / "transformer" / "config.json").write_text(json.dumps(part["config"]))
+        for folder in path.glob("transformer*"):
+            (folder / "config.json").write_text(json.dumps(part["config"]))
         settings = Model(
             family=family,
             path=str(path),

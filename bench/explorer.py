@@ -18,7 +18,7 @@ from bench.architectures import Case, case_of
 from bench.timing import Options, Ratio, interleave
 from configs.load import ConfigError
 from policy.device import synchronise, threads
-from policy.families.architectures import build, published_names
+from policy.families.architectures import published_names
 from policy.memory import groups_of, held_bytes, sampling_work
 from policy.precision.backends import BACKENDS, Backend, available_backends, resolve_backend
 from policy.precision.compiling import compiled, compiler_missing
@@ -29,7 +29,7 @@ def quantizable_share(case: Case, backend: Backend) -> float:
     """Share of a step's multiplications in layers that ``backend`` quantizes: counted on tensors
     without data.
     """
-    transformer = build(case.part, "meta")
+    transformer = case.build("meta")
     plan = quantize_plan(transformer, case.family, (), backend)
     work = sampling_work(case.family, transformer, 1, torch.float32, groups_of(plan))
     return work.quantized / work.flops
@@ -48,7 +48,7 @@ def explorer_transformer(case: Case, backend: Backend, device: torch.device) -> 
     dtype = backend.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
-        transformer = build(case.part, device, dtype)
+        transformer = case.build(device, dtype)
     plan = quantize_plan(transformer, case.family, (), backend)
     weights = {
         name: module.weight.detach().flatten(1) for name, module in weight_modules(transformer)

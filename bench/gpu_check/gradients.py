@@ -17,7 +17,6 @@ from configs.section import Tree
 from configs.training import Lora
 from policy.attention import sound_gradients
 from policy.device import allow_tf32, synchronise
-from policy.families.architectures import build
 from policy.families.base import Diffusers
 from policy.lora import add_adapters, use
 
@@ -70,8 +69,7 @@ def _gradient(case: Case, setting: Setting, dtype: torch.dtype) -> Tensor:
     shallow = {key: min(DEPTH, config[key]) for key in DEPTHS if key in config}
     with torch.random.fork_rng(devices=[setting.device] if setting.gpu else []):
         torch.manual_seed(0)
-        part = {**case.part, "config": {**config, **shallow}}
-        transformer: Diffusers = build(part, setting.device, torch.bfloat16)
+        transformer: Diffusers = case.build(setting.device, torch.bfloat16, **shallow)
     transformer.to(dtype)
     add_adapters(transformer, Lora(), case.family, names=("current",))
     change(transformer)

@@ -110,8 +110,8 @@ def _passes(case: Case, setting: Setting) -> Iterator[Finding]:
     device = setting.device
     with torch.random.fork_rng(devices=[device] if setting.gpu else []):
         torch.manual_seed(0)
-        bare: Diffusers = build(case.part, device, setting.dtype)
-        adapted: Diffusers = build(case.part, device, setting.dtype)
+        bare: Diffusers = case.build(device, setting.dtype)
+        adapted: Diffusers = case.build(device, setting.dtype)
     add_adapters(adapted, Lora(), case.family)
     for model in (bare, adapted):
         model.enable_gradient_checkpointing()

@@ -15,7 +15,6 @@ from planning import passes, sizes
 from policy import memory, meta
 from policy.attention import sound_gradients
 from policy.device import out_of_memory, synchronise
-from policy.families.architectures import build
 from policy.families.base import Diffusers
 from policy.lora import add_adapters, use
 from policy.merging import merged
@@ -42,7 +41,7 @@ def measure(setting: Setting) -> Iterator[Item]:
 
 
 def _weights(case: Case, setting: Setting) -> Iterator[Finding]:
-    built = build(case.part, setting.device, setting.dtype)
+    built = case.build(setting.device, setting.dtype)
     held = memory.held_bytes(meta.as_loaded(built, setting.dtype))
     planned = memory.held_bytes(meta.blank_denoiser(case.family, setting.dtype))
     yield _against(case, "weights", held, planned)
@@ -66,7 +65,7 @@ def _peaks(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
 
 
 def _step(case: Case, setting: Setting, merges: bool = False) -> Callable[[], None]:
-    transformer = build(case.part, setting.device, setting.dtype)
+    transformer = case.build(setting.device, setting.dtype)
     if merges:
         add_adapters(transformer, Lora(), case.family, names=("current",))
     x, sigma, cond = case.inputs(BATCH, setting.device)
@@ -81,7 +80,7 @@ def _step(case: Case, setting: Setting, merges: bool = False) -> Callable[[], No
 
 
 def _training(case: Case, setting: Setting) -> Callable[[], None]:
-    transformer: Diffusers = build(case.part, setting.device, setting.dtype)
+    transformer: Diffusers = case.build(setting.device, setting.dtype)
     add_adapters(transformer, Lora(), case.family, names=("current",))
     transformer.enable_gradient_checkpointing()
     x, sigma, cond = case.inputs(BATCH, setting.device)

@@ -17,7 +17,7 @@ from bench.architectures import case_of
 from bench.gpu_check.findings import Finding, Item
 from bench.gpu_check.setting import Setting
 from configs.section import Tree
-from policy.families.architectures import build, published_names
+from policy.families.architectures import published_names
 from policy.memory import conditioning_like
 from policy.precision.backends import BACKENDS, Backend
 from policy.precision.layer import PointwiseConvolution
@@ -81,8 +81,7 @@ def inputs_of(name: str) -> set[Seen]:
         seen.add((tuple(given[0].shape), given[0].stride(), len(module.weight), bias))
 
     with torch.no_grad(), case_of(name, 1024, False) as case:
-        part = {**case.part, "config": {**case.part["config"], **FEW[case.family.name]}}
-        transformer = build(part, "meta", torch.bfloat16)
+        transformer = case.build("meta", torch.bfloat16, **FEW[case.family.name])
         plan = quantize_plan(transformer, case.family, (), BACKENDS["torch_nvfp4"])
         quantized = {row.name for row in plan if row.quantized}
         for path, module in weight_modules(transformer):

@@ -14,7 +14,6 @@ from bench.explorer import bound, explorer_transformer, one_step, quantizable_sh
 from bench.gpu_check.findings import Finding, Item, LeftOut
 from bench.gpu_check.setting import Setting, free
 from bench.timing import Ratio, interleave
-from policy.families.architectures import build
 from policy.memory import held_bytes
 from policy.precision import cost, kernels
 from policy.precision.accelerators import accelerator_of
@@ -118,7 +117,7 @@ def _compiled(
 
 def _auto(case: Case, setting: Setting, batch: int, speeds: dict[str, float]) -> Finding:
     """The speed of what "auto" takes over that of the quickest that was measured."""
-    blank = build(case.part, "meta", torch.bfloat16)
+    blank = case.build("meta", torch.bfloat16)
     chosen, why = resolve_backend(
         "auto", setting.device, step=lambda backend: step_of(case.family, blank, backend, batch)
     )
@@ -167,7 +166,7 @@ def _predicted(case: Case, backend: Backend, batch: int) -> dict[str, float]:
     accelerator = accelerator_of(torch.cuda.get_device_name())
     if accelerator is None:
         return {}
-    step = step_of(case.family, build(case.part, "meta", torch.bfloat16), backend, batch)
+    step = step_of(case.family, case.build("meta", torch.bfloat16), backend, batch)
     found = {
         form: cost.speed(step, accelerator, backend.wire_format, fused, compiled)
         for form, fused, compiled in (
