@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from bench.architectures import case_of
-from policy.families.architectures import build
 from policy.precision import cost
 from policy.precision.accelerators import ACCELERATORS, accelerator_of
 from policy.precision.backends import BACKENDS
@@ -130,7 +129,7 @@ def test_packed_by_kernels_every_format_gains_on_every_model_and_eagerly_none_do
 @pytest.mark.parametrize("name", STEPS)
 def test_the_steps_are_what_is_counted(name):
     with case_of(name, 1024, False) as case:
-        transformer = build(case.part, "meta", torch.bfloat16)
+        transformer = case.build("meta", torch.bfloat16)
         found = step_of(case.family, transformer, BACKENDS["torch_nvfp4"], 8)
     for field, wanted in vars(STEPS[name]).items():  # peak and widest are test_memory's
         assert getattr(found, field) == pytest.approx(wanted, rel=1e-3), field
@@ -139,7 +138,7 @@ def test_the_steps_are_what_is_counted(name):
 def test_a_small_model_by_hand():
     """SD3's blocks in small: the joint input of to_q, to_k and to_v counts once."""
     with case_of("sd3.5-large", 256, True) as case:
-        transformer = build(case.part, "meta", torch.bfloat16)
+        transformer = case.build("meta", torch.bfloat16)
         one, two = (step_of(case.family, transformer, BACKENDS["fp8"], batch) for batch in (1, 2))
     assert two.flops == 2 * one.flops and two.elements == 2 * one.elements
     assert two.inputs == one.inputs
