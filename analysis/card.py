@@ -19,7 +19,7 @@ from configs.schema import RunConfig
 from configs.sections import Model
 from policy.experts import EXPERTS
 from policy.families import FAMILIES
-from policy.families.pipeline import HUB_ID
+from policy.families.files import HUB_ID
 from policy.lora_files import FILE, FILES
 from records import atomic
 from records.images import before_after

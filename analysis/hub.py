@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from configs.load import ConfigError
-from policy.families.pipeline import HUB_ID
+from policy.families.files import HUB_ID
 from records.errors import RunFailed, first_line
 
 

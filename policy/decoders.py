@@ -18,7 +18,7 @@ from configs.schema import RunConfig
 from policy import meta
 from policy.families.architectures import build
 from policy.families.base import Diffusers, Family
-from policy.families.pipeline import HUB_ID
+from policy.families.files import HUB_ID
 from policy.types import DTYPES
 from records.errors import first_line
 

@@ -6,7 +6,7 @@ from configs.families import FAMILIES as ROWS
 from configs.named import named_class
 from configs.sections import Model
 from policy.families.base import Family
-from policy.families.pipeline import INDEX, model_directory, pipeline_file
+from policy.families.files import INDEX, model_directory, pipeline_file
 
 FAMILIES: dict[str, type[Family]] = {name: named_class(row, Family) for name, row in ROWS.items()}
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from configs.sections import Guidance, Model
 from configs.sources import Pixels
-from policy.families.pipeline import SHAPES_DECODER, Diffusers, Pipeline
+from policy.families.files import SHAPES_DECODER
+from policy.families.pipeline import Diffusers, Pipeline
 from policy.families.text import PromptEncoder
 from policy.types import Conditioning
 

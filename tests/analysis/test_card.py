@@ -19,7 +19,7 @@ from configs.schema import RunConfig
 from configs.sections import Model
 from configs.training import Lora
 from policy.families import family_for
-from policy.families.pipeline import SHAPES_DIRECTORY
+from policy.families.files import SHAPES_DIRECTORY
 from policy.lora import adapter_state, add_adapters
 from policy.lora_files import save_diffusers_lora
 from records.errors import RunFailed

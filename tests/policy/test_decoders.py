@@ -25,7 +25,7 @@ from policy.decoders import (
 )
 from policy.explorer import Explorer
 from policy.families import family_for
-from policy.families.pipeline import SHAPES_DECODER
+from policy.families.files import SHAPES_DECODER
 from policy.precision.backends import BACKENDS
 from shapes.checksum import checksum
 from shapes.decoder_build import psnr

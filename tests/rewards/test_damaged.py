@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from configs.rewards import Scorer as ScorerConfig
-from policy.families.pipeline import SHAPES_DIRECTORY
+from policy.families.files import SHAPES_DIRECTORY
 from rewards import ScorerSetupError, build, check_settings, model_bytes
 from rewards.combine import WeightedScorer
 from rewards.paired import cosine

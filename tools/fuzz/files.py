@@ -62,7 +62,7 @@ def learner() -> Trainer:
 def pipeline_file(folder: Path, given: tuple[str, bytes]) -> None:
     """A pipeline directory in which one JSON file is another."""
     from planning.preflight import check_model
-    from policy.families.pipeline import SHAPES_DIRECTORY as MODEL
+    from policy.families.files import SHAPES_DIRECTORY as MODEL
 
     there = folder / "model"
     if not there.exists():
@@ -86,7 +86,7 @@ def pipeline_file(folder: Path, given: tuple[str, bytes]) -> None:
 
 def targets() -> dict[str, Target]:
     """Files of a run."""
-    from policy.families.pipeline import SHAPES_DIRECTORY as MODEL
+    from policy.families.files import SHAPES_DIRECTORY as MODEL
 
     (step,) = example_run().glob("checkpoints/step_*")
     pipeline = sorted(p for p in MODEL.rglob("*.json") if "tokenizer" not in str(p))

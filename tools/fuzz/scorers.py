@@ -38,7 +38,7 @@ def directories() -> dict[str, tuple[Path, dict[str, Any]]]:
     from transformers import CLIPConfig, CLIPModel
 
     from bench.rewards import some_vocabulary
-    from policy.families.pipeline import SHAPES_DIRECTORY
+    from policy.families.files import SHAPES_DIRECTORY
     from rewards.imagereward import BlipReward
     from tests.rewards import parity, peers
     from tests.rewards.conftest import released_names
