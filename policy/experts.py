@@ -18,32 +18,36 @@ class Experts(nn.Module):
     the names in ``EXPERTS``.
     """
 
+    transformer: Any  # of diffusers, as the other
+    transformer_2: Any
+
     def __init__(self, high: nn.Module, low: nn.Module, boundary: float) -> None:
         super().__init__()
         self.transformer, self.transformer_2 = high, low
         self.boundary = boundary
 
-    def forward(self, timestep: Tensor, **rows: Any) -> tuple[Tensor]:
-        """What a transformer returns without ``return_dict`` for timestep [B] and ``rows`` [B, ...]
-        by name: of each row its expert's, whose other rows are no part of that pass.
+    def forward(
+        self, timestep: Tensor, *, return_dict: bool = False, **rows: Tensor
+    ) -> tuple[Tensor]:
+        """(of each row what its transformer makes of it,) for timestep [B] and ``rows`` [B, ...] by
+        name. A transformer sees its own rows alone.
 
-        Without data, on the meta device, all rows are the first expert's.
+        Without data, on the meta device, all rows are the first one's. Raises ValueError for
+        ``return_dict``.
         """
-        meta = timestep.device.type == "meta"
-        below = torch.zeros(len(timestep), dtype=torch.bool) if meta else self.below(timestep).cpu()
-        found: list[Tensor] = []
-        places: list[Tensor] = []
-        for expert, chosen in ((self.transformer, ~below), (self.transformer_2, below)):
-            if not bool(chosen.any()):
-                continue
-            place = chosen.nonzero().flatten().to(timestep.device)
-            given = {"timestep": timestep, **rows}
-            if not bool(chosen.all()):
-                given = {name: tensor[place] for name, tensor in given.items()}
-            found.append(expert(**given, return_dict=False)[0])
-            places.append(place)
-        whole = found[0] if len(found) == 1 else torch.cat(found)[torch.cat(places).argsort()]
-        return (whole,)
+        if return_dict:
+            raise ValueError("two transformers return a tuple")
+        below = None if timestep.device.type == "meta" else self.below(timestep)
+        if below is None or not bool(below.any()):
+            return self.transformer(timestep=timestep, return_dict=False, **rows)
+        if bool(below.all()):
+            return self.transformer_2(timestep=timestep, return_dict=False, **rows)
+        places = [chosen.nonzero().flatten() for chosen in (~below, below)]
+        parts: list[Tensor] = []
+        for expert, place in zip((self.transformer, self.transformer_2), places, strict=True):
+            own = {name: tensor[place] for name, tensor in rows.items()}
+            parts += expert(timestep=timestep[place], return_dict=False, **own)
+        return (torch.cat(parts)[torch.cat(places).argsort()],)
 
     def below(self, timestep: Tensor) -> Tensor:
         """Whether a timestep is the second expert's: bool in its shape."""
@@ -51,13 +55,13 @@ class Experts(nn.Module):
 
     def enable_gradient_checkpointing(self, **how: Any) -> None:
         """As of a transformer."""
-        for expert in self.children():
-            expert.enable_gradient_checkpointing(**how)  # pyright: ignore[reportCallIssue]
+        for expert in (self.transformer, self.transformer_2):
+            expert.enable_gradient_checkpointing(**how)
 
     def disable_gradient_checkpointing(self) -> None:
         """As of a transformer."""
-        for expert in self.children():
-            expert.disable_gradient_checkpointing()  # pyright: ignore[reportCallIssue]
+        for expert in (self.transformer, self.transformer_2):
+            expert.disable_gradient_checkpointing()
 
 
 def experts_of(denoiser: nn.Module) -> list[nn.Module]:

@@ -89,7 +89,8 @@ class Wan(Clips):
     def velocity(
         self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
     ) -> Tensor:
-        dtype = experts_of(transformer)[0].patch_embedding.weight.dtype
+        first: Diffusers = experts_of(transformer)[0]
+        dtype = first.patch_embedding.weight.dtype
         return widened(
             transformer(
                 hidden_states=x.to(dtype),
