@@ -14,7 +14,7 @@ EXPERTS = ("transformer", "transformer_2")
 class Experts(nn.Module):
     """Two transformers of diffusers as one: the second for timesteps below ``boundary``.
 
-    eDiff-I (arXiv 2211.01324) calls them experts, and so does Wan 2.2. Paths of modules begin with
+    Experts, as eDiff-I (arXiv 2211.01324) calls them. Paths of modules begin with
     the names in ``EXPERTS``.
     """
 

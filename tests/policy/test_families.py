@@ -35,7 +35,8 @@ from tests.tiny_families import (
 REPOSITORY = Path(policy.families.__file__).resolve().parents[2]
 NEVER = (
     "time|guidance_embed|text_embed|patch_embed|pos_embed|context_embedder|x_embedder|caption|norm"
-    "|^proj_out$|conv_depth|conv_temp|img_in|txt_in|_mod\\.|modulation|_embedder|final_layer"
+    "|^(transformer(_2)?\\.)?proj_out$|conv_depth|conv_temp|img_in|txt_in|_mod\\.|modulation"
+    "|_embedder|final_layer"
 )
 """Embedders, modulation, the last projection, and what is no matrix product."""
 

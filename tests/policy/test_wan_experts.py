@@ -37,10 +37,6 @@ from tests.tiny_families import PROMPTS, SEEDS, Tiny, encode, stock_call, tiny_m
 from tests.tiny_wan import SCHEDULERS, make_tiny_wan
 
 HIGH, LOW = FILES.values()
-LEVELS = {1: [1, 0], 2: [1, 1], 4: [2, 2], 10: [4, 6]}
-"""Steps of each transformer: with a shift of 3 sigma falls below 0.875 after 30 % of them."""
-
-
 @pytest.fixture(scope="module")
 def tiny_wan_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In the place of Wan 2.1's, for tests of every family."""
@@ -71,12 +67,13 @@ def passes(tiny) -> Any:
         hook.remove()
 
 
-@pytest.mark.parametrize("steps", LEVELS)
+@pytest.mark.parametrize("steps", [1, 2, 4, 10])
 def test_latents_are_the_stock_pipelines(tiny, passes, steps):
     """Bit for bit, each step by the transformer that the pipeline takes."""
     assert isinstance(tiny.denoiser, Experts)
     assert torch.equal(tiny.ours(steps, "euler"), tiny.stock(steps, "latent"))
-    assert passes == LEVELS[steps] * 2
+    above = sum(float(timestep) >= 875 for timestep in tiny.pipe.scheduler.timesteps)
+    assert passes == [above, steps - above] * 2 and 0 < above <= max(1, steps // 3)
 
 
 @pytest.mark.parametrize("low", [None, 2.0])
@@ -264,14 +261,13 @@ def test_a_lora_of_one_transformer_alone(tiny, randomise, tmp_path):
 
 def test_what_cannot_be_started_from(tiny, exported):
     _, directory = exported
-    for given, said in (
-        (directory / HIGH, "is one file, and the model has two transformers: give a directory"),
-        (directory, f"there is no {LOW} in"),
-    ):
-        (directory / LOW).unlink(missing_ok=given == directory / HIGH)
-        fresh = tiny.family.load_transformer("cpu", torch.float32)
-        with pytest.raises((ValueError, FileNotFoundError), match=said):
-            add_adapters(fresh, Lora(rank=4, init_from=str(given)), tiny.family)
+    fresh = tiny.family.load_transformer("cpu", torch.float32)
+    with pytest.raises(ValueError, match="is one file, and the model has two transformers: give a"):
+        add_adapters(fresh, Lora(rank=4, init_from=str(directory / HIGH)), tiny.family)
+    (directory / LOW).unlink()
+    fresh = tiny.family.load_transformer("cpu", torch.float32)
+    with pytest.raises(FileNotFoundError, match=f"there is no {LOW} in"):
+        add_adapters(fresh, Lora(rank=4, init_from=str(directory)), tiny.family)
 
 
 # ---- bad input
