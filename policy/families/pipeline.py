@@ -149,8 +149,10 @@ class Pipeline:
 
     def denoiser(self, make: Callable[[str], nn.Module]) -> nn.Module:
         """The denoiser of its transformers, each as ``make`` makes it by the part's name."""
-        made = [make(part) for part in self.transformers]
-        return made[0] if self.boundary is None else Experts(*made, self.boundary)
+        first, second = EXPERTS
+        if self.boundary is None:
+            return make(first)
+        return Experts(make(first), make(second), self.boundary)
 
     def load_transformer(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """The denoiser, in eval mode, without gradients."""

@@ -20,11 +20,12 @@ from configs.sections import Model
 from configs.training import Lora
 from policy.families import family_for
 from policy.families.files import SHAPES_DIRECTORY
-from policy.lora import adapter_state, add_adapters
+from policy.lora import adapted_modules, adapter_state, add_adapters
 from policy.lora_files import save_diffusers_lora
 from records.errors import RunFailed
 from tests.analysis.synthetic import PROMPTS, write_run
 from tests.tiny_families import EDITING, NAMES, PIPELINES, SETTINGS, VIDEO
+from tests.tiny_wan import make_tiny_wan
 
 EXPORT = Export("ema", 20, "somebody/something")
 
@@ -102,21 +103,40 @@ def test_the_snippet_draws_with_the_export(run, name, request, tmp_path, monkeyp
     config = load("quickstart").model_dump()
     if name != "shapes":
         config["model"] = {"family": name, "path": path, **SETTINGS[name]}
-    config = RunConfig.model_validate(config)
-    family = family_for(config.model)
+    _, frames = drawn_by_the_snippet(run, RunConfig.model_validate(config), tmp_path, monkeypatch)
+    assert len(frames) == (SETTINGS.get(name, {}).get("frames") or 1)
+
+
+def drawn_by_the_snippet(
+    run: Any, config: RunConfig, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, list[Any]]:
+    """(its pipeline, the frames that it draws, one of an image) with an export of a new LoRA."""
+    family, lora = family_for(config.model), Lora(rank=2, alpha=4)
     transformer = family.load_transformer("cpu", torch.float32)
-    add_adapters(transformer, Lora(rank=2, alpha=4), family, names=("ema",))
-    save_diffusers_lora(tmp_path / "lora", adapter_state(transformer, "ema"), Lora(rank=2, alpha=4))
-    export = Export("ema", 20, str(tmp_path / "lora"))
+    add_adapters(transformer, lora, family, names=("ema",))
+    files = save_diffusers_lora(root / "lora", adapter_state(transformer, "ema"), lora)
+    export = Export("ema", 20, str(root / "lora"), files)
     text = card(read_run(run), config, export, {}, False)
+    assert all(text.count(f"`{file}`") >= 1 for file in files)
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(root)
     monkeypatch.setattr("diffusers.utils.export_to_video", lambda *_, **__: None)
     made: dict[str, Any] = {}
     exec(code.replace("'shapes/model'", repr(str(SHAPES_DIRECTORY))), made)
-    frames = made["clip"] if name in VIDEO else [made["image"]]
-    assert len(frames) == (config.model.frames or 1)
+    frames = made["clip"] if family.video else [made["image"]]
     assert np.asarray(frames[0]).shape == (config.model.height, config.model.width, 3)
+    return made["pipe"], frames
+
+
+def test_the_snippet_loads_a_file_for_each_of_two_transformers(run, tmp_path, monkeypatch):
+    path = str(make_tiny_wan(tmp_path / "model", experts=True))
+    config = load("quickstart").model_dump()
+    config["model"] = {"family": "wan", "path": path, **SETTINGS["wan"]}
+    config = RunConfig.model_validate(config)
+    pipe, frames = drawn_by_the_snippet(run, config, tmp_path, monkeypatch)
+    assert len(frames) == 5
+    wrapped = [len(adapted_modules(part)) for part in (pipe.transformer, pipe.transformer_2)]
+    assert wrapped == [2 * 8, 2 * 8]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -138,7 +138,7 @@ def same_as_stock(
 ) -> None:
     """Evaluations drew what the stock pipeline draws, before, and with the exported LoRA."""
     config = run.configuration()
-    lora = export_run(run, config, out, "ema", None)
+    files = export_run(run, config, out, "ema", None)
     pipe, family = stock_pipeline(name, directory), family_for(config.model)
 
     def stock() -> np.ndarray:
@@ -157,7 +157,8 @@ def same_as_stock(
     # other batches, and for SANA another rounding of the solver's coefficients: a grey level apart
     # where .5 is rounded
     assert np.abs(load_step(run.images, 0).astype(int) - base).max() <= 1
-    pipe.load_lora_weights(str(lora))
+    for file, more in zip(files, ({}, {"load_into_transformer_2": True}), strict=False):
+        pipe.load_lora_weights(str(out), weight_name=file, **more)
     with torch.no_grad():
         trained = stock()
     assert np.abs(load_step(run.images, updates).astype(int) - trained).max() <= 1

@@ -37,6 +37,8 @@ from tests.tiny_families import PROMPTS, SEEDS, Tiny, encode, stock_call, tiny_m
 from tests.tiny_wan import SCHEDULERS, make_tiny_wan
 
 HIGH, LOW = FILES.values()
+
+
 @pytest.fixture(scope="module")
 def tiny_wan_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In the place of Wan 2.1's, for tests of every family."""
@@ -165,7 +167,7 @@ def test_tables_of_the_family_fit(tiny):
     test_families.test_the_skeleton_has_every_module_and_shape(tiny.family)
     names = target_modules(tiny.denoiser, tiny.family.lora_targets)
     assert len(names) == 2 * test_families.LORA_MODULES["wan"]
-    plan = quantize_plan(tiny.denoiser, tiny.family, (), BACKENDS["emulated_nvfp4"])
+    plan = quantize_plan(tiny.denoiser, tiny.family, (), BACKENDS["torch_nvfp4"])
     fused = {row.fused for row in plan if row.fused}
     assert len(fused) == 2 * 2 * 2  # two groups of each of two blocks, in both
     assert {row.name for row in plan if row.quantized} >= set(names)
