@@ -14,7 +14,7 @@ from typing import cast
 
 from configs.rewards import Scorer as ScorerConfig
 from records.errors import described
-from rewards.base import BuiltIn, Scorer, ScorerError, ScorerSetupError, Settings
+from rewards.base import BuiltIn, Effort, Scorer, ScorerError, ScorerSetupError, Settings
 
 SCORERS: dict[str, str] = {
     "imagereward": "rewards.imagereward:ImageReward",
@@ -74,6 +74,18 @@ def model_bytes(scorer: ScorerConfig) -> int | None:
     made = built_in(scorer.name)
     try:
         return made.model_bytes(scorer.settings) if made is not None else None
+    except ScorerSetupError as error:
+        raise ScorerSetupError(f"scorer {scorer.name!r}: {error}") from None
+
+
+def effort(scorer: ScorerConfig, height: int, width: int) -> Effort:
+    """What an image of this size takes; nothing, where the scorer is not built in.
+
+    Raises ScorerSetupError for settings that are none.
+    """
+    made = built_in(scorer.name)
+    try:
+        return made.effort(scorer.settings, height, width) if made is not None else Effort()
     except ScorerSetupError as error:
         raise ScorerSetupError(f"scorer {scorer.name!r}: {error}") from None
 
@@ -186,12 +198,14 @@ def _takes(made: Callable[..., object], argument: str) -> bool:
 __all__ = [
     "SCORERS",
     "BuiltIn",
+    "Effort",
     "Scorer",
     "ScorerError",
     "ScorerSetupError",
     "build",
     "built_in",
     "check_settings",
+    "effort",
     "may_use_gpu",
     "model_bytes",
     "resolve",
