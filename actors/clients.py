@@ -39,8 +39,7 @@ from actors.selector import SelectorActor
 from actors.sharing import all_rewards, share
 from configs.prompts import Prompt
 from configs.sections import Model
-from configs.services import Shard as Sharding
-from configs.services import Share
+from configs.services import Sharding, Share
 from policy.types import Conditioning
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Arm = Literal["diffusionnft", "naive_scaling", "naive_quant", "sol_rl"]
 
 
-class Exploration(Section):
+class ExploreStage(Section):
     """Stage 1 as an arm runs it."""
 
     pool_size: int
@@ -32,7 +32,7 @@ class ArmPlan(Section):
     full precision: the objective's own unless given.
     """
 
-    explore: Exploration | None
+    explore: ExploreStage | None
     regenerate: bool
     solver: AnySolver
 
@@ -44,7 +44,7 @@ class ArmPlan(Section):
         if config.arm == "diffusionnft":
             return cls(explore=None, regenerate=True, solver=solver)
         two_stages = config.arm == "sol_rl"
-        stage = Exploration(
+        stage = ExploreStage(
             pool_size=explore.pool_size,
             steps=explore.steps if two_stages else full.steps,
             solver=proxy_solver(config) if two_stages else solver,

@@ -10,7 +10,7 @@ from configs.section import Section, Tree
 
 Share = Literal["prompts", "samples"]
 """What the learner's replicas share of an iteration."""
-Shard = Literal["none", "base"]
+Sharding = Literal["none", "base"]
 """What of the model each of the learner's replicas holds only a part of."""
 BetweenTurns = Literal["stay", "host"]
 """Where weights are while others on the same GPU have their turn."""
@@ -125,7 +125,7 @@ class LearnerService(Service):
         description="replicas: whole prompts for each, or as many samples for each as for the"
         " others, also parts of prompts; part of the results, as it fixes batches and sums",
     )
-    shard: Shard = Field(
+    shard: Sharding = Field(
         default="none",
         description="replicas: 'base' leaves each its part of the frozen weights (FSDP2), which"
         " they gather block by block in every pass; for models that do not fit on one GPU",

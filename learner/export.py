@@ -19,7 +19,7 @@ from policy.precision.swap import ModuleRow, quantize_plan
 from policy.sampling.guidance import Guided
 from policy.types import Conditioning
 
-Exported = tuple[Manifest, list[np.ndarray], dict[str, float]]
+Export = tuple[Manifest, list[np.ndarray], dict[str, float]]
 """(manifest, packed weights as uint8 arrays, statistics compared with the export before)."""
 
 
@@ -34,7 +34,7 @@ class PolicyExporter:
         self._backend: Backend | None = None
         self._publisher: Publisher | None = None
         self._rows: list[ModuleRow] = []
-        self._exported: Exported | None = None
+        self._exported: Export | None = None
 
     @property
     def table(self) -> list[dict[str, object]]:
@@ -47,7 +47,7 @@ class PolicyExporter:
         backend = self._chosen(None)
         return [{**asdict(row), "backend": backend.name} for row in self._rows]
 
-    def export(self, adapter: str, version: int, backend: str | None = None) -> Exported:
+    def export(self, adapter: str, version: int, backend: str | None = None) -> Export:
         """``adapter`` merged and packed for ``backend``; None: as before, at first as configured.
 
         Raises NonFiniteWeights naming the module, ValueError for an arm that explores nothing.

@@ -18,8 +18,8 @@ from configs.schema import RunConfig
 from configs.section import Tree
 from learner.advantages import advantages
 from learner.averages import PREVIOUS, Averages, adapters_of
-from learner.batch import Group, Samples, check_groups, joined, keep_evidence
-from learner.export import Exported, PolicyExporter
+from learner.batch import Group, TrainingSamples, check_groups, joined, keep_evidence
+from learner.export import Export, PolicyExporter
 from learner.generating import Generator
 from learner.lockstep import LockstepUpdater, collective
 from learner.nonfinite import NonFiniteTraining
@@ -188,7 +188,7 @@ class Trainer:
             )
         return metrics | self.replicas.take_times()
 
-    def _train(self, samples: Samples, rate: float, iteration: int) -> dict[str, float]:
+    def _train(self, samples: TrainingSamples, rate: float, iteration: int) -> dict[str, float]:
         """The optimizer steps, with the averages that follow each of them; all or nothing."""
         shuffle = stream_seed(self.config.seed, "shuffle", iteration)
         if not self._averages.by_step:
@@ -221,7 +221,7 @@ class Trainer:
 
     def export(
         self, version: int, backend: str | None = None, weights: str | None = None
-    ) -> Exported:
+    ) -> Export:
         """The sampling policy, or the adapter ``weights``, merged, in the explorers' format.
 
         ``backend`` is the one that explorers run, where they know better than this process: on

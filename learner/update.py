@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.training import Optimizer
-from learner.batch import Samples
+from learner.batch import TrainingSamples
 from learner.nonfinite import NonFiniteTraining, first_nonfinite_module
 from learner.objectives.base import Objective, Points
 from learner.replicas import Replicas
@@ -49,7 +49,7 @@ class Updater:
 
     def run(
         self,
-        samples: Samples,
+        samples: TrainingSamples,
         sigmas: Tensor,
         learning_rate: float,
         shuffle_seed: int,
@@ -105,7 +105,7 @@ class Updater:
             "optimizer/points": float(points),
         }
 
-    def gradient(self, samples: Samples, sigmas: Tensor) -> Tensor:
+    def gradient(self, samples: TrainingSamples, sigmas: Tensor) -> Tensor:
         """The gradient of the mean loss over all points of ``samples``, flat, float32 [D] on the
         CPU. Nothing is changed. Raises NonFiniteTraining.
         """
@@ -122,7 +122,7 @@ class Updater:
             self.trained.forget_gradients()
 
     def _step(
-        self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
+        self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
     ) -> tuple[int, float]:
         """One optimizer step on the mean loss over the points of ``part``, of all replicas.
 
@@ -139,7 +139,7 @@ class Updater:
         return total, self.trained.step()
 
     def _gradients(
-        self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
+        self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
     ) -> int:
         """Leave the gradient of this replica's part, add to ``sums``; how many points all have."""
         _, counts = self.replicas.together(lambda: self._accumulate(samples, part, sigmas, sums))
@@ -147,7 +147,7 @@ class Updater:
 
     @compile_failures(COMPILE)
     def _accumulate(
-        self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
+        self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
     ) -> int:
         """Leave the gradient of the summed losses of ``part``, add to ``sums``; how many points."""
         total = 0
@@ -164,7 +164,7 @@ class Updater:
         return total
 
     def _micro_batches(
-        self, samples: Samples, part: np.ndarray, sigmas: Tensor
+        self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor
     ) -> Iterator[Points]:
         """Points of the samples ``part`` in batches of ``batch_size``; the last may be smaller.
 
@@ -200,7 +200,9 @@ class Updater:
             )
         )
 
-    def _forward(self, samples: Samples, points: Points) -> tuple[Tensor, dict[str, Tensor]]:
+    def _forward(
+        self, samples: TrainingSamples, points: Points
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective's loss and metrics, with gradient for the "current" policy alone.
 
         A policy that still has the current weights gets the current velocities themselves: it saves
@@ -219,7 +221,7 @@ class Updater:
             points, velocities, samples.advantages[points.sample_index.cpu()].to(self.device)
         )
 
-    def _conditioning(self, samples: Samples, points: Points) -> Conditioning:
+    def _conditioning(self, samples: TrainingSamples, points: Points) -> Conditioning:
         """A row per point."""
         return samples.cond.rows(samples.group[points.sample_index.cpu()]).to(self.device)
 
@@ -230,7 +232,7 @@ class Updater:
         with use(self.transformer, None if policy == "ref" else policy):
             return velocity(self.family, denoiser, points.x_t, points.sigma, cond, self.guided)
 
-    def _diagnose(self, samples: Samples, points: Points, what: str) -> NonFiniteTraining:
+    def _diagnose(self, samples: TrainingSamples, points: Points, what: str) -> NonFiniteTraining:
         """Run the batch again, policy by policy; names the first module that is not finite."""
         for policy, module in self._first_modules(samples, points):
             if module is not None:
@@ -241,7 +243,9 @@ class Updater:
             f"{what} although every velocity is finite: it overflowed in the objective"
         )
 
-    def _first_modules(self, samples: Samples, points: Points) -> Iterable[tuple[str, str | None]]:
+    def _first_modules(
+        self, samples: TrainingSamples, points: Points
+    ) -> Iterable[tuple[str, str | None]]:
         """(policy, its first module that is not finite), a pass each, eager: compiled modules do
         not say what they compute.
         """

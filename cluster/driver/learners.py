@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from actors.calls import Answer, AnyTask, Call, Caller, Method, Task
 from actors.clients import LearnerClient
 from actors.learner import LearnerActor
-from cluster.driver.rounds import InTurn, Rounds, Turns
+from cluster.driver.rounds import OneAtATime, Rounds, Serialized
 from cluster.runtime.member import ActorLost, Member
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.starting import cause
@@ -51,13 +51,13 @@ class LearnerGroup:
         pool.lost_by = self._lost_by
         assert isinstance(pool.service, LearnerService)
         by, sharding = pool.service.share, pool.service.shard
-        self._turns = Turns()
+        self._order = OneAtATime()
         first = FirstReplica(pool)
         if sharding == "none":
             self.client = LearnerClient(pool, first, EveryReplica(pool), by)
         else:
-            rounds = Rounds(pool, self._turns)
-            every = InTurn(EveryReplica(pool, PATIENCE_S), self._turns)
+            rounds = Rounds(pool, self._order)
+            every = Serialized(EveryReplica(pool, PATIENCE_S), self._order)
             self.client = LearnerClient(rounds, first, every, by, sharding)
 
     async def start(self) -> None:
@@ -67,7 +67,7 @@ class LearnerGroup:
 
     async def stop(self) -> None:
         """Kill every replica."""
-        await self._turns.end()
+        await self._order.end()
         await self.pool.stop()
 
     async def renew(self, why: str) -> None:
