@@ -207,7 +207,7 @@ class LearnerClient:
 
     async def shard(self, version: int, index: int) -> ObjectRef[Shard]:
         """One shard of the last export. The caller owns it, so it outlives the learner."""
-        task = Task[int](("chunk", version, index))
+        task = Task[int](("shard", version, index))
         _, shard = await self.first.call_parts(task, 2, LearnerActor.shard, index)
         return shard
 
