@@ -12,6 +12,8 @@ Share = Literal["prompts", "samples"]
 """What the learner's replicas share of an iteration."""
 Sharding = Literal["none", "base"]
 """What of the model each of the learner's replicas holds only a part of."""
+SCALABLE = ("rollout", "reward")
+"""Services whose pools grow and shrink while a run goes on."""
 BetweenTurns = Literal["stay", "host"]
 """Where weights are while others on the same GPU have their turn."""
 
@@ -247,8 +249,8 @@ class Services(Section):
         for kind in ("learner", "encoder", "selector"):
             if (service := getattr(self, kind)).max_actors not in (None, service.actors):
                 raise ValueError(
-                    f"{kind}.max_actors = {service.max_actors}: only rollout and reward can be"
-                    " scaled"
+                    f"{kind}.max_actors = {service.max_actors}: only {' and '.join(SCALABLE)} can"
+                    " be scaled"
                 )
         return self
 
