@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import cast
 
+from configs.named import nearest
 from configs.rewards import Scorer as ScorerConfig
 from records.errors import described
 from rewards.base import BuiltIn, Effort, Scorer, ScorerError, ScorerSetupError, Settings
@@ -42,11 +42,9 @@ def resolve(name: str) -> str:
     module, colon, attribute = name.partition(":")
     if colon and module and attribute:
         return name
-    near = get_close_matches(name, SCORERS, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
     raise ScorerSetupError(
-        f"rewards.scorers.name: there is no built-in scorer {name!r}: {hint}Use one of"
-        f" {', '.join(sorted(SCORERS))}, or module:attribute of your own"
+        f"rewards.scorers.name: there is no built-in scorer {name!r}{nearest(name, SCORERS)}: use"
+        f" one of {', '.join(sorted(SCORERS))}, or module:attribute of your own"
     )
 
 
@@ -159,9 +157,10 @@ def _imported(target: str) -> Callable[..., object]:
             made = getattr(made, part)
         except AttributeError as error:
             names = [name for name in dir(made) if not name.startswith("_")]
-            near = get_close_matches(part, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "check the name behind the colon"
-            raise ScorerSetupError(f"{module_name!r} has no attribute {path!r}: {hint}") from error
+            raise ScorerSetupError(
+                f"{module_name!r} has no attribute {path!r}{nearest(part, names)}: check the name"
+                " behind the colon"
+            ) from error
     if not callable(made):
         raise ScorerSetupError(
             f"{path!r} is {type(made).__name__}, not a class or function that makes a scorer"
