@@ -11,16 +11,12 @@ from torch import nn
 
 from configs.schema import RunConfig
 from learner.identity import Asked, recomputed
-from learner.publish import Publisher
+from learner.publish import Export, Publisher
 from policy.families import Family
 from policy.precision.backends import Backend, packing_backend
-from policy.precision.manifest import Manifest
 from policy.precision.swap import ModuleRow, quantize_plan
 from policy.sampling.guidance import Guided
 from policy.types import Conditioning
-
-Export = tuple[Manifest, list[np.ndarray], dict[str, float]]
-"""(manifest, packed weights as uint8 arrays, statistics compared with the export before)."""
 
 
 class PolicyExporter:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 
+Export = tuple[Manifest, list[np.ndarray], dict[str, float]]
+"""(manifest, packed weights as uint8 shards, statistics compared with the export before)."""
+
+
 class NonFiniteWeights(CrossesProcesses):
     """A merged weight that is NaN or infinite; ``module`` says where. Nothing was published."""
 
@@ -72,10 +76,8 @@ class Publisher:
         self._adapter_before: dict[str, Tensor] | None = None
 
     @torch.no_grad()
-    def export(
-        self, adapter: str, version: int
-    ) -> tuple[Manifest, list[np.ndarray], dict[str, float]]:
-        """(manifest, uint8 shards, statistics) of the transformer with ``adapter`` merged.
+    def export(self, adapter: str, version: int) -> Export:
+        """Of the transformer with ``adapter`` merged.
 
         Raises NonFiniteWeights. Statistics against the export before, over adapted modules, absent
         the first time: `weights/codes_changed`, the share of stored codes that differ, and

@@ -19,12 +19,12 @@ from configs.section import Tree
 from learner.advantages import advantages
 from learner.averages import PREVIOUS, Averages, adapters_of
 from learner.batch import Group, TrainingSamples, check_groups, joined, keep_evidence
-from learner.export import Export, PolicyExporter
+from learner.export import PolicyExporter
 from learner.generating import Generator
 from learner.lockstep import LockstepUpdater, collective
 from learner.nonfinite import NonFiniteTraining
 from learner.objectives import build_objective
-from learner.publish import NonFiniteWeights
+from learner.publish import Export, NonFiniteWeights
 from learner.replicas import Replicas
 from learner.schedules import learning_rate
 from learner.state import Counts, LearnerState
@@ -146,11 +146,10 @@ class Trainer:
         ``iteration`` names the random streams and must rise from call to call. Groups are trained
         on in prompt order, in whichever order they come. Among replicas each is given its own
         groups, one at least or part of one, and the rewards [K] of all other prompts,
-        ``elsewhere``, by prompt index;
-        every one takes the same step, that of one learner with all groups but for the order of
-        sums. All or nothing, everywhere. Raises NonFiniteTraining after writing the iteration's
-        data to ``failure_dir``, ValueError for groups that cannot be trained on; among replicas
-        also ReplicaFailed, ReplicasDiffer and GroupBroken.
+        ``elsewhere``, by prompt index; every one takes the same step, that of one learner with all
+        groups but for the order of sums. All or nothing, everywhere. Raises NonFiniteTraining after
+        writing the iteration's data to ``failure_dir``, ValueError for groups that cannot be
+        trained on; among replicas also ReplicaFailed, ReplicasDiffer and GroupBroken.
         """
         groups = sorted(groups, key=lambda group: group.prompt_index)
         (values, metrics), _ = self.replicas.together(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -83,14 +83,7 @@ class Updater:
                 if after_step is not None:
                     after_step(len(norms))
             told = self.replicas.exchange(sums)
-            if any(norms):
-                self.trained.require_change(before, norms[-1], learning_rate)
-            # not among replicas: this one's samples may be alike while others' are not
-            elif bool(samples.advantages.any()) and self.replicas.size == 1:
-                raise NothingLearned(
-                    "every gradient is zero although advantages are not: the loss does not depend"
-                    " on the adapter"
-                )
+            self._require_learned(samples, norms, before, learning_rate)
         except BaseException:
             # an interrupted update would leave weights that no seed leads to again
             self.trained.load_state(before)
@@ -104,6 +97,25 @@ class Updater:
             "optimizer/learning_rate": learning_rate,
             "optimizer/points": float(points),
         }
+
+    def _require_learned(
+        self,
+        samples: TrainingSamples,
+        norms: Sequence[float],
+        before: dict[str, Tensor],
+        learning_rate: float,
+    ) -> None:
+        """Raises NothingLearned where steps with gradients of these norms, or of none, left the
+        weights at ``before`` although there was something to learn.
+        """
+        if any(norms):
+            self.trained.require_change(before, norms[-1], learning_rate)
+        # not among replicas: this one's samples may be alike while others' are not
+        elif bool(samples.advantages.any()) and self.replicas.size == 1:
+            raise NothingLearned(
+                "every gradient is zero although advantages are not: the loss does not depend on"
+                " the adapter"
+            )
 
     def gradient(self, samples: TrainingSamples, sigmas: Tensor) -> Tensor:
         """The gradient of the mean loss over all points of ``samples``, flat, float32 [D] on the
