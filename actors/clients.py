@@ -200,7 +200,7 @@ class LearnerClient:
     async def export(
         self, version: int, backend: str | None = None, weights: str | None = None
     ) -> Exported:
-        """Pack the policy as ``version`` for explorers that run ``backend``."""
+        """Pack the policy as ``version`` for rollout actors that run ``backend``."""
         task = Task[Exported](("export", version))
         asked = self.first if self.sharding == "none" else self.every_replica
         return await asked.call(task, LearnerActor.export, version, backend, weights)

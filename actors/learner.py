@@ -107,7 +107,7 @@ class LearnerActor:
         self._trainer.join(DistributedReplicas(rank, size, store, device, at.timeout_s))
 
     def quantization(self) -> list[dict[str, object]]:
-        """Rows of ``quantization.json``: what explorers run quantized and what not, and why."""
+        """Rows of ``quantization.json``: what rollout actors run quantized, and why or why not."""
         return self._trainer.exporter.table
 
     def generate(
@@ -160,7 +160,7 @@ class LearnerActor:
     ) -> Exported:
         """Pack the sampling policy; its shards are then fetched one by one.
 
-        ``backend`` is the precision that explorers run; None: that of the configuration.
+        ``backend`` is the precision that rollout actors run; None: that of the configuration.
         ``weights`` names another adapter to pack. Where the base is sharded every replica is asked,
         as each has rows of every weight; the first keeps what is packed.
         """

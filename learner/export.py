@@ -1,4 +1,4 @@
-"""The sampling policy in the explorers' format: which backend, which modules, and the packing."""
+"""The sampling policy in the rollout actors' format: backend, modules, and the packing."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ class PolicyExporter:
         return Guided.at(self.config.guidance, explored.guidance) if explored else None
 
     def _chosen(self, backend: str | None) -> Backend:
-        """The explorers' backend, ``backend`` from now on where it is given."""
+        """The rollout actors' backend, ``backend`` from now on where it is given."""
         plan = self.config.plan.explore
         if plan is None:
             raise ValueError(
                 f"arm {self.config.arm!r} explores nothing, so there is nothing to export"
             )
         if self._backend is None:
-            # until explorers say what they took: what they would take where a GPU is seen here
+            # until rollout actors say what they took: what they would take where a GPU is seen here
             on_gpu = self.config.services.rollout.gpus and torch.cuda.is_available()
             self._use(packing_backend(plan.backend, "cuda" if on_gpu else "cpu"))
         if backend is not None and self._backend is not None and backend != self._backend.name:

@@ -1,4 +1,4 @@
-"""From the learner's adapted transformer to the bytes that explorers load."""
+"""From the learner's adapted transformer to the bytes that rollout actors load."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Publisher:
     """Packs one transformer again and again.
 
     Every quantized module travels packed; an unquantized adapted module as its merged weight
-    in the backend's ``wire_dtype``; everything else is the base model, which explorers load
+    in the backend's ``wire_dtype``; everything else is the base model, which rollout actors load
     themselves. Modules that no update can change are packed once, into shards of their own, which
     keep their bytes from version to version, so that they are sent once. What is kept between
     exports, and the export itself, lie in host memory, a module at a time is on the transformer's

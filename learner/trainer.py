@@ -221,9 +221,9 @@ class Trainer:
     def export(
         self, version: int, backend: str | None = None, weights: str | None = None
     ) -> Export:
-        """The sampling policy, or the adapter ``weights``, merged, in the explorers' format.
+        """The sampling policy, or the adapter ``weights``, merged, in the rollout actors' format.
 
-        ``backend`` is the one that explorers run, where they know better than this process: on
+        ``backend`` is the one that rollout actors run, where they know better than this process: on
         their device "auto" may be another. Raises NonFiniteWeights naming the module, after writing
         the data of the iteration that led there to ``failure_dir``, ValueError for an arm that
         explores nothing.

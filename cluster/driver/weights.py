@@ -166,12 +166,12 @@ class WeightChannel:
         runs = common_backends(rollout)
         if self.chosen not in runs:
             raise RunFailed(
-                f"this run explores in {self.chosen}, which its explorers here cannot run (they can"
-                f" {', '.join(sorted(runs))}): continue it with explorers on the kind of GPU that"
-                " it began on"
+                f"this run explores in {self.chosen}, which its rollout actors here cannot run"
+                f" (they can {', '.join(sorted(runs))}): continue it with rollout actors on the"
+                " kind of GPU that it began on"
             )
         if not self.why:
-            self.why = f"as the run began; its explorers here would take {own}"
+            self.why = f"as the run began; its rollout actors here would take {own}"
             self._event("backend_kept", backend=self.chosen, why=self.why)
         return self.chosen
 
@@ -236,8 +236,8 @@ def one_backend(rollout: ActorPool) -> str | None:
     if len(hosts) > 1:
         found = ", ".join(f"{backend} on {host}" for backend, host in hosts.items())
         raise RunFailed(
-            f"the explorers run different precision backends ({found}), and a run has one: name it"
-            " in explore.backend, or keep explorers to one kind of GPU"
+            f"the rollout actors run different precision backends ({found}), and a run has one:"
+            " name it in explore.backend, or keep rollout actors to one kind of GPU"
         )
     return next(iter(hosts), None)
 
@@ -258,7 +258,7 @@ def incompatibility(rollout: ActorPool, info: ActorInfo) -> str | None:
         return None
     return (
         f"on {info.host} runs precision backend {info.backend}, the others"
-        f" {', '.join(sorted(others))}: keep explorers to one kind of GPU"
+        f" {', '.join(sorted(others))}: keep rollout actors to one kind of GPU"
         " (services.rollout.accelerator), or name the backend in explore.backend"
     )
 

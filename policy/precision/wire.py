@@ -93,7 +93,7 @@ def unpack_into(
     if manifest.format_version != here:
         raise WireError(
             f"version {manifest.version} is {manifest.format} in version {manifest.format_version},"
-            f" here it is {here}: learner and explorers must run the same Sol-RL"
+            f" here it is {here}: learner and rollout actors must run the same Sol-RL"
         )
     # all checks before the first copy: half a version would be a policy that nobody published
     _check_shards(manifest, shards, before)

@@ -143,7 +143,8 @@ def test_a_manifest_that_points_outside_is_refused():
     with pytest.raises(
         WireError,
         match=(
-            "version 1 is nvfp4 in version 0, here it is 1: learner and explorers must run the same"
+            "version 1 is nvfp4 in version 0, here it is 1: learner and rollout actors must run"
+            " the same"
         ),
     ):
         unpack_into(replace(manifest, format_version=0), shards, blank(named))
