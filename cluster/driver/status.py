@@ -92,7 +92,7 @@ class Reporter:
             "actor": f"{name}.{member.incarnation}",
             "state": "benched" if member.benched else alive,
             "version": member.weights.version if member.weights else None,
-            "units": member.answered,
+            "tasks": member.answered,
             "busy": min(1.0, busy),
             "restarts": member.restarts,
             "host": info.host if info else None,
