@@ -34,7 +34,7 @@ from configs.prompts import Prompt
 from configs.schema import RunConfig
 from configs.services import SCALABLE, ScorerService, Service
 from records.errors import RunFailed
-from records.rundir import RunDirectory
+from records.rundir import Event, RunDirectory
 from records.timeline import Span
 
 GPU_ENVIRONMENT = {
@@ -57,7 +57,7 @@ class ActorServices:
         self,
         config: RunConfig,
         rundir: RunDirectory,
-        event: Callable[..., None],
+        event: Event,
         record: Callable[[Span], None] = lambda span: None,
     ):
         self.config, self._event, self._record = config, event, record

@@ -23,6 +23,7 @@ from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.tasks import run_together
 from records.errors import RunFailed
+from records.rundir import Event
 
 Side = Literal["rollout", "learner"]
 R = TypeVar("R")
@@ -61,7 +62,7 @@ class AllStay:
 class GpuTurns(AllStay):
     """See the module."""
 
-    def __init__(self, rollout: ActorPool, learner: ActorPool, event: Callable[..., None]):
+    def __init__(self, rollout: ActorPool, learner: ActorPool, event: Event):
         self._rollout, self._learner, self._event = rollout, learner, event
         self.holder: Side | None = None
         self._changing = asyncio.Lock()

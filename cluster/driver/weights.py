@@ -24,6 +24,7 @@ from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
 from policy.precision.manifest import Manifest
 from records.errors import RunFailed
+from records.rundir import Event
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Published:
 class WeightChannel:
     """Holds the versions that a chunk may name."""
 
-    def __init__(self, event: Callable[..., None], ahead: int = 0, turns: AllStay | None = None):
+    def __init__(self, event: Event, ahead: int = 0, turns: AllStay | None = None):
         """``ahead``: by how many versions a chunk may be behind the newest. With 0 actors load a
         version when it is published; else when their first chunk names it, for they may be at work
         with the one before. ``turns``: on GPUs that they may share with the learner.

@@ -27,11 +27,12 @@ from cluster.runtime.answers import Answers
 from cluster.runtime.member import ActorLost, Member, Vacant
 from cluster.runtime.queue import PendingTask, TaskQueue
 from cluster.runtime.starting import Gone, Spawn, cause
-from cluster.runtime.supervisor import Event, Supervisor
+from cluster.runtime.supervisor import Supervisor
 from cluster.runtime.tasks import BackgroundTasks
 from cluster.runtime.transport import RAY, Transport
 from configs.services import Service
 from records.errors import InputsLost, OutOfMemoryError, RunFailed, StateLost
+from records.rundir import Event
 from records.timeline import Span
 
 P = ParamSpec("P")
