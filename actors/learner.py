@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -117,7 +117,15 @@ class LearnerActor:
         self._turn.require("generate")
         start = time.perf_counter()
         rows = conditioning.repeat(len(request.seeds) // len(conditioning))
-        samples, images = self._trainer.generator.generate(rows, **asdict(request))
+        samples, images = self._trainer.generator.generate(
+            rows,
+            request.seeds,
+            request.steps,
+            request.weights,
+            request.solver,
+            guidance=request.guidance,
+            start=request.start,
+        )
         return time.perf_counter() - start, images, samples
 
     def stand_by(self, request: GenerateRequest) -> None:
