@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from records.weights import DTYPES
 from rewards.base import (
     BuiltIn,
     Effort,
@@ -19,8 +20,6 @@ from rewards.base import (
     require_images,
     require_one_of,
 )
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PairedScorer(BuiltIn, ABC):

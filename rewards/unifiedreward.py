@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 
 from records.errors import first_line
+from records.weights import DTYPES
 from rewards.answers import numbers_after
 from rewards.base import (
     BuiltIn,
@@ -33,7 +34,7 @@ from rewards.base import (
 )
 from rewards.cache import content_key
 from rewards.checkpoints import local, pretrained
-from rewards.paired import DTYPES, PairedScorer
+from rewards.paired import PairedScorer
 from rewards.unifiedreward_forms import FORMS
 
 CLASS = "Qwen2_5_VLForConditionalGeneration"
