@@ -12,11 +12,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar, cast
+from typing import cast
 
 from ray.exceptions import RayError
 
-from actors.calls import Answer, AnyTask, Call, Caller, Method, Task
+from actors.calls import Answer, AnyTask, Call, Caller, Method, R, Task, X, Y
 from actors.clients import LearnerClient
 from actors.learner import LearnerActor
 from cluster.driver.rounds import OneAtATime, Rounds, Serialized
@@ -28,9 +28,6 @@ from configs.services import LearnerService
 from learner.replicas import GroupBroken
 from records.errors import InputsLost, RunFailed, StateLost
 
-R = TypeVar("R")
-X = TypeVar("X")
-Y = TypeVar("Y")
 RENDEZVOUS_TRIES = 3
 """Times that replicas may be lost while they find each other, one after the other."""
 HINDSIGHT_S = 5.0

@@ -11,17 +11,13 @@ import bisect
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import cast
 
-from actors.calls import Answer, AnyTask, Call, Caller, Method, Task
+from actors.calls import Answer, AnyTask, Call, Caller, Method, R, Task, X, Y
 from actors.learner import LearnerActor
 from actors.messages import GenerateRequest
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.tasks import BackgroundTasks, run_together
-
-R = TypeVar("R")
-X = TypeVar("X")
-Y = TypeVar("Y")
 
 
 class OneAtATime:

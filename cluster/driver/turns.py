@@ -12,9 +12,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal
 
-from actors.calls import Answer, AnyTask, Call, Caller, Method, Task
+from actors.calls import Answer, AnyTask, Call, Caller, Method, R, Task, X, Y
 from actors.clients import LearnerClient
 from actors.learner import LearnerActor
 from actors.messages import Moved
@@ -26,9 +26,6 @@ from records.errors import RunFailed
 from records.rundir import Event
 
 Side = Literal["rollout", "learner"]
-R = TypeVar("R")
-X = TypeVar("X")
-Y = TypeVar("Y")
 AT_ANY_TIME = {
     method.__name__
     for method in (

@@ -16,12 +16,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import ParamSpec, TypeVar, cast
+from typing import cast
 
 from ray import ObjectRef
 from ray.exceptions import RayError
 
-from actors.calls import Answer, AnyTask, Call, Caller, Method
+from actors.calls import Answer, AnyTask, Call, Caller, Method, P, R
 from actors.messages import ActorInfo
 from cluster.runtime.answers import Answers
 from cluster.runtime.member import ActorLost, Member, Vacant
@@ -35,8 +35,6 @@ from records.errors import InputsLost, OutOfMemoryError, RunFailed, StateLost
 from records.rundir import Event
 from records.timeline import Span
 
-P = ParamSpec("P")
-R = TypeVar("R")
 START_DEADLINE_S = 600.0
 
 
