@@ -12,7 +12,7 @@ from typing import TypedDict, cast
 from cluster.driver.rank_monitor import MonitorState, RankMonitor
 from cluster.driver.services import ActorServices
 from configs.section import Tree
-from learner.checkpoint import STATE, CheckpointError, latest_checkpoint, read
+from learner.checkpoint import STATE, CheckpointError, latest_checkpoint, read, step_directory
 from records.rundir import Row, RunDirectory, finite
 
 NUMBER, WORD = (int, float), (str, type(None))
@@ -89,7 +89,7 @@ class Checkpoints:
             "guard": self._monitor.state,
             "backend": self._services.weights.chosen,
         }
-        path = self._rundir.checkpoints / f"step_{iteration:06d}"
+        path = step_directory(self._rundir.checkpoints, iteration)
         await self._services.learner.save(iteration, str(path), {**state})
         self._saved = iteration
         self._rundir.event("checkpoint_saved", iteration=iteration, path=path.name)
