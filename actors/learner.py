@@ -30,8 +30,9 @@ from actors.messages import (
     Shard,
     UpdateRequest,
 )
-from actors.runtime import Tree, begin, begin_torch, identity, on_device
+from actors.runtime import begin, begin_torch, identity, on_device
 from actors.turns import Turn
+from configs.section import Tree
 from learner.replicas import DistributedReplicas, open_store, reach_store
 from policy.types import Conditioning
 
