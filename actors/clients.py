@@ -39,8 +39,7 @@ from actors.selector import SelectorActor
 from actors.sharing import all_rewards, share
 from configs.prompts import Prompt
 from configs.sections import Model
-from configs.services import Shard as Sharding
-from configs.services import Share
+from configs.services import Sharding, Share
 from policy.types import Conditioning
 
 
@@ -201,14 +200,14 @@ class LearnerClient:
     async def export(
         self, version: int, backend: str | None = None, weights: str | None = None
     ) -> Exported:
-        """Pack the policy as ``version`` for explorers that run ``backend``."""
+        """Pack the policy as ``version`` for rollout actors that run ``backend``."""
         task = Task[Exported](("export", version))
         asked = self.first if self.sharding == "none" else self.every_replica
         return await asked.call(task, LearnerActor.export, version, backend, weights)
 
     async def shard(self, version: int, index: int) -> ObjectRef[Shard]:
         """One shard of the last export. The caller owns it, so it outlives the learner."""
-        task = Task[int](("chunk", version, index))
+        task = Task[int](("shard", version, index))
         _, shard = await self.first.call_parts(task, 2, LearnerActor.shard, index)
         return shard
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 
 from actors.messages import ActorInfo, Images
-from actors.runtime import Tree, begin, begin_torch, identity, on_device
+from actors.runtime import begin, begin_torch, identity, on_device
+from configs.section import Tree
 from policy.families import family_for
 from policy.types import DTYPES, Conditioning
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -30,8 +30,9 @@ from actors.messages import (
     Shard,
     UpdateRequest,
 )
-from actors.runtime import Tree, begin, begin_torch, identity, on_device
+from actors.runtime import begin, begin_torch, identity, on_device
 from actors.turns import Turn
+from configs.section import Tree
 from learner.replicas import DistributedReplicas, open_store, reach_store
 from policy.types import Conditioning
 
@@ -107,7 +108,7 @@ class LearnerActor:
         self._trainer.join(DistributedReplicas(rank, size, store, device, at.timeout_s))
 
     def quantization(self) -> list[dict[str, object]]:
-        """Rows of ``quantization.json``: what explorers run quantized and what not, and why."""
+        """Rows of ``quantization.json``: what rollout actors run quantized, and why or why not."""
         return self._trainer.exporter.table
 
     def generate(
@@ -117,7 +118,15 @@ class LearnerActor:
         self._turn.require("generate")
         start = time.perf_counter()
         rows = conditioning.repeat(len(request.seeds) // len(conditioning))
-        samples, images = self._trainer.generator.generate(rows, **asdict(request))
+        samples, images = self._trainer.generator.generate(
+            rows,
+            request.seeds,
+            request.steps,
+            request.weights,
+            request.solver,
+            guidance=request.guidance,
+            start=request.start,
+        )
         return time.perf_counter() - start, images, samples
 
     def stand_by(self, request: GenerateRequest) -> None:
@@ -160,7 +169,7 @@ class LearnerActor:
     ) -> Exported:
         """Pack the sampling policy; its shards are then fetched one by one.
 
-        ``backend`` is the precision that explorers run; None: that of the configuration.
+        ``backend`` is the precision that rollout actors run; None: that of the configuration.
         ``weights`` names another adapter to pack. Where the base is sharded every replica is asked,
         as each has rows of every weight; the first keeps what is packed.
         """

@@ -10,8 +10,9 @@ from contextlib import suppress
 import numpy as np
 
 from actors.messages import ActorInfo, Images, Metadata, Scores
-from actors.runtime import Tree, begin, begin_torch, identity, on_device
+from actors.runtime import begin, begin_torch, identity, on_device
 from configs.schema import RunConfig
+from configs.section import Tree
 from rewards import resolve
 from rewards.cache import ScoreCache
 from rewards.combine import WeightedScorer

@@ -17,8 +17,9 @@ from actors.messages import (
     Shard,
     WeightsId,
 )
-from actors.runtime import Tree, begin, begin_torch, identity, on_device
+from actors.runtime import begin, begin_torch, identity, on_device
 from actors.turns import Turn
+from configs.section import Tree
 from policy.decoders import load_decoder
 from policy.explorer import Explorer
 from policy.families import family_for

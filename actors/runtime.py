@@ -8,7 +8,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import ray
@@ -16,17 +16,16 @@ import ray
 from actors.messages import ActorInfo
 from configs.load import parse
 from configs.schema import RunConfig
+from configs.section import Tree
 from records.errors import OutOfMemoryError
 
 if TYPE_CHECKING:
     import torch
 
-Tree: TypeAlias = dict[str, object]
-"""A configuration as plain JSON types: unlike pydantic's models it needs no code to be read."""
-
 
 def begin(tree: Tree) -> RunConfig:
-    """The run's configuration; seeds the global random generators.
+    """The run's configuration; seeds the global random generators. It comes as plain JSON types,
+    which unlike pydantic's models need no code to be read.
 
     Results must not depend on which process computes them: nothing should draw from a global
     generator, and where something does by accident, every process draws the same.

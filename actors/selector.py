@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from actors.messages import ActorInfo, Chosen, Floats
-from actors.runtime import Tree, begin, identity
+from actors.runtime import begin, identity
+from configs.section import Tree
 from learner.selection import select
 from policy.sampling.noise import stream_seed
 

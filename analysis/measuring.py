@@ -222,7 +222,7 @@ def explorer_of(config: RunConfig, trainer: Trainer, backend: Backend) -> Explor
         vae=load_decoder(config, trainer.family, device()),
     )
     adapter, size = trainer.objective.sampling_adapter, config.publish.shard_mb * 2**20
-    manifest, chunks = export_policy(
+    manifest, shards = export_policy(
         trainer.transformer,
         adapter,
         explorer.plan,
@@ -232,7 +232,7 @@ def explorer_of(config: RunConfig, trainer: Trainer, backend: Backend) -> Explor
         settings.scale_search,
         settings.frozen_amax,
     )
-    explorer.load(manifest, chunks)
+    explorer.load(manifest, shards)
     return explorer
 
 

@@ -6,14 +6,14 @@ import argparse
 
 from cli.common import DONE, add_cluster, through_job
 from configs.load import ConfigError
+from configs.services import SCALABLE
 
 HELP = "grow or shrink the pools of a running job; the learner is not disturbed"
-POOLS = ("rollout", "reward")
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
     """Add its options."""
-    for kind in POOLS:
+    for kind in SCALABLE:
         sub.add_argument(f"--{kind}", type=int, metavar="N", help=f"{kind} actors")
     sub.add_argument("--run", metavar="NAME", help="which run, where there are several")
     add_cluster(sub)
@@ -21,7 +21,7 @@ def declare(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Tell a run the sizes that its pools should have."""
-    sizes = {kind: size for kind in POOLS if (size := getattr(options, kind)) is not None}
+    sizes = {kind: size for kind in SCALABLE if (size := getattr(options, kind)) is not None}
     if not sizes or min(sizes.values()) < 1:
         raise ConfigError("scale: give --rollout N or --reward N, at least 1")
     given = [part for kind, size in sizes.items() for part in (f"--{kind}", str(size))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 from configs.backends import BackendName
 from configs.section import Section
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Arm = Literal["diffusionnft", "naive_scaling", "naive_quant", "sol_rl"]
 
 
-class Exploration(Section):
+class ExploreStage(Section):
     """Stage 1 as an arm runs it."""
 
     pool_size: int
@@ -32,7 +32,7 @@ class ArmPlan(Section):
     full precision: the objective's own unless given.
     """
 
-    explore: Exploration | None
+    explore: ExploreStage | None
     regenerate: bool
     solver: AnySolver
 
@@ -40,11 +40,11 @@ class ArmPlan(Section):
     def of(cls, config: RunConfig) -> ArmPlan:
         """The plan of ``config.arm``, one of the paper's four."""
         explore, full = config.explore, config.regenerate
-        solver = full.solver or cast("AnySolver", config.objective.solvers[0])
+        solver = full.solver or config.objective.solvers[0]
         if config.arm == "diffusionnft":
             return cls(explore=None, regenerate=True, solver=solver)
         two_stages = config.arm == "sol_rl"
-        stage = Exploration(
+        stage = ExploreStage(
             pool_size=explore.pool_size,
             steps=explore.steps if two_stages else full.steps,
             solver=proxy_solver(config) if two_stages else solver,
@@ -57,5 +57,5 @@ class ArmPlan(Section):
 def proxy_solver(config: RunConfig) -> AnySolver:
     """What draws proxy images: the objective's own solver where its paths are explored."""
     if config.explore.paths and config.objective.stochastic:
-        return cast("AnySolver", config.objective.solvers[0])
+        return config.objective.solvers[0]
     return config.explore.solver

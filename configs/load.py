@@ -8,7 +8,6 @@ error is one line that names the key, the value, what is allowed and the nearest
 from __future__ import annotations
 
 import copy
-import difflib
 import tomllib
 import typing
 from collections.abc import Iterable, Sequence
@@ -21,6 +20,7 @@ from pydantic_core import ErrorDetails
 
 from configs.aliases import current, current_key, refuse_both
 from configs.arms import Arm
+from configs.named import nearest
 from configs.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SETTINGS
 from configs.schema import RunConfig
 from configs.section import Tree
@@ -137,7 +137,7 @@ def _tree(source: str) -> Tree:
     path = PRESETS / f"{source}.toml"
     if not isfile(path):
         raise ConfigError(
-            f"{source}: no preset of that name{_nearest(source, preset_names())}; `sol-rl"
+            f"{source}: no preset of that name{nearest(source, preset_names())}; `sol-rl"
             " config --list` prints all"
         )
     return _read(path)
@@ -178,7 +178,7 @@ def layer(name: str, source: str) -> Tree:
     if not isfile(path):
         known = [str(p.relative_to(LAYERS).with_suffix("")) for p in LAYERS.rglob("*.toml")]
         raise ConfigError(
-            f"{source}: layers: no layer {name!r}{_nearest(name, known)}; there are:"
+            f"{source}: layers: no layer {name!r}{nearest(name, known)}; there are:"
             f" {', '.join(sorted(known))}"
         )
     return _read(path)
@@ -250,14 +250,14 @@ def _line(error: ErrorDetails) -> str:
         wrong = str(error.get("ctx", {}).get("tag"))
         return (
             f"{key}.name = {wrong!r}: one of {', '.join(OBJECTIVES)} is"
-            f" expected{_nearest(wrong, list(OBJECTIVES))}"
+            f" expected{nearest(wrong, OBJECTIVES)}"
         )
     if error["type"] == "union_tag_not_found":
         return f"{key} = {error['input']!r}: a table is expected, such as objective.name = 'awm'"
     if error["type"] == "extra_forbidden":
         allowed = _fields_at(tables)
         return (
-            f"{key}: no such key{_nearest(location[-1], allowed)}; allowed here:"
+            f"{key}: no such key{nearest(location[-1], allowed)}; allowed here:"
             f" {', '.join(allowed)}"
         )
     if error["type"] == "missing":
@@ -266,14 +266,9 @@ def _line(error: ErrorDetails) -> str:
     if not location:
         return message
     choices = str(error.get("ctx", {}).get("expected", "")).replace(" or ", ", ").split(", ")
-    hint = _nearest(str(error["input"]), [choice.strip("'") for choice in choices if choice])
+    hint = nearest(str(error["input"]), [choice.strip("'") for choice in choices if choice])
     shown = repr(error["input"])
     return f"{key} = {shown if len(shown) <= 80 else shown[:77] + '...'}: {message}{hint}"
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _fields_at(location: Sequence[str]) -> list[str]:

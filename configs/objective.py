@@ -8,14 +8,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from pydantic import Field
 
 from configs.section import Section
+from configs.sections import AnySolver, StochasticSolver
 
-DETERMINISTIC = ("dpmpp_2m", "euler", "unipc")
-STOCHASTIC = ("flow_sde", "dance_sde")
+DETERMINISTIC: tuple[AnySolver, ...] = ("dpmpp_2m", "euler", "unipc")
+STOCHASTIC: tuple[str, ...] = get_args(StochasticSolver)
 
 
 class ObjectiveSettings(Section):
@@ -29,7 +30,7 @@ class ObjectiveSettings(Section):
 
     if TYPE_CHECKING:
         name: str
-    solvers: ClassVar[tuple[str, ...]] = DETERMINISTIC
+    solvers: ClassVar[tuple[AnySolver, ...]] = DETERMINISTIC
     old_schedule: ClassVar[Literal["constant", "linear_cap"]] = "constant"
     advantage_std: ClassVar[Literal["global", "group"]] = "global"
     advantage_eps: ClassVar[float] = 1e-4

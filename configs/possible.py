@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, get_args
 
 from configs.objective import PathSettings, incompatibility
-from configs.sections import Solver
+from configs.sections import Precision, Solver
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
@@ -203,7 +203,7 @@ def _check_base(run: RunConfig) -> None:
     base, plan = run.lora.base, run.plan
     if base == "full":
         return
-    if plan.explore is not None and plan.explore.backend in ("bf16", "fp32"):
+    if plan.explore is not None and plan.explore.backend in get_args(Precision):
         raise ValueError(
             f"lora.base: {base!r} with exploring in {plan.explore.backend}, which would explore"
             " another model than is trained: use a backend that quantizes, or 'full'"

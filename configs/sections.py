@@ -12,7 +12,8 @@ from configs.section import PathText, Section
 
 Precision = Literal["bf16", "fp32"]
 Solver = Literal["euler", "dpmpp_2m", "unipc"]
-AnySolver = Literal["euler", "dpmpp_2m", "unipc", "flow_sde", "dance_sde"]
+StochasticSolver = Literal["flow_sde", "dance_sde"]
+AnySolver = Literal[Solver, StochasticSolver]
 
 
 class Model(Section):

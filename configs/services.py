@@ -10,8 +10,10 @@ from configs.section import Section, Tree
 
 Share = Literal["prompts", "samples"]
 """What the learner's replicas share of an iteration."""
-Shard = Literal["none", "base"]
+Sharding = Literal["none", "base"]
 """What of the model each of the learner's replicas holds only a part of."""
+SCALABLE = ("rollout", "reward")
+"""Services whose pools grow and shrink while a run goes on."""
 BetweenTurns = Literal["stay", "host"]
 """Where weights are while others on the same GPU have their turn."""
 
@@ -125,7 +127,7 @@ class LearnerService(Service):
         description="replicas: whole prompts for each, or as many samples for each as for the"
         " others, also parts of prompts; part of the results, as it fixes batches and sums",
     )
-    shard: Shard = Field(
+    shard: Sharding = Field(
         default="none",
         description="replicas: 'base' leaves each its part of the frozen weights (FSDP2), which"
         " they gather block by block in every pass; for models that do not fit on one GPU",
@@ -247,8 +249,8 @@ class Services(Section):
         for kind in ("learner", "encoder", "selector"):
             if (service := getattr(self, kind)).max_actors not in (None, service.actors):
                 raise ValueError(
-                    f"{kind}.max_actors = {service.max_actors}: only rollout and reward can be"
-                    " scaled"
+                    f"{kind}.max_actors = {service.max_actors}: only {' and '.join(SCALABLE)} can"
+                    " be scaled"
                 )
         return self
 

@@ -39,7 +39,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Samples:
+class TrainingSamples:
     """What one iteration trains on: S samples of G prompts."""
 
     data: dict[str, Tensor]  # named tensors [S, ...] on the CPU, as in learner.objectives.Record
@@ -101,7 +101,7 @@ def joined(
     seed: int,
     iteration: int,
     device: torch.device,
-) -> Samples:
+) -> TrainingSamples:
     """The groups' samples, prompt after prompt, each with the seed of its own training points.
 
     ``advantages``: float32 [K] of every prompt of the iteration, those of other replicas too, which
@@ -116,7 +116,7 @@ def joined(
         name: np.concatenate([np.asarray(group.samples[name], np.float32) for group in groups])
         for name in groups[0].samples
     }
-    return Samples(
+    return TrainingSamples(
         data={name: torch.from_numpy(rows) for name, rows in data.items()},
         advantages=torch.from_numpy(
             np.concatenate([group.of_here(advantages[group.prompt_index]) for group in groups])

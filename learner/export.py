@@ -1,4 +1,4 @@
-"""The sampling policy in the explorers' format: which backend, which modules, and the packing."""
+"""The sampling policy in the rollout actors' format: backend, modules, and the packing."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from torch import nn
 
 from configs.schema import RunConfig
 from learner.identity import Asked, recomputed
-from learner.publish import Publisher
+from learner.publish import Export, Publisher
 from policy.families import Family
 from policy.precision.backends import Backend, packing_backend
-from policy.precision.manifest import Manifest
 from policy.precision.swap import ModuleRow, quantize_plan
 from policy.sampling.guidance import Guided
 from policy.types import Conditioning
-
-Exported = tuple[Manifest, list[np.ndarray], dict[str, float]]
-"""(manifest, packed weights as uint8 arrays, statistics compared with the export before)."""
 
 
 class PolicyExporter:
@@ -34,7 +30,7 @@ class PolicyExporter:
         self._backend: Backend | None = None
         self._publisher: Publisher | None = None
         self._rows: list[ModuleRow] = []
-        self._exported: Exported | None = None
+        self._exported: Export | None = None
 
     @property
     def table(self) -> list[dict[str, object]]:
@@ -47,7 +43,7 @@ class PolicyExporter:
         backend = self._chosen(None)
         return [{**asdict(row), "backend": backend.name} for row in self._rows]
 
-    def export(self, adapter: str, version: int, backend: str | None = None) -> Exported:
+    def export(self, adapter: str, version: int, backend: str | None = None) -> Export:
         """``adapter`` merged and packed for ``backend``; None: as before, at first as configured.
 
         Raises NonFiniteWeights naming the module, ValueError for an arm that explores nothing.
@@ -86,14 +82,14 @@ class PolicyExporter:
         return Guided.at(self.config.guidance, explored.guidance) if explored else None
 
     def _chosen(self, backend: str | None) -> Backend:
-        """The explorers' backend, ``backend`` from now on where it is given."""
+        """The rollout actors' backend, ``backend`` from now on where it is given."""
         plan = self.config.plan.explore
         if plan is None:
             raise ValueError(
                 f"arm {self.config.arm!r} explores nothing, so there is nothing to export"
             )
         if self._backend is None:
-            # until explorers say what they took: what they would take where a GPU is seen here
+            # until rollout actors say what they took: what they would take where a GPU is seen here
             on_gpu = self.config.services.rollout.gpus and torch.cuda.is_available()
             self._use(packing_backend(plan.backend, "cuda" if on_gpu else "cpu"))
         if backend is not None and self._backend is not None and backend != self._backend.name:

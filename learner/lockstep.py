@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from learner.batch import Samples
+from learner.batch import TrainingSamples
 from learner.nonfinite import NonFiniteTraining
 from learner.objectives.base import Points
 from learner.replicas import GroupBroken, Replicas
@@ -90,7 +90,7 @@ class LockstepUpdater(Updater):
     """An updater that goes through as many micro-batches on every replica."""
 
     def _gradients(
-        self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
+        self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
     ) -> int:
         batches, _ = self.replicas.together(
             lambda: list(self._micro_batches(samples, part, sigmas))
@@ -116,7 +116,7 @@ class LockstepUpdater(Updater):
 
     def _turns(
         self,
-        samples: Samples,
+        samples: TrainingSamples,
         batches: list[Points],
         most: int,
         idle: Points,
@@ -140,7 +140,7 @@ class LockstepUpdater(Updater):
                     sums[name] += value.item() * len(points)
         return total, bad
 
-    def _any_points(self, samples: Samples, sigmas: Tensor) -> Points:
+    def _any_points(self, samples: TrainingSamples, sigmas: Tensor) -> Points:
         """A point of this replica's first sample."""
         rng = np.random.Generator(np.random.Philox(key=samples.seeds[0]))
         first = {name: rows[:1] for name, rows in samples.data.items()}
@@ -156,6 +156,8 @@ class LockstepUpdater(Updater):
         for parameter, gradient in zip(self.trained.parameters.values(), kept, strict=True):
             parameter.grad = gradient
 
-    def _first_modules(self, samples: Samples, points: Points) -> list[tuple[str, str | None]]:
+    def _first_modules(
+        self, samples: TrainingSamples, points: Points
+    ) -> list[tuple[str, str | None]]:
         """All: a replica that has found what is wrong still goes through the others' passes."""
         return list(super()._first_modules(samples, points))

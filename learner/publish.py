@@ -1,4 +1,4 @@
-"""From the learner's adapted transformer to the bytes that explorers load."""
+"""From the learner's adapted transformer to the bytes that rollout actors load."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 
+Export = tuple[Manifest, list[np.ndarray], dict[str, float]]
+"""(manifest, packed weights as uint8 shards, statistics compared with the export before)."""
+
+
 class NonFiniteWeights(CrossesProcesses):
     """A merged weight that is NaN or infinite; ``module`` says where. Nothing was published."""
 
@@ -37,7 +41,7 @@ class Publisher:
     """Packs one transformer again and again.
 
     Every quantized module travels packed; an unquantized adapted module as its merged weight
-    in the backend's ``wire_dtype``; everything else is the base model, which explorers load
+    in the backend's ``wire_dtype``; everything else is the base model, which rollout actors load
     themselves. Modules that no update can change are packed once, into shards of their own, which
     keep their bytes from version to version, so that they are sent once. What is kept between
     exports, and the export itself, lie in host memory, a module at a time is on the transformer's
@@ -72,10 +76,8 @@ class Publisher:
         self._adapter_before: dict[str, Tensor] | None = None
 
     @torch.no_grad()
-    def export(
-        self, adapter: str, version: int
-    ) -> tuple[Manifest, list[np.ndarray], dict[str, float]]:
-        """(manifest, uint8 shards, statistics) of the transformer with ``adapter`` merged.
+    def export(self, adapter: str, version: int) -> Export:
+        """Of the transformer with ``adapter`` merged.
 
         Raises NonFiniteWeights. Statistics against the export before, over adapted modules, absent
         the first time: `weights/codes_changed`, the share of stored codes that differ, and

@@ -10,7 +10,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Selection:
+class Selected:
     """Chosen candidate indices. Iterating gives ``indices``."""
 
     # K of them, ascending, so that the order of training does not depend on the rewards
@@ -63,7 +63,7 @@ def select(
     rule: str = "best_worst",
     seed: int = 0,
     candidates: Sequence[int] | np.ndarray | None = None,
-) -> Selection:
+) -> Selected:
     """Choose ``keep`` of the scored candidates of one prompt.
 
     rewards [M], all finite; ``candidates`` [M] are their indices in the pool (default 0 .. M-1),
@@ -90,7 +90,7 @@ def select(
     ranked = chosen[np.argsort(-values[chosen], kind="stable")]
     best, rest = ranked[: (keep + 1) // 2], np.sort(ranked[(keep + 1) // 2 :])
     worst = rest[np.argsort(values[rest], kind="stable")]
-    return Selection(_plain(indices[chosen]), _plain(indices[best]), _plain(indices[worst]))
+    return Selected(_plain(indices[chosen]), _plain(indices[best]), _plain(indices[worst]))
 
 
 def _check(values: np.ndarray, indices: np.ndarray, keep: int, rule: str) -> None:

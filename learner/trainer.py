@@ -18,13 +18,13 @@ from configs.schema import RunConfig
 from configs.section import Tree
 from learner.advantages import advantages
 from learner.averages import PREVIOUS, Averages, adapters_of
-from learner.batch import Group, Samples, check_groups, joined, keep_evidence
-from learner.export import Exported, PolicyExporter
+from learner.batch import Group, TrainingSamples, check_groups, joined, keep_evidence
+from learner.export import PolicyExporter
 from learner.generating import Generator
 from learner.lockstep import LockstepUpdater, collective
 from learner.nonfinite import NonFiniteTraining
 from learner.objectives import build_objective
-from learner.publish import NonFiniteWeights
+from learner.publish import Export, NonFiniteWeights
 from learner.replicas import Replicas
 from learner.schedules import learning_rate
 from learner.state import Counts, LearnerState
@@ -146,11 +146,10 @@ class Trainer:
         ``iteration`` names the random streams and must rise from call to call. Groups are trained
         on in prompt order, in whichever order they come. Among replicas each is given its own
         groups, one at least or part of one, and the rewards [K] of all other prompts,
-        ``elsewhere``, by prompt index;
-        every one takes the same step, that of one learner with all groups but for the order of
-        sums. All or nothing, everywhere. Raises NonFiniteTraining after writing the iteration's
-        data to ``failure_dir``, ValueError for groups that cannot be trained on; among replicas
-        also ReplicaFailed, ReplicasDiffer and GroupBroken.
+        ``elsewhere``, by prompt index; every one takes the same step, that of one learner with all
+        groups but for the order of sums. All or nothing, everywhere. Raises NonFiniteTraining after
+        writing the iteration's data to ``failure_dir``, ValueError for groups that cannot be
+        trained on; among replicas also ReplicaFailed, ReplicasDiffer and GroupBroken.
         """
         groups = sorted(groups, key=lambda group: group.prompt_index)
         (values, metrics), _ = self.replicas.together(
@@ -188,7 +187,7 @@ class Trainer:
             )
         return metrics | self.replicas.take_times()
 
-    def _train(self, samples: Samples, rate: float, iteration: int) -> dict[str, float]:
+    def _train(self, samples: TrainingSamples, rate: float, iteration: int) -> dict[str, float]:
         """The optimizer steps, with the averages that follow each of them; all or nothing."""
         shuffle = stream_seed(self.config.seed, "shuffle", iteration)
         if not self._averages.by_step:
@@ -221,10 +220,10 @@ class Trainer:
 
     def export(
         self, version: int, backend: str | None = None, weights: str | None = None
-    ) -> Exported:
-        """The sampling policy, or the adapter ``weights``, merged, in the explorers' format.
+    ) -> Export:
+        """The sampling policy, or the adapter ``weights``, merged, in the rollout actors' format.
 
-        ``backend`` is the one that explorers run, where they know better than this process: on
+        ``backend`` is the one that rollout actors run, where they know better than this process: on
         their device "auto" may be another. Raises NonFiniteWeights naming the module, after writing
         the data of the iteration that led there to ``failure_dir``, ValueError for an arm that
         explores nothing.

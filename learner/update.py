@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from configs.training import Optimizer
-from learner.batch import Samples
+from learner.batch import TrainingSamples
 from learner.nonfinite import NonFiniteTraining, first_nonfinite_module
 from learner.objectives.base import Objective, Points
 from learner.replicas import Replicas
@@ -49,7 +49,7 @@ class Updater:
 
     def run(
         self,
-        samples: Samples,
+        samples: TrainingSamples,
         sigmas: Tensor,
         learning_rate: float,
         shuffle_seed: int,
@@ -83,14 +83,7 @@ class Updater:
                 if after_step is not None:
                     after_step(len(norms))
             told = self.replicas.exchange(sums)
-            if any(norms):
-                self.trained.require_change(before, norms[-1], learning_rate)
-            # not among replicas: this one's samples may be alike while others' are not
-            elif bool(samples.advantages.any()) and self.replicas.size == 1:
-                raise NothingLearned(
-                    "every gradient is zero although advantages are not: the loss does not depend"
-                    " on the adapter"
-                )
+            self._require_learned(samples, norms, before, learning_rate)
         except BaseException:
             # an interrupted update would leave weights that no seed leads to again
             self.trained.load_state(before)
@@ -105,7 +98,26 @@ class Updater:
             "optimizer/points": float(points),
         }
 
-    def gradient(self, samples: Samples, sigmas: Tensor) -> Tensor:
+    def _require_learned(
+        self,
+        samples: TrainingSamples,
+        norms: Sequence[float],
+        before: dict[str, Tensor],
+        learning_rate: float,
+    ) -> None:
+        """Raises NothingLearned where steps with gradients of these norms, or of none, left the
+        weights at ``before`` although there was something to learn.
+        """
+        if any(norms):
+            self.trained.require_change(before, norms[-1], learning_rate)
+        # not among replicas: this one's samples may be alike while others' are not
+        elif bool(samples.advantages.any()) and self.replicas.size == 1:
+            raise NothingLearned(
+                "every gradient is zero although advantages are not: the loss does not depend on"
+                " the adapter"
+            )
+
+    def gradient(self, samples: TrainingSamples, sigmas: Tensor) -> Tensor:
         """The gradient of the mean loss over all points of ``samples``, flat, float32 [D] on the
         CPU. Nothing is changed. Raises NonFiniteTraining.
         """
@@ -122,7 +134,7 @@ class Updater:
             self.trained.forget_gradients()
 
     def _step(
-        self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
+        self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
     ) -> tuple[int, float]:
         """One optimizer step on the mean loss over the points of ``part``, of all replicas.
 
@@ -139,7 +151,7 @@ class Updater:
         return total, self.trained.step()
 
     def _gradients(
-        self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
+        self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
     ) -> int:
         """Leave the gradient of this replica's part, add to ``sums``; how many points all have."""
         _, counts = self.replicas.together(lambda: self._accumulate(samples, part, sigmas, sums))
@@ -147,7 +159,7 @@ class Updater:
 
     @compile_failures(COMPILE)
     def _accumulate(
-        self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
+        self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
     ) -> int:
         """Leave the gradient of the summed losses of ``part``, add to ``sums``; how many points."""
         total = 0
@@ -164,7 +176,7 @@ class Updater:
         return total
 
     def _micro_batches(
-        self, samples: Samples, part: np.ndarray, sigmas: Tensor
+        self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor
     ) -> Iterator[Points]:
         """Points of the samples ``part`` in batches of ``batch_size``; the last may be smaller.
 
@@ -200,7 +212,9 @@ class Updater:
             )
         )
 
-    def _forward(self, samples: Samples, points: Points) -> tuple[Tensor, dict[str, Tensor]]:
+    def _forward(
+        self, samples: TrainingSamples, points: Points
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective's loss and metrics, with gradient for the "current" policy alone.
 
         A policy that still has the current weights gets the current velocities themselves: it saves
@@ -219,7 +233,7 @@ class Updater:
             points, velocities, samples.advantages[points.sample_index.cpu()].to(self.device)
         )
 
-    def _conditioning(self, samples: Samples, points: Points) -> Conditioning:
+    def _conditioning(self, samples: TrainingSamples, points: Points) -> Conditioning:
         """A row per point."""
         return samples.cond.rows(samples.group[points.sample_index.cpu()]).to(self.device)
 
@@ -230,7 +244,7 @@ class Updater:
         with use(self.transformer, None if policy == "ref" else policy):
             return velocity(self.family, denoiser, points.x_t, points.sigma, cond, self.guided)
 
-    def _diagnose(self, samples: Samples, points: Points, what: str) -> NonFiniteTraining:
+    def _diagnose(self, samples: TrainingSamples, points: Points, what: str) -> NonFiniteTraining:
         """Run the batch again, policy by policy; names the first module that is not finite."""
         for policy, module in self._first_modules(samples, points):
             if module is not None:
@@ -241,7 +255,9 @@ class Updater:
             f"{what} although every velocity is finite: it overflowed in the objective"
         )
 
-    def _first_modules(self, samples: Samples, points: Points) -> Iterable[tuple[str, str | None]]:
+    def _first_modules(
+        self, samples: TrainingSamples, points: Points
+    ) -> Iterable[tuple[str, str | None]]:
         """(policy, its first module that is not finite), a pass each, eager: compiled modules do
         not say what they compute.
         """

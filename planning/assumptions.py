@@ -10,37 +10,27 @@ from dataclasses import dataclass, replace
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning.placement import needs_of
-from policy.precision.accelerators import ACCELERATORS
+from policy.precision.accelerators import ACCELERATORS, HOST_LINK_GB_S
 from policy.precision.backends import BACKENDS, Backend, auto_backends
 from policy.precision.cost import Rates, rates
 
-HOST_LINK_GB_S = 50.0
-"""GB of 1e9 bytes per second between page-locked host memory and a GPU, one way, while all GPUs of
-a node move at once: most of what 16 lanes of PCIe 5 carry (63). Not measured.
-"""
-SLOWER_LINKS = {"L40S": 25.0, "RTX 4090": 25.0}
-"""GPUs on PCIe 4."""
+LINK_SHARE = 0.75
+"""Of what NVLink carries, what gathering reaches. Not measured."""
 
 
 def host_link(accelerator: str) -> float:
     """Bytes per second between host memory and a GPU of this kind, one way."""
-    return 1e9 * SLOWER_LINKS.get(accelerator, HOST_LINK_GB_S)
-
-
-NVLINK_GB_S = {"H100": 450.0, "H200": 450.0} | dict.fromkeys(
-    ("B200", "GB200", "B300", "GB300"), 900.0
-)
-"""GB of 1e9 bytes per second that a GPU receives from others of its node, as NVIDIA states it."""
-LINK_SHARE = 0.75
-"""Of it, what gathering reaches. Not measured."""
+    known = ACCELERATORS.get(accelerator)
+    return 1e9 * (known.host_gb_s if known else HOST_LINK_GB_S)
 
 
 def peer_link(accelerator: str) -> float:
     """Bytes per second that each GPU of a node gathers from the others; without NVLink through
     the host's memory, in and out.
     """
-    if accelerator in NVLINK_GB_S:
-        return 1e9 * NVLINK_GB_S[accelerator] * LINK_SHARE
+    known = ACCELERATORS.get(accelerator)
+    if known and known.nvlink_gb_s:
+        return 1e9 * known.nvlink_gb_s * LINK_SHARE
     return host_link(accelerator) / 2
 
 

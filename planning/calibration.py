@@ -163,7 +163,7 @@ def _durations(config: RunConfig, spans: Sequence[Span], work: Mapping[Span, flo
         encode=line("encoder", "encode"),
         select=line("selector", "select"),
         export=line("learner", "export"),
-        shard=line("learner", "chunk"),
+        shard=line("learner", "shard"),
         load=line("rollout", "load"),
         summing=Summing(),
         call_s=0.0,  # it is in the spans

@@ -20,10 +20,6 @@ from policy.precision.backends import BACKENDS
 from rewards import model_bytes
 
 Held = dict[str, dict[str, int | None]]
-PACKED = {"fp8": 1.0, "nvfp4": 0.5625}
-"""Bytes per element of an activation that kernels have packed, by wire format: codes, and NVFP4's
-scale of each 16. Packed by operations of torch it takes several times as much; ``auto`` does not.
-"""
 
 
 def parts_of(config: RunConfig, counts: Counts, backend: str, held: Held) -> dict[str, Parts]:
@@ -44,7 +40,12 @@ MODELS = ("denoiser", "autoencoder", "tiny autoencoder")
 
 
 def _per_element(backend: str) -> float:
-    return PACKED.get(BACKENDS[backend].wire_format, 0.0)
+    """Bytes of an element of an activation that kernels have packed: in the format of weights,
+    scales included. Packed by operations of torch it takes several times as much; ``auto`` does
+    not.
+    """
+    found = BACKENDS[backend]
+    return found.bits / 8 if found.quantizes else 0.0
 
 
 def held_of(

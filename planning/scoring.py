@@ -1,4 +1,4 @@
-"""Seconds that scorers with a published model take."""
+"""Seconds that scorers take, by what their classes say of an image."""
 
 from __future__ import annotations
 
@@ -9,22 +9,8 @@ from configs.schema import RunConfig
 from configs.sections import Model
 from planning.assumptions import ACCELERATORS, Device
 from planning.placement import kinds_of
-from rewards import model_bytes
+from rewards import effort
 from rewards.clips import scored_frames
-
-TOWERS = {
-    "clipscore": (1024, 24, 257),
-    "pickscore": (1280, 32, 257),
-    "hpsv2": (1280, 32, 257),
-    "imagereward": (1024, 24, 197),
-}
-"""Width, layers and tokens of the image encoders of published reward models. Their text encoders,
-with less than 5 % of the operations, are left out.
-"""
-ASKED = 230
-"""Tokens of UnifiedReward's question."""
-WRITTEN = {"axes": 80, "elements": 80, "final": 8}
-"""And of its answers; of ``elements`` with a prompt that names eight. Not measured."""
 
 
 def score_seconds(
@@ -50,40 +36,8 @@ def scored(config: RunConfig, model: Model) -> int:
 
 def _seconds(scorer: Scorer, config: RunConfig, model: Model, device: Device) -> float:
     """Of one drawn image or clip."""
-    frames = scored(config, model)
-    if scorer.name == "unifiedreward":
-        return frames * _speaking(scorer, model, device)
-    return frames * _image_flops(scorer) / (1e12 * _reached(device, scorer, "fp32"))
-
-
-def _reached(device: Device, scorer: Scorer, usual: str) -> float:
-    """TFLOP/s; torch does not run products of FP32 in TF32 unless told."""
-    known = ACCELERATORS.get(device.name)
-    full = scorer.settings.get("dtype", usual) == "fp32"
-    return device.plain * (known.fp32 / known.bf16 if known and full else 1.0)
-
-
-def _image_flops(scorer: Scorer) -> float:
-    """Operations to score one image; 0 where the scorer has no model, or it is not known which."""
-    known = TOWERS.get(scorer.name)
-    small = str(scorer.settings.get("checkpoint", "")).startswith("shapes/")
-    if known is None or small or scorer.settings.get("architecture"):
-        return 0.0
-    width, layers, tokens = known
-    return float(layers * tokens * (24 * width**2 + 4 * tokens * width))
-
-
-def _speaking(scorer: Scorer, model: Model, device: Device) -> float:
-    """Two operations per parameter and token that it reads; per token that a batch writes, its
-    weights once through the memory. 0 where its size is not known.
-    """
-    from rewards.unifiedreward import SIDE, UnifiedReward
-
-    held = model_bytes(scorer) or 0
-    told = UnifiedReward.told(scorer.settings)
-    width = 4 if told["dtype"] == "fp32" else 2
-    pixels = min(model.height * model.width, told["max_pixels"] or float("inf"))
-    flops = 2 * held / width * (ASKED + pixels / SIDE**2)
-    passes = WRITTEN[told["form"]] / told["batch_size"]
-    reading = flops / (1e12 * _reached(device, scorer, "bf16"))
-    return reading + passes * held / (1e12 * device.bandwidth)
+    each, known = effort(scorer, model.height, model.width), ACCELERATORS.get(device.name)
+    # torch does not run products of FP32 in TF32 unless told
+    slower = known.fp32 / known.bf16 if known and each.dtype == "fp32" else 1.0
+    frames, reached = scored(config, model), 1e12 * (device.plain * slower)
+    return frames * each.flops / reached + frames * each.bytes / (1e12 * device.bandwidth)

@@ -24,7 +24,7 @@ from policy.sharding import blocks_of
 
 
 def packed_base(
-    family: Family, packing: frozen.Packing, patterns: tuple[str, ...], dtype: torch.dtype
+    family: Family, packing: frozen.FrozenFormat, patterns: tuple[str, ...], dtype: torch.dtype
 ) -> tuple[int, int]:
     """(bytes that packing the learner's frozen weights saves, bytes of the largest unpacked)."""
     key = (family.model.path, patterns)

@@ -23,7 +23,7 @@ from policy.precision.backends import BACKENDS
 from policy.precision.swap import ModuleRow, quantize_plan
 from policy.sharding import whole
 
-Packing = Literal["int8", "nf4"]
+FrozenFormat = Literal["int8", "nf4"]
 BLOCK, BLOCKS = 64, 256  # weights with a scale of their own, and scales with one
 RULES = BACKENDS["emulated_nvfp4"]
 """Whose rules say which layers are packed: what exploring packs, too, in any format it has."""
@@ -50,7 +50,7 @@ class _Product(torch.autograd.Function):
 class FrozenLinear(nn.Linear):
     """A linear whose weight is packed; it has no gradient."""
 
-    def __init__(self, linear: nn.Linear, packing: Packing):
+    def __init__(self, linear: nn.Linear, packing: FrozenFormat):
         super().__init__(linear.in_features, linear.out_features, False, "meta")
         self.packing = packing
         packed = _packed(linear.weight.detach(), packing)
@@ -67,7 +67,7 @@ class FrozenLinear(nn.Linear):
         return _Product.apply(x, self)
 
 
-def _packed(weight: Tensor, packing: Packing) -> Tensor:
+def _packed(weight: Tensor, packing: FrozenFormat) -> Tensor:
     ao: Any = importlib.import_module("torchao.quantization")  # an extra
     if packing == "nf4":
         blocks = weight.numel() // BLOCK
@@ -98,7 +98,7 @@ def frozen_rows(
 
 
 def freeze(
-    transformer: nn.Module, family: Family, packing: Packing, patterns: Sequence[str] = ()
+    transformer: nn.Module, family: Family, packing: FrozenFormat, patterns: Sequence[str] = ()
 ) -> None:
     """Pack the weights of a bare transformer, in place. Raises ValueError where none can be."""
     rows = frozen_rows(transformer, family, patterns)
@@ -110,7 +110,7 @@ def freeze(
         transformer.set_submodule(row.name, FrozenLinear(linear, packing))
 
 
-def packed_bytes(rows: Sequence[ModuleRow], packing: Packing) -> int:
+def packed_bytes(rows: Sequence[ModuleRow], packing: FrozenFormat) -> int:
     """Bytes of the packed weights of these layers."""
     if packing == "int8":  # with a scale and a zero of each row
         return sum(math.prod(row.shape) + 5 * row.shape[0] for row in rows)

@@ -69,7 +69,7 @@ def conditioning_like(
 # ---- work
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """One call of a linear or convolution: its path, operations, and elements of its input."""
 
     name: str
@@ -80,17 +80,17 @@ class Call(NamedTuple):
 @contextmanager
 def calls_of(
     transformer: nn.Module, names: Collection[str], counter: TorchDispatchMode
-) -> Iterator[list[Call]]:
+) -> Iterator[list[LayerCall]]:
     """The calls of the modules ``names`` in the block, which ``counter`` counts; attention is fused
     there.
     """
-    calls: list[Call] = []
+    calls: list[LayerCall] = []
 
     def noting(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             weight = module.get_parameter("weight")
             flops = 2 * (output.numel() // weight.shape[0]) * weight.numel()
-            calls.append(Call(name, flops, inputs[0].numel()))
+            calls.append(LayerCall(name, flops, inputs[0].numel()))
 
         return note
 

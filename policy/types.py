@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from records.weights import DTYPES as DTYPES  # for those who import it from here
+
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """(x [B, *latent], sigma 0-dim or [B]) -> v [B, *latent] = eps - x0, where x_t = (1 - t) x0 + t eps
 and sigma = t in [0, 1].
 """
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""What a configuration calls a precision."""
 
 NEGATIVE = "negative/"
 """Before the names of a negative prompt's tensors in a row of conditioning."""

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from records import atomic
-from records.images import LARGEST_INLINE, TINY, grid, to_pil, webp_bytes
+from records.images import LARGEST_INLINE, TINY, grid, reduced_image, to_pil, webp_bytes
 
 Stage = Literal["explored", "regenerated"]
 End = Literal["best", "worst"]
@@ -73,9 +73,7 @@ def reduced(image: np.ndarray) -> np.ndarray:
         return image.copy()  # a view would keep the whole batch in memory
     if image.ndim == 4:
         return np.stack([reduced(frame) for frame in image])
-    small = to_pil(image)
-    small.thumbnail((LARGEST_INLINE, LARGEST_INLINE), Image.Resampling.LANCZOS)
-    return np.asarray(small).transpose(2, 0, 1)
+    return np.asarray(reduced_image(to_pil(image))).transpose(2, 0, 1)
 
 
 def save_extremes(

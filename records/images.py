@@ -245,7 +245,7 @@ def data_uri(path: Path) -> tuple[str, int, int]:
             frames: list[Image.Image] = []
             durations: list[int] = []
             for frame in ImageSequence.Iterator(image):
-                frames.append(_reduced(frame))
+                frames.append(reduced_image(frame))
                 durations.append(frame.info.get("duration", 0))  # known once it is read
             width, height = frames[0].size
             if kind == "webp":
@@ -257,7 +257,8 @@ def data_uri(path: Path) -> tuple[str, int, int]:
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}", width, height
 
 
-def _reduced(image: Image.Image) -> Image.Image:
+def reduced_image(image: Image.Image) -> Image.Image:
+    """``image`` no larger than a page shows it."""
     small = image.convert("RGB")
     small.thumbnail((LARGEST_INLINE, LARGEST_INLINE), Image.Resampling.LANCZOS)
     return small

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from threading import Thread
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
 from records.metrics import METRICS, Metric, exported_name, known_name
+from records.rundir import Event
 
 log = logging.getLogger(__name__)
-Events = Callable[..., None]
 
 
 class PrometheusExporter:
@@ -27,7 +27,7 @@ class PrometheusExporter:
 
     name = "prometheus"
 
-    def __init__(self, port: int, host: str = "127.0.0.1", events: Events | None = None):
+    def __init__(self, port: int, host: str = "127.0.0.1", events: Event | None = None):
         """Start serving on ``host:port``.
 
         Where that is impossible, warn in one line, write the event ``metrics_unavailable``, and

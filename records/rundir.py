@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, Protocol, SupportsFloat
 
 from configs.load import ConfigError, parse
 from configs.prompts import digests
@@ -24,6 +24,12 @@ PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "pydantic", "nu
 ANOTHER_RUN = (
     "stop it, or wait until it ends, and continue it with --resume; --set name=... starts another"
 )
+
+
+class Event(Protocol):
+    """Writes down what happened: its name, and what there is to say of it."""
+
+    def __call__(self, name: str, /, **fields: object) -> None: ...
 
 
 class RunDirectory:

@@ -18,8 +18,8 @@ from configs.schema import RunConfig
 from records.errors import described
 from records.extremes import Extreme, sheet
 from records.metrics import declared
-from records.prometheus import Events, PrometheusExporter
-from records.rundir import RunDirectory
+from records.prometheus import PrometheusExporter
+from records.rundir import Event, RunDirectory
 
 Row = Mapping[str, object]
 SHEET = "images/best_and_worst"
@@ -65,7 +65,7 @@ class Sinks:
     left out.
     """
 
-    def __init__(self, config: RunConfig, rundir: RunDirectory, event: Events):
+    def __init__(self, config: RunConfig, rundir: RunDirectory, event: Event):
         logging = config.logging
         self._event, self._rundir = event, rundir
         self._undeclared: set[str] = set()

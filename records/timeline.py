@@ -43,7 +43,7 @@ WORKS = {
     "audit": Work("regenerate", 2),
     "update": Work("update", 3),
     "export": Work("publish", 4),
-    "chunk": Work("publish", 4),
+    "shard": Work("publish", 4),
     "load": Work("publish", 4),
     "score": Work("score", 5),
     "encode": Work("encode", 6),
@@ -51,6 +51,8 @@ WORKS = {
     "begin_turn": Work("move", 9),
     "end_turn": Work("move", 9),
 }
+RENAMED = {"chunk": "shard"}
+"""Works of version 0.1.0, by what they are called since."""
 OTHER = Work("evaluate, save, load", 8)
 
 
@@ -212,7 +214,8 @@ def forget_after(path: Path, moment: float) -> None:
 def _parsed(line: str) -> Span | None:
     try:
         row = json.loads(line)
-        span = Span(**{**row, "unit": tuple(row["unit"])})
+        work = RENAMED.get(row["work"], row["work"])
+        span = Span(**{**row, "work": work, "unit": tuple(row["unit"])})
         words = all(isinstance(word, str) for word in (span.service, span.work, span.outcome))
         counts = all(type(number) is int for number in (span.actor, span.incarnation, span.attempt))
         units = all(isinstance(part, int | str) for part in span.unit)

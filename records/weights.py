@@ -1,4 +1,6 @@
-"""Weights from a file that others made; reading it runs none of its code."""
+"""Types of weights by name, and weights from a file that others made; reading it runs none of its
+code.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,8 @@ import torch
 
 from records.errors import described
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What settings call a type."""
 NOT_WEIGHTS = ("input_resolution", "context_length", "vocab_size")
 """Numbers that OpenAI's CLIP keeps beside its weights."""
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import cast
 
+from configs.named import nearest
 from configs.rewards import Scorer as ScorerConfig
 from records.errors import described
-from rewards.base import BuiltIn, Scorer, ScorerError, ScorerSetupError, Settings
+from rewards.base import BuiltIn, Effort, Scorer, ScorerError, ScorerSetupError, Settings
 
 SCORERS: dict[str, str] = {
     "imagereward": "rewards.imagereward:ImageReward",
@@ -42,11 +42,9 @@ def resolve(name: str) -> str:
     module, colon, attribute = name.partition(":")
     if colon and module and attribute:
         return name
-    near = get_close_matches(name, SCORERS, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
     raise ScorerSetupError(
-        f"rewards.scorers.name: there is no built-in scorer {name!r}: {hint}Use one of"
-        f" {', '.join(sorted(SCORERS))}, or module:attribute of your own"
+        f"rewards.scorers.name: there is no built-in scorer {name!r}{nearest(name, SCORERS)}: use"
+        f" one of {', '.join(sorted(SCORERS))}, or module:attribute of your own"
     )
 
 
@@ -74,6 +72,18 @@ def model_bytes(scorer: ScorerConfig) -> int | None:
     made = built_in(scorer.name)
     try:
         return made.model_bytes(scorer.settings) if made is not None else None
+    except ScorerSetupError as error:
+        raise ScorerSetupError(f"scorer {scorer.name!r}: {error}") from None
+
+
+def effort(scorer: ScorerConfig, height: int, width: int) -> Effort:
+    """What an image of this size takes; nothing, where the scorer is not built in.
+
+    Raises ScorerSetupError for settings that are none.
+    """
+    made = built_in(scorer.name)
+    try:
+        return made.effort(scorer.settings, height, width) if made is not None else Effort()
     except ScorerSetupError as error:
         raise ScorerSetupError(f"scorer {scorer.name!r}: {error}") from None
 
@@ -147,9 +157,10 @@ def _imported(target: str) -> Callable[..., object]:
             made = getattr(made, part)
         except AttributeError as error:
             names = [name for name in dir(made) if not name.startswith("_")]
-            near = get_close_matches(part, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "check the name behind the colon"
-            raise ScorerSetupError(f"{module_name!r} has no attribute {path!r}: {hint}") from error
+            raise ScorerSetupError(
+                f"{module_name!r} has no attribute {path!r}{nearest(part, names)}: check the name"
+                " behind the colon"
+            ) from error
     if not callable(made):
         raise ScorerSetupError(
             f"{path!r} is {type(made).__name__}, not a class or function that makes a scorer"
@@ -186,12 +197,14 @@ def _takes(made: Callable[..., object], argument: str) -> bool:
 __all__ = [
     "SCORERS",
     "BuiltIn",
+    "Effort",
     "Scorer",
     "ScorerError",
     "ScorerSetupError",
     "build",
     "built_in",
     "check_settings",
+    "effort",
     "may_use_gpu",
     "model_bytes",
     "resolve",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -45,6 +45,14 @@ def source_of(metadata: Metadata) -> np.ndarray | None:
     return found if isinstance(found, np.ndarray) else None
 
 
+class Effort(NamedTuple):
+    """What one image takes of a GPU that scores it."""
+
+    flops: float = 0.0
+    dtype: str = "fp32"  # of the products
+    bytes: float = 0.0  # that it reads of its weights, beside the products
+
+
 class BuiltIn:
     """What a built-in scorer states about itself, for those who ask before one is made.
 
@@ -63,6 +71,14 @@ class BuiltIn:
     def model_bytes(cls, settings: Settings) -> int | None:
         """Bytes of its model's weights; None where only loading it would tell. Here: no model."""
         return 0
+
+    @classmethod
+    def effort(cls, settings: Settings, height: int, width: int) -> Effort:
+        """Of an image of this size, for plans. Here nothing: no model, or nothing is known of it.
+
+        Raises ScorerSetupError for values that ``check`` refuses.
+        """
+        return Effort()
 
 
 def check(scores: object, count: int) -> tuple[np.ndarray, str | None]:

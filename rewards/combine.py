@@ -147,7 +147,7 @@ class Combination:
 
 
 @dataclass(frozen=True)
-class Scored:
+class Combined:
     """Rewards of one batch."""
 
     total: np.ndarray  # float32 [B], weighted sum
@@ -248,9 +248,9 @@ class WeightedScorer:
 
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
-    ) -> Scored:
+    ) -> Combined:
         """Scores as one group and combines. Raises ScorerError where a scorer fails."""
         made = self.attempt(images, prompts, metadata)
         if made.failures:
             raise ScorerError(made.failures[0])
-        return Scored(self.combination(made.scores), made.scores, made.parts)
+        return Combined(self.combination(made.scores), made.scores, made.parts)

@@ -111,6 +111,7 @@ class ImageReward(PairedScorer):
     """
 
     paths = {"checkpoint": FILES, "vocabulary": WORD_FILES}
+    tower = (1024, 24, 197)
 
     def __init__(
         self,

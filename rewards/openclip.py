@@ -134,6 +134,7 @@ class ClipScore(OpenClipScorer):
 
     default = "ViT-L-14-quickgelu"
     published = "timm/vit_large_patch14_clip_224.openai"
+    tower = (1024, 24, 257)
     resizes = {"interpolation": "bicubic", "resize_mode": "shortest"}
 
     def pixels(self, images: np.ndarray) -> torch.Tensor:
@@ -150,6 +151,7 @@ class HPSv2(OpenClipScorer):
 
     default = "ViT-H-14"
     published = "xswu/HPSv2"
+    tower = (1280, 32, 257)
     paths = {"checkpoint": ("HPS_v2.1_compressed.pt", "HPS_v2_compressed.pt", *FILES)}
 
     def pixels(self, images: np.ndarray) -> torch.Tensor:

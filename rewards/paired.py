@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
 
+from records.weights import DTYPES
 from rewards.base import (
     BuiltIn,
+    Effort,
     Metadata,
     ScorerSetupError,
     Settings,
@@ -18,8 +21,6 @@ from rewards.base import (
     require_one_of,
 )
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 class PairedScorer(BuiltIn, ABC):
     """Batches images and prompts, image i with prompt i; never every image with every prompt.
@@ -27,6 +28,9 @@ class PairedScorer(BuiltIn, ABC):
     ``device`` None is the GPU where torch sees one; the reward service gives the device of its
     actors. A batch's scores are computed in FP32 from features in ``dtype``.
     """
+
+    tower: ClassVar[tuple[int, int, int] | None] = None
+    """Width, layers and tokens of the published model's image encoder."""
 
     def __init__(
         self, batch_size: int = 16, dtype: str = "fp32", device: str | None = None
@@ -79,6 +83,18 @@ class PairedScorer(BuiltIn, ABC):
                 for first in range(0, len(images), self.batch_size)
             ]
         return torch.cat(parts).float().cpu().numpy()
+
+    @classmethod
+    def effort(cls, settings: Settings, height: int, width: int) -> Effort:
+        """Of the published image encoder, whatever the image's size; the text encoder, with less
+        than 5 % of the operations, is left out. Of other models nothing is known.
+        """
+        small = str(settings.get("checkpoint", "")).startswith("shapes/")
+        if cls.tower is None or small or settings.get("architecture"):
+            return Effort()
+        features, layers, tokens = cls.tower
+        flops = layers * tokens * (24 * features**2 + 4 * tokens * features)
+        return Effort(float(flops), str(settings.get("dtype", "fp32")))
 
     @abstractmethod
     def pixels(self, images: np.ndarray) -> torch.Tensor:

@@ -51,6 +51,7 @@ class PickScore(PairedScorer):
     """
 
     paths = {"checkpoint": FILES}
+    tower = (1280, 32, 257)
 
     def __init__(
         self,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ import torch
 from PIL import Image
 
 from records.errors import first_line
+from records.weights import DTYPES
 from rewards.answers import numbers_after
 from rewards.base import (
     BuiltIn,
+    Effort,
     Metadata,
     ScorerError,
     ScorerSetupError,
@@ -32,7 +34,8 @@ from rewards.base import (
 )
 from rewards.cache import content_key
 from rewards.checkpoints import local, pretrained
-from rewards.paired import DTYPES, PairedScorer
+from rewards.paired import PairedScorer
+from rewards.unifiedreward_forms import FORMS
 
 CLASS = "Qwen2_5_VLForConditionalGeneration"
 WEIGHTS = ("model.safetensors.index.json", "model.safetensors")
@@ -41,57 +44,8 @@ PARAMETERS = {PUBLISHED: 8_292_166_656, "CodeGoat24/UnifiedReward-qwen-7b": 8_29
 HIGHEST = 5.0
 SIDE = 28
 """Pixels of a token's side: smaller images would be one token, enlarged."""
-
-
-@dataclass(frozen=True)
-class Form:
-    """How the model is asked, and what it writes a number from ``low`` to 5 behind."""
-
-    prompt: str
-    marks: Mapping[str, str]
-    low: float = 1.0
-
-
-_RATED = (
-    "You are given a text caption and a generated image based on that caption. Your task is to"
-    " evaluate this image based on two key criteria:\n1. Alignment with the Caption: Assess how"
-    " well this image aligns with the provided caption. Consider the accuracy of depicted objects,"
-    " their relationships, and attributes as described in the caption.\n2. Overall Image Quality:"
-    " Examine the visual quality of this image, including clarity, detail preservation, color"
-    " accuracy, and overall aesthetic appeal.\n"
-)
-_TASK = "Your task is provided as follows:\nText Caption: [{prompt}]"
-FORMS = {
-    # github.com/CodeGoat24/UnifiedReward, inference_qwen/UnifiedReward-2.0-inference; read as in
-    # Pref-GRPO, from 0
-    "axes": Form(
-        "You are presented with a generated image and its associated text caption. Your task is to"
-        " analyze the image across multiple dimensions in relation to the caption. Specifically:\n"
-        "Provide overall assessments for the image along the following axes (each rated from 1 to"
-        " 5):\n- Alignment Score: How well the image matches the caption in terms of content.\n"
-        "- Coherence Score: How logically consistent the image is (absence of visual glitches,"
-        " object distortions, etc.).\n- Style Score: How aesthetically appealing the image looks,"
-        " regardless of caption accuracy.\n\nOutput your evaluation using the format below:\n\n"
-        "Alignment Score (1-5): X\nCoherence Score (1-5): Y\nStyle Score (1-5): Z\n\n" + _TASK,
-        {name: f"{name.title()} Score (1-5):" for name in ("alignment", "coherence", "style")},
-        low=0.0,
-    ),
-    # the same repository, inference_qwen/image_generation
-    "elements": Form(
-        _RATED + "Extract key elements from the provided text caption, evaluate their presence in"
-        " the generated image using the format: 'element (type): value' (where value=0 means not"
-        " generated, and value=1 means generated), and assign a score from 1 to 5 after 'Final"
-        " Score:'.\n" + _TASK,
-        {"final": "Final Score:"},
-    ),
-    # github.com/yifan123/flow_grpo, flow_grpo/rewards.py
-    "final": Form(
-        _RATED + "Based on the above criteria, assign a score from 1 to 5 after 'Final Score:'.\n"
-        "" + _TASK,
-        {"final": "Final Score:"},
-    ),
-}
-"""Input formats of the published models, word for word; both repositories are under MIT."""
+ASKED = 230
+"""Tokens of the question, beside the image's."""
 
 
 class UnifiedReward(BuiltIn):
@@ -162,6 +116,17 @@ class UnifiedReward(BuiltIn):
                 shapes = (tensors.get_slice(name).get_shape() for name in names)
                 count += sum(int(np.prod(shape)) for shape in shapes)
         return count * width
+
+    @classmethod
+    def effort(cls, settings: Settings, height: int, width: int) -> Effort:
+        """Two operations per parameter and token that it reads; per token that a batch writes, its
+        weights once through the memory. Nothing where its size is not known.
+        """
+        held, told = cls.model_bytes(settings) or 0, cls.told(settings)
+        pixels = min(height * width, told["max_pixels"] or math.inf)
+        flops = 2 * held / DTYPES[told["dtype"]].itemsize * (ASKED + pixels / SIDE**2)
+        passes = FORMS[told["form"]].tokens / told["batch_size"]
+        return Effort(flops, told["dtype"], passes * held)
 
     @classmethod
     def told(cls, settings: Settings) -> Settings:

@@ -10,7 +10,6 @@ Everything is FP32, on the CPU.
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 import torch
@@ -47,8 +46,8 @@ def trained_vae(minutes: float, work: Path) -> AutoencoderKL:
     """The finished autoencoder, trained once and then read from ``work``."""
     done = work / "vae-done"
     if not done.exists():
-        train_vae(Pool(1), minutes, work, log).save_pretrained(done.with_name("vae-part"))
-        os.replace(done.with_name("vae-part"), done)
+        with replacing(done) as fresh:
+            train_vae(Pool(1), minutes, work, log).save_pretrained(fresh)
     return AutoencoderKL.from_pretrained(done).eval()
 
 

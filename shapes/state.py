@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A neighbour to write, which is then ``path``."""
+    partial = path.with_suffix(".partial")
+    yield partial
+    os.replace(partial, path)
 
 
 def save_state(
@@ -31,11 +40,10 @@ def save_state(
     for index, slots in (optimizer.state_dict()["state"] if optimizer else {}).items():
         for slot, value in slots.items():
             tensors[f"optimizer.{index}.{slot}"] = torch.as_tensor(value).contiguous().clone()
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial)
-    os.replace(partial, path.with_suffix(".safetensors"))
-    partial.write_text(json.dumps(counters))
-    os.replace(partial, path.with_suffix(".json"))
+    with _replacing(path.with_suffix(".safetensors")) as partial:
+        save_file(tensors, partial)
+    with _replacing(path.with_suffix(".json")) as partial:
+        partial.write_text(json.dumps(counters))
 
 
 def kept(
@@ -46,8 +54,8 @@ def kept(
         return load_file(cache)
     parts = make()
     if cache:
-        save_file(parts, cache.with_suffix(".partial"))
-        os.replace(cache.with_suffix(".partial"), cache)
+        with _replacing(cache) as partial:
+            save_file(parts, partial)
     return parts
 
 

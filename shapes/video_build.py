@@ -10,7 +10,6 @@ lies in WORK/snapshot meanwhile. Everything is FP32, on the CPU.
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +42,8 @@ def trained_vae(minutes: float, work: Path) -> AutoencoderKLWan:
     """The finished autoencoder, trained once and then read from ``work``."""
     done = work / "vae-done"
     if not done.exists():
-        train_vae(minutes, work, log).save_pretrained(done.with_name("vae-part"))
-        os.replace(done.with_name("vae-part"), done)
+        with replacing(done) as fresh:
+            train_vae(minutes, work, log).save_pretrained(fresh)
     return AutoencoderKLWan.from_pretrained(done).eval()
 
 

@@ -29,8 +29,8 @@ from actors.messages import (
     UpdateRequest,
     WeightsId,
 )
-from actors.runtime import Tree
 from actors.selector import SelectorActor
+from configs.section import Tree
 from planning.durations import Durations
 from policy.precision.manifest import Manifest
 

@@ -14,7 +14,7 @@ from configs.schema import RunConfig
 from planning.durations import Durations
 from planning.layouts.gpus import Laid
 from planning.placement import kinds_of
-from records.rundir import RunDirectory
+from records.rundir import Event, RunDirectory
 from records.timeline import Span
 from simulator.actors import Encoder, Learner, Reward, Rollout, Selector, Simulated
 from simulator.machine import Shared
@@ -100,11 +100,7 @@ class SimulatedServices(ActorServices):
     """``ActorServices`` in virtual time."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        board: Board,
-        event: Callable[..., None],
-        record: Callable[[Span], None],
+        self, config: RunConfig, board: Board, event: Event, record: Callable[[Span], None]
     ):
         durations = board.hardware.any_durations
         self.board = board

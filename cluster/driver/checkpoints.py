@@ -7,13 +7,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import TypedDict, cast
 
 from cluster.driver.rank_monitor import MonitorState, RankMonitor
 from cluster.driver.services import ActorServices
 from configs.section import Tree
-from learner.checkpoint import STATE, CheckpointError, latest_checkpoint, read
-from records.rundir import RunDirectory, finite
+from learner.checkpoint import STATE, CheckpointError, latest_checkpoint, read, step_directory
+from records.rundir import Row, RunDirectory, finite
 
 NUMBER, WORD = (int, float), (str, type(None))
 KINDS = {
@@ -45,7 +45,8 @@ class Position:
 
     next_iteration: int = 0
     samples_seen: int = 0
-    last_row: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of an iteration
+    # numbers of the last iteration, by metric
+    last_row: Mapping[str, float] = field(default_factory=dict[str, float])
     seconds_before: float = 0.0  # of training, in sessions before this one
     restored: int = 0  # times the learner was lost and went back to a checkpoint
     began: float = field(default_factory=time.monotonic)
@@ -88,7 +89,7 @@ class Checkpoints:
             "guard": self._monitor.state,
             "backend": self._services.weights.chosen,
         }
-        path = self._rundir.checkpoints / f"step_{iteration:06d}"
+        path = step_directory(self._rundir.checkpoints, iteration)
         await self._services.learner.save(iteration, str(path), {**state})
         self._saved = iteration
         self._rundir.event("checkpoint_saved", iteration=iteration, path=path.name)
@@ -118,9 +119,7 @@ class Checkpoints:
             self._services.weights.chosen = saved["backend"]
         self._rundir.truncate(saved["iteration"], math.inf if in_process else saved["time"])
         rows = (r for r in reversed(self._rundir.metrics()) if r.get("kind") == "iteration")
-        last = next(
-            (row for row in rows if finite(row.get("seconds")) is not None), dict[str, Any]()
-        )
+        last = next((row for row in rows if finite(row.get("seconds")) is not None), Row())
         position.last_row = {key: value for key, value in last.items() if finite(value) is not None}
         return path
 

@@ -18,7 +18,7 @@ from cluster.runtime.tasks import BackgroundTasks
 from configs.schema import RunConfig
 from records.errors import described
 from records.extremes import ENDS, Extreme, Stage, reduced, save_extremes
-from records.rundir import RunDirectory
+from records.rundir import Event, RunDirectory
 
 MOST_OPEN = 4
 """Iterations whose images may be under way; with more, a newer one goes without."""
@@ -52,7 +52,7 @@ class Extremes:
         self,
         config: RunConfig,
         rundir: RunDirectory,
-        event: Callable[..., None],
+        event: Event,
         note: Callable[[str], None],
         show: Callable[[int, Sequence[Extreme]], None],
     ):

@@ -27,6 +27,7 @@ from learner.distance import relative_distance
 from policy.sampling.noise import stream_seed
 from policy.types import Conditioning
 from records.errors import RunFailed
+from records.rundir import Event
 
 STEPS = 2
 
@@ -48,7 +49,7 @@ class PolicyIdentity:
         config: RunConfig,
         encoder: EncoderClient,
         prompts: Sequence[Prompt],
-        event: Callable[..., None],
+        event: Event,
         note: Callable[[str], None],
     ):
         self._config, self._encoder, self._event, self._note = config, encoder, event, note

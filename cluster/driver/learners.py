@@ -12,14 +12,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar, cast
+from typing import cast
 
 from ray.exceptions import RayError
 
-from actors.calls import Answer, AnyTask, Call, Caller, Method, Task
+from actors.calls import Answer, AnyTask, Call, Caller, Method, R, Task, X, Y
 from actors.clients import LearnerClient
 from actors.learner import LearnerActor
-from cluster.driver.rounds import InTurn, Rounds, Turns
+from cluster.driver.rounds import OneAtATime, Rounds, Serialized
 from cluster.runtime.member import ActorLost, Member
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.starting import cause
@@ -28,9 +28,6 @@ from configs.services import LearnerService
 from learner.replicas import GroupBroken
 from records.errors import InputsLost, RunFailed, StateLost
 
-R = TypeVar("R")
-X = TypeVar("X")
-Y = TypeVar("Y")
 RENDEZVOUS_TRIES = 3
 """Times that replicas may be lost while they find each other, one after the other."""
 HINDSIGHT_S = 5.0
@@ -51,13 +48,13 @@ class LearnerGroup:
         pool.lost_by = self._lost_by
         assert isinstance(pool.service, LearnerService)
         by, sharding = pool.service.share, pool.service.shard
-        self._turns = Turns()
+        self._order = OneAtATime()
         first = FirstReplica(pool)
         if sharding == "none":
             self.client = LearnerClient(pool, first, EveryReplica(pool), by)
         else:
-            rounds = Rounds(pool, self._turns)
-            every = InTurn(EveryReplica(pool, PATIENCE_S), self._turns)
+            rounds = Rounds(pool, self._order)
+            every = Serialized(EveryReplica(pool, PATIENCE_S), self._order)
             self.client = LearnerClient(rounds, first, every, by, sharding)
 
     async def start(self) -> None:
@@ -67,7 +64,7 @@ class LearnerGroup:
 
     async def stop(self) -> None:
         """Kill every replica."""
-        await self._turns.end()
+        await self._order.end()
         await self.pool.stop()
 
     async def renew(self, why: str) -> None:

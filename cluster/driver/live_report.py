@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.runtime.tasks import cancel_all
+from records.rundir import Event
 
 LONGEST_S = 600.0
 """A report that takes longer is given up."""
@@ -28,7 +29,7 @@ class LiveReport:
         self,
         run: Path,
         every_s: float,
-        event: Callable[..., None],
+        event: Event,
         note: Callable[[str], None],
         program: tuple[str, ...] = PROGRAM,
     ):

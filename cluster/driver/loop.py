@@ -8,7 +8,6 @@ objective or model runs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from actors.messages import TrainingGroup
 from cluster.driver.exploration import Exploration
@@ -25,6 +24,7 @@ from cluster.runtime.tasks import run_together
 from configs.prompts import Prompt
 from configs.schema import RunConfig
 from records.progress import Progress
+from records.rundir import Event
 
 
 class Ring:
@@ -40,7 +40,7 @@ class Ring:
         services: ActorServices,
         prompts: list[Prompt],
         progress: Progress,
-        event: Callable[..., None],
+        event: Event,
         extremes: Extremes | None = None,
     ):
         self.config, self.services, self.progress = config, services, progress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from cluster.runtime.nodes import (
     LAG_S,
@@ -20,6 +20,7 @@ from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning.placement import NoRoom, waits_for
 from planning.placer import Placer
+from records.rundir import Event
 
 
 class Places:
@@ -29,7 +30,7 @@ class Places:
     there is, and nothing pends because something else was placed badly before it.
     """
 
-    def __init__(self, config: RunConfig, event: Callable[..., None]):
+    def __init__(self, config: RunConfig, event: Event):
         self._config, self._event = config, event
         self._placer = Placer(config)
         self._requests = Requests()

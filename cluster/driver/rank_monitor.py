@@ -12,6 +12,7 @@ from typing import TypedDict
 
 from configs.running import Audit
 from policy.precision.backends import finer_backend
+from records.rundir import Event
 
 SIGNS, TAU = "audit/sign_agreement", "audit/random_kendall_tau"
 
@@ -29,9 +30,7 @@ class RankMonitor:
     precision versions are published.
     """
 
-    def __init__(
-        self, settings: Audit, finest: str, event: Callable[..., None], note: Callable[[str], None]
-    ):
+    def __init__(self, settings: Audit, finest: str, event: Event, note: Callable[[str], None]):
         """``finest``: the regenerating precision. ``event`` and ``note`` are told, the one in
         fields, the other in words.
         """

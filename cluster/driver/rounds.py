@@ -11,20 +11,16 @@ import bisect
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import cast
 
-from actors.calls import Answer, AnyTask, Call, Caller, Method, Task
+from actors.calls import Answer, AnyTask, Call, Caller, Method, R, Task, X, Y
 from actors.learner import LearnerActor
 from actors.messages import GenerateRequest
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.tasks import BackgroundTasks, run_together
 
-R = TypeVar("R")
-X = TypeVar("X")
-Y = TypeVar("Y")
 
-
-class Turns:
+class OneAtATime:
     """One thing at a time. What has begun is ended although its caller no longer waits: some of
     the replicas are at it already, and wait for the others.
     """
@@ -33,7 +29,7 @@ class Turns:
         self._lock, self._tasks = asyncio.Lock(), BackgroundTasks()
 
     async def take(self, work: Callable[[], Coroutine[None, None, R]]) -> R:
-        """What ``work`` returns, once it is its turn."""
+        """What ``work`` returns, once all that came before has ended."""
         return await asyncio.shield(self._tasks.start(self._alone(work)))
 
     async def end(self) -> None:
@@ -46,14 +42,14 @@ class Turns:
 
 
 @dataclass(frozen=True)
-class InTurn(Caller):
-    """Calls of ``caller``, in turn with all others."""
+class Serialized(Caller):
+    """Calls of ``caller``, each after all that came before."""
 
     caller: Caller
-    turns: Turns
+    order: OneAtATime
 
     async def perform(self, task: AnyTask, call: Call) -> Answer:
-        return await self.turns.take(lambda: self.caller.perform(task, call))
+        return await self.order.take(lambda: self.caller.perform(task, call))
 
     async def call_each(
         self,
@@ -63,7 +59,7 @@ class InTurn(Caller):
         shared: Y,
     ) -> R:
         """See ``Caller``."""
-        return await self.turns.take(lambda: self.caller.call_each(task, method, messages, shared))
+        return await self.order.take(lambda: self.caller.call_each(task, method, messages, shared))
 
 
 @dataclass(order=True)
@@ -86,8 +82,8 @@ class _Waiting:
 class Rounds(Caller):
     """Generating: as many calls at a time as there are replicas, those of lowest priority first."""
 
-    def __init__(self, pool: ActorPool, turns: Turns) -> None:
-        self._pool, self._turns = pool, turns
+    def __init__(self, pool: ActorPool, order: OneAtATime) -> None:
+        self._pool, self._order = pool, order
         self._waiting: list[_Waiting] = []  # sorted
         self._numbers = itertools.count()
 
@@ -96,14 +92,14 @@ class Rounds(Caller):
         mine = _Waiting((task.priority, next(self._numbers)), task, call, answer)
         bisect.insort(self._waiting, mine)
         try:
-            # as many turns as calls: this one may have been answered in another's
-            await self._turns.take(self._round)
+            # as many rounds as calls: this one may have been answered in another's
+            await self._order.take(self._round)
             return await answer
         finally:
             answer.cancel()  # who is cancelled waits no longer
 
     async def _round(self) -> None:
-        """Its failure is that of those who were chosen, in whichever turn."""
+        """Its failure is that of those who were chosen, whoever asked for it."""
         chosen = self._chosen(len(self._pool.members))
         if not chosen:
             return

@@ -10,6 +10,7 @@ import numpy as np
 
 from actors.messages import Floats, Scores
 from records.errors import RunFailed
+from records.rundir import Event
 from rewards.combine import Combination
 
 FEW = 4
@@ -116,7 +117,7 @@ class ConstantScores:
     advantages are zero, and nothing fails.
     """
 
-    def __init__(self, event: Callable[..., None], note: Callable[[str], None]):
+    def __init__(self, event: Event, note: Callable[[str], None]):
         self._event, self._note, self._in_a_row = event, note, 0
 
     def observe(self, iteration: int, tally: ScoreTally) -> None:

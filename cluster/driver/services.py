@@ -32,12 +32,11 @@ from cluster.runtime.transport import RAY, Handle, Transport
 from configs.load import ConfigError
 from configs.prompts import Prompt
 from configs.schema import RunConfig
-from configs.services import ScorerService, Service
+from configs.services import SCALABLE, ScorerService, Service
 from records.errors import RunFailed
-from records.rundir import RunDirectory
+from records.rundir import Event, RunDirectory
 from records.timeline import Span
 
-SCALABLE = ("rollout", "reward")
 GPU_ENVIRONMENT = {
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # batches of several sizes leave no gaps
     "TORCH_NCCL_BLOCKING_WAIT": "1",  # a silent replica raises where it is waited for
@@ -58,7 +57,7 @@ class ActorServices:
         self,
         config: RunConfig,
         rundir: RunDirectory,
-        event: Callable[..., None],
+        event: Event,
         record: Callable[[Span], None] = lambda span: None,
     ):
         self.config, self._event, self._record = config, event, record

@@ -230,7 +230,7 @@ class Session:
         if it.candidates:
             self.rundir.selection(it.index, it.version, it.selected)
         self.progress.iteration_finished(row)
-        position.last_row = row
+        position.last_row = {k: value for k, value in row.items() if not isinstance(value, str)}
         self.services.look_at_nodes()
         self.scaling.follow_rule(row)
 

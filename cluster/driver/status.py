@@ -23,7 +23,7 @@ SHOWN = (
 )
 
 
-class Watched(Protocol):
+class Observed(Protocol):
     """What a session shows of itself."""
 
     config: RunConfig
@@ -37,7 +37,7 @@ class Reporter:
     tasks in hand.
     """
 
-    def __init__(self, session: Watched, directory: str):
+    def __init__(self, session: Observed, directory: str):
         self._session, self._directory = session, directory
         self._last = time.monotonic()
         self._busy_s: dict[str, float] = {}
@@ -92,7 +92,7 @@ class Reporter:
             "actor": f"{name}.{member.incarnation}",
             "state": "benched" if member.benched else alive,
             "version": member.weights.version if member.weights else None,
-            "units": member.answered,
+            "tasks": member.answered,
             "busy": min(1.0, busy),
             "restarts": member.restarts,
             "host": info.host if info else None,

@@ -29,7 +29,7 @@ WIDEST = 4  # bytes of a weight as it is published, at most; a file has at least
 
 
 def published_bytes(config: RunConfig, accelerator: str | None = None) -> WireBytes:
-    """Bytes of a version as explorers on ``accelerator`` are sent it; none where nothing is
+    """Bytes of a version as rollout actors on ``accelerator`` are sent it; none where nothing is
     explored. Reads no weights.
     """
     if config.plan.explore is None:
@@ -59,11 +59,12 @@ def most_bytes(config: RunConfig) -> float:
 def check_store(
     config: RunConfig, nodes: Sequence[Node], stores: Mapping[str, float] | None = None
 ) -> None:
-    """Raises ConfigError where a node of explorers or of the learner has too small an object store.
+    """Raises ConfigError where a node of rollout actors or of the learner has too small a store of
+    objects.
 
     ``nodes``: free ones, with room for the run. ``stores``: bytes by node id; None: what Ray says.
-    Where the precision is left to explorers on a kind of GPU that is not known here, nothing is
-    known about the weights and nothing is said.
+    Where the precision is left to rollout actors on a kind of GPU that is not known here, nothing
+    is known about the weights and nothing is said.
     """
     if config.plan.explore is None:
         return

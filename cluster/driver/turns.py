@@ -12,9 +12,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal
 
-from actors.calls import Answer, AnyTask, Call, Caller, Method, Task
+from actors.calls import Answer, AnyTask, Call, Caller, Method, R, Task, X, Y
 from actors.clients import LearnerClient
 from actors.learner import LearnerActor
 from actors.messages import Moved
@@ -23,11 +23,9 @@ from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.tasks import run_together
 from records.errors import RunFailed
+from records.rundir import Event
 
 Side = Literal["rollout", "learner"]
-R = TypeVar("R")
-X = TypeVar("X")
-Y = TypeVar("Y")
 AT_ANY_TIME = {
     method.__name__
     for method in (
@@ -61,7 +59,7 @@ class AllStay:
 class GpuTurns(AllStay):
     """See the module."""
 
-    def __init__(self, rollout: ActorPool, learner: ActorPool, event: Callable[..., None]):
+    def __init__(self, rollout: ActorPool, learner: ActorPool, event: Event):
         self._rollout, self._learner, self._event = rollout, learner, event
         self.holder: Side | None = None
         self._changing = asyncio.Lock()

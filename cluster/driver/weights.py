@@ -24,6 +24,7 @@ from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
 from policy.precision.manifest import Manifest
 from records.errors import RunFailed
+from records.rundir import Event
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Published:
 class WeightChannel:
     """Holds the versions that a chunk may name."""
 
-    def __init__(self, event: Callable[..., None], ahead: int = 0, turns: AllStay | None = None):
+    def __init__(self, event: Event, ahead: int = 0, turns: AllStay | None = None):
         """``ahead``: by how many versions a chunk may be behind the newest. With 0 actors load a
         version when it is published; else when their first chunk names it, for they may be at work
         with the one before. ``turns``: on GPUs that they may share with the learner.
@@ -166,12 +167,12 @@ class WeightChannel:
         runs = common_backends(rollout)
         if self.chosen not in runs:
             raise RunFailed(
-                f"this run explores in {self.chosen}, which its explorers here cannot run (they can"
-                f" {', '.join(sorted(runs))}): continue it with explorers on the kind of GPU that"
-                " it began on"
+                f"this run explores in {self.chosen}, which its rollout actors here cannot run"
+                f" (they can {', '.join(sorted(runs))}): continue it with rollout actors on the"
+                " kind of GPU that it began on"
             )
         if not self.why:
-            self.why = f"as the run began; its explorers here would take {own}"
+            self.why = f"as the run began; its rollout actors here would take {own}"
             self._event("backend_kept", backend=self.chosen, why=self.why)
         return self.chosen
 
@@ -236,8 +237,8 @@ def one_backend(rollout: ActorPool) -> str | None:
     if len(hosts) > 1:
         found = ", ".join(f"{backend} on {host}" for backend, host in hosts.items())
         raise RunFailed(
-            f"the explorers run different precision backends ({found}), and a run has one: name it"
-            " in explore.backend, or keep explorers to one kind of GPU"
+            f"the rollout actors run different precision backends ({found}), and a run has one:"
+            " name it in explore.backend, or keep rollout actors to one kind of GPU"
         )
     return next(iter(hosts), None)
 
@@ -258,7 +259,7 @@ def incompatibility(rollout: ActorPool, info: ActorInfo) -> str | None:
         return None
     return (
         f"on {info.host} runs precision backend {info.backend}, the others"
-        f" {', '.join(sorted(others))}: keep explorers to one kind of GPU"
+        f" {', '.join(sorted(others))}: keep rollout actors to one kind of GPU"
         " (services.rollout.accelerator), or name the backend in explore.backend"
     )
 

@@ -32,7 +32,7 @@ class ActorState(TypedDict):
     actor: str  # "rollout-0.1": member 0, its second actor
     state: str  # "serving", "starting", "leaving" or "benched"
     version: int | None  # of the policy that is loaded there
-    units: int  # tasks answered
+    tasks: int  # answered
     busy: float  # share of the time since the last report with a task in hand
     restarts: int
     host: str | None

@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.driver.layout import on_this_cluster
 from cluster.driver.store import check_store, published_bytes
 from cluster.runtime.nodes import all_nodes, free_nodes, object_stores
+from cluster.runtime.starting import cause
 from configs.load import ConfigError, parse
 from configs.schema import RunConfig
 from planning.doctor import Check, of_nodes, of_token
@@ -106,8 +107,7 @@ def _facts(config: RunConfig | None, mark: str | None) -> tuple[list[Facts], lis
             )
             returned = time.time()
         except Exception as error:  # whatever it is, the line says it
-            why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-            silent.append((node.id, why))
+            silent.append((node.id, cause(error)))
             continue
         # the node read its clock between the two, which bounds the difference
         behind = max(0.0, sent - facts.now, facts.now - returned)

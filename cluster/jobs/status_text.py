@@ -58,7 +58,7 @@ def _actors(services: Sequence[ServiceState]) -> list[str]:
             *(str(actor[key]) for key in ("actor", "state")),
             "-" if actor["version"] is None else str(actor["version"]),
         ]
-        + [str(actor["units"]), f"{100 * actor['busy']:.0f}%", str(actor["restarts"])]
+        + [str(actor["tasks"]), f"{100 * actor['busy']:.0f}%", str(actor["restarts"])]
         + [str(actor[key] or "-") for key in ("host", "pid", "node")]
         for service in services
         for actor in service["actors"]

@@ -16,26 +16,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import ParamSpec, TypeVar, cast
+from typing import cast
 
 from ray import ObjectRef
 from ray.exceptions import RayError
 
-from actors.calls import Answer, AnyTask, Call, Caller, Method
+from actors.calls import Answer, AnyTask, Call, Caller, Method, P, R
 from actors.messages import ActorInfo
 from cluster.runtime.answers import Answers
 from cluster.runtime.member import ActorLost, Member, Vacant
 from cluster.runtime.queue import PendingTask, TaskQueue
 from cluster.runtime.starting import Gone, Spawn, cause
-from cluster.runtime.supervisor import Event, Supervisor
+from cluster.runtime.supervisor import Supervisor
 from cluster.runtime.tasks import BackgroundTasks
 from cluster.runtime.transport import RAY, Transport
 from configs.services import Service
 from records.errors import InputsLost, OutOfMemoryError, RunFailed, StateLost
+from records.rundir import Event
 from records.timeline import Span
 
-P = ParamSpec("P")
-R = TypeVar("R")
 START_DEADLINE_S = 600.0
 
 

@@ -17,8 +17,7 @@ from cluster.runtime.tasks import run_together
 from cluster.runtime.transport import Transport
 from configs.services import Service
 from records.errors import RunFailed
-
-Event = Callable[..., None]
+from records.rundir import Event
 
 
 @dataclass

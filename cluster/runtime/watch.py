@@ -74,21 +74,21 @@ class NodeWatch:
         failures = refusals = 0
         while address := self._addresses.get(node):
             answer = await _ask(address, self._every_s)
-            failures = 0 if answer is Answer.TAKEN else failures + 1
-            refusals = refusals + 1 if answer is Answer.REFUSED else 0
+            failures = 0 if answer is Reply.TAKEN else failures + 1
+            refusals = refusals + 1 if answer is Reply.REFUSED else 0
             if node not in self.lost:
                 if refusals == REFUSALS:
                     self._lose(node, "its node refuses connections")
                 elif failures == TRIES:
                     silent_s = self._every_s * (TRIES + 1)
                     self._lose(node, f"its node answers no connection for {silent_s:g} s")
-            elif answer is Answer.TAKEN:  # it stayed watched, as it may come back
+            elif answer is Reply.TAKEN:  # it stayed watched, as it may come back
                 self.lost.discard(node)
                 self._gone[node] = asyncio.get_running_loop().create_future()
         self._tasks.pop(node, None)
 
 
-class Answer(Enum):
+class Reply(Enum):
     """What comes of a connection."""
 
     TAKEN = auto()
@@ -96,7 +96,7 @@ class Answer(Enum):
     NONE = auto()
 
 
-async def _ask(address: Address, within_s: float) -> Answer:
+async def _ask(address: Address, within_s: float) -> Reply:
     """Open a connection; return after ``within_s`` seconds, whatever comes of it."""
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -111,5 +111,5 @@ async def _ask(address: Address, within_s: float) -> Answer:
     error = attempt.exception() if done else TimeoutError()
     await asyncio.sleep(max(0.0, began + within_s - loop.time()))
     if error is None:
-        return Answer.TAKEN
-    return Answer.REFUSED if isinstance(error, ConnectionRefusedError) else Answer.NONE
+        return Reply.TAKEN
+    return Reply.REFUSED if isinstance(error, ConnectionRefusedError) else Reply.NONE

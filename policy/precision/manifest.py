@@ -14,9 +14,9 @@ import xxhash
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TRAVEL = (torch.uint8, torch.float8_e4m3fn, *FLOATS)
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TRAVEL}
+WIRE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TRAVEL}
 """What may travel, by torch's own name."""
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+WIRE_NAMES = {dtype: name for name, dtype in WIRE_DTYPES.items()}
 Piece = tuple[int, slice, slice]
 """Index of a shard, slice of the shard, slice of the entry."""
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from policy.precision.backends import wire_formats
 from policy.precision.manifest import (
-    DTYPE_NAMES,
-    DTYPES,
     FLOATS,
+    WIRE_DTYPES,
+    WIRE_NAMES,
     Entry,
     Manifest,
     WireError,
@@ -40,11 +40,11 @@ def pack_section(named: dict[str, Tensor], shard_bytes: int) -> Section:
         raise ValueError(f"shards of {shard_bytes} bytes: at least 1 is needed")
     entries, offset = [], 0
     for name, tensor in named.items():
-        if tensor.dtype not in DTYPE_NAMES:
+        if tensor.dtype not in WIRE_NAMES:
             raise ValueError(
-                f"{name} is {tensor.dtype}; what travels is one of {', '.join(DTYPES)}"
+                f"{name} is {tensor.dtype}; what travels is one of {', '.join(WIRE_DTYPES)}"
             )
-        shape, dtype = tuple(tensor.shape), DTYPE_NAMES[tensor.dtype]
+        shape, dtype = tuple(tensor.shape), WIRE_NAMES[tensor.dtype]
         entries.append(Entry(name, dtype, shape, offset, tensor.nbytes))
         offset += tensor.nbytes
     starts = range(0, offset, shard_bytes)
@@ -93,7 +93,7 @@ def unpack_into(
     if manifest.format_version != here:
         raise WireError(
             f"version {manifest.version} is {manifest.format} in version {manifest.format_version},"
-            f" here it is {here}: learner and explorers must run the same Sol-RL"
+            f" here it is {here}: learner and rollout actors must run the same Sol-RL"
         )
     # all checks before the first copy: half a version would be a policy that nobody published
     _check_shards(manifest, shards, before)
@@ -107,7 +107,7 @@ def unpack_into(
                 if (shard := shards[index]) is not None
             ]
             if len(arrived) == len(parts):  # else none of its bytes has changed
-                _copy(DTYPES[entry.dtype], targets[entry.name], arrived)
+                _copy(WIRE_DTYPES[entry.dtype], targets[entry.name], arrived)
 
 
 def _copy(
@@ -187,7 +187,7 @@ def _check_targets(manifest: Manifest, targets: dict[str, Tensor]) -> None:
             " explore.modules_to_not_convert"
         )
     for entry in manifest.entries:
-        target, dtype = targets[entry.name], DTYPES.get(entry.dtype)
+        target, dtype = targets[entry.name], WIRE_DTYPES.get(entry.dtype)
         if dtype is None or (dtype != target.dtype and not {dtype, target.dtype} <= set(FLOATS)):
             raise WireError(f"{label}: {entry.name} is {entry.dtype}, here it is {target.dtype}")
         if entry.shape != tuple(target.shape):

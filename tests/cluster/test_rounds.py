@@ -14,7 +14,7 @@ from actors.learner import LearnerActor
 from actors.messages import GenerateRequest
 from cluster.driver import learners
 from cluster.driver.learners import LearnerGroup
-from cluster.driver.rounds import InTurn, Rounds, Turns, _Waiting
+from cluster.driver.rounds import OneAtATime, Rounds, Serialized, _Waiting
 from cluster.runtime.pool import ActorPool
 from configs.services import LearnerService
 from records.errors import RunFailed, StateLost
@@ -56,10 +56,10 @@ class Everyone(Caller):
         )
 
 
-def callers(pool: Members) -> tuple[Rounds, InTurn]:
-    turns = Turns()
+def callers(pool: Members) -> tuple[Rounds, Serialized]:
+    order = OneAtATime()
     standin: Any = pool
-    return Rounds(standin, turns), InTurn(Everyone(pool), turns)
+    return Rounds(standin, order), Serialized(Everyone(pool), order)
 
 
 def generating(rounds: Rounds, number: int, weights: str = "old", priority: int = 0) -> Any:
@@ -110,7 +110,7 @@ def test_who_waits_is_looked_at_when_a_round_has_room(monkeypatch):
     assert [len(one) for one in pool.done] == [100] * 4 and len(asked) == 300
 
 
-def test_updates_and_rounds_take_turns_in_one_order():
+def test_updates_and_rounds_go_in_one_order():
     pool = Members(2)
 
     async def work() -> None:

@@ -27,9 +27,9 @@ STATE: RunState = {
             "audit/kendall_tau": 0.604},
     "services": [
         {"kind": "rollout", "waiting": 12, "reissued": 3, "starting": 1, "actors": [
-            {"actor": "rollout-0.0", "state": "serving", "version": 7, "units": 40, "busy": 0.934,
+            {"actor": "rollout-0.0", "state": "serving", "version": 7, "tasks": 40, "busy": 0.934,
              "restarts": 0, "host": "h", "pid": 9, "node": "c05fc5e8"},
-            {"actor": "rollout-1.2", "state": "starting", "version": None, "units": 4, "busy": 0.0,
+            {"actor": "rollout-1.2", "state": "starting", "version": None, "tasks": 4, "busy": 0.0,
              "restarts": 2, "host": "h", "pid": None, "node": ""},
         ]},
         {"kind": "learner", "waiting": 0, "reissued": 0, "starting": 0, "actors": []},
@@ -90,7 +90,7 @@ def test_a_run_says_how_it_is(ray_here, tiny_sd3_dir, tmp_path):
         actor["state"] == "serving" and actor["pid"] and actor["node"] for actor in actors.values()
     )
     assert actors["rollout-0.0"]["version"] == 1
-    assert sum(a["units"] for n, a in actors.items() if n.startswith("rollout")) > 8
+    assert sum(a["tasks"] for n, a in actors.items() if n.startswith("rollout")) > 8
     assert "rollout-0.0" in "\n".join(lines_of(state))
 
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from cluster.runtime.watch import REFUSALS, TRIES, Answer, NodeWatch
+from cluster.runtime.watch import REFUSALS, TRIES, NodeWatch, Reply
 
 HERE = "127.0.0.1"
 SILENCE_S = 0.25
@@ -90,14 +90,14 @@ def test_what_ray_gives_up_is_lost_at_once_and_watched_no_more():
         asyncio.run(main(address))
 
 
-@pytest.mark.parametrize(("failure", "count"), [(Answer.NONE, TRIES), (Answer.REFUSED, REFUSALS)])
+@pytest.mark.parametrize(("failure", "count"), [(Reply.NONE, TRIES), (Reply.REFUSED, REFUSALS)])
 def test_failures_must_follow_each_other(monkeypatch, failure, count):
     """A driver that slept, or a packet that was lost, is no loss of a node."""
-    answers = iter([*[failure] * (count - 1), Answer.TAKEN] * 5 + [failure] * count)
+    answers = iter([*[failure] * (count - 1), Reply.TAKEN] * 5 + [failure] * count)
     lost_before: list[set[str]] = []  # each answer
     watches: list[NodeWatch] = []
 
-    async def scripted(address: object, within_s: float) -> Answer:
+    async def scripted(address: object, within_s: float) -> Reply:
         await asyncio.sleep(0)
         lost_before.append(set(watches[0].lost))
         return next(answers)

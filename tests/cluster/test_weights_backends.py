@@ -114,14 +114,14 @@ def test_a_run_goes_on_in_the_precision_it_began_in():
     asked: list[tuple] = []
     rollout = explorers("te_nvfp4", "te_nvfp4", runs=("te_nvfp4", "torch_nvfp4", "fp8", "bf16"))
     kept, *rest = asyncio.run(run(rollout, asked))
-    assert kept == "backend_kept as the run began; its explorers here would take te_nvfp4"
+    assert kept == "backend_kept as the run began; its rollout actors here would take te_nvfp4"
     assert all(event.startswith("version_published") for event in rest) and len(rest) == 2
     assert [backend for _, backend, _ in asked] == ["fp8", "fp8"]
     assert [member.weights for member in rollout.members] == [(6, checksum(6), "fp8")] * 2
     with pytest.raises(
         RunFailed,
         match=(
-            r"explores in fp8, which its explorers here cannot run \(they can bf16, fp32\):"
+            r"explores in fp8, which its rollout actors here cannot run \(they can bf16, fp32\):"
             r" continue it"
         ),
     ):
@@ -337,7 +337,7 @@ def test_a_resumed_run_ranks_with_what_it_began_with(ray_here, tiny_sd3_dir, tmp
     ]
     events = [event for event in run.events() if event["event"].startswith("backend_")]
     assert [event["event"] for event in events] == ["backend_chosen", "backend_kept"]
-    assert events[1]["why"] == "as the run began; its explorers here would take emulated_nvfp4"
+    assert events[1]["why"] == "as the run began; its rollout actors here would take emulated_nvfp4"
     assert {row["backend"] for row in json.loads((run.path / "quantization.json").read_text())} == {
         "fp8"
     }

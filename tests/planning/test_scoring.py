@@ -2,15 +2,24 @@
 
 from typing import Any
 
+import open_clip
 import pytest
 
 from configs.load import load
 from planning.assumptions import Device
 from planning.scoring import score_seconds
+from rewards.imagereward import VISION, ImageReward
+from rewards.openclip import ClipScore, HPSv2
+from rewards.pickscore import ARCHITECTURE, PickScore
 
 DEVICE = Device("none of the table", 100.0, 100.0, 80.0, utilisation=0.5, bandwidth=2.0)
 COUNT = 8_292_166_656
 """Parameters of Qwen2.5-VL-7B."""
+
+
+def tokens(patch: int) -> int:
+    """Patches of 224 x 224 pixels, and the token that stands for all."""
+    return (224 // patch) ** 2 + 1
 
 
 def seconds(images: int, *changes: str, device: Device = DEVICE) -> float:
@@ -29,6 +38,15 @@ def test_a_tower_by_hand():
     """ViT-H/14: 32 layers of width 1280 over 257 tokens, half of 100 TFLOP/s, as in BF16."""
     flops = 32 * 257 * (24 * 1280**2 + 4 * 257 * 1280)
     assert seconds(10) == pytest.approx(10 * flops / 50e12)
+
+
+def test_the_towers_are_those_of_the_published_models():
+    for scorer in (ClipScore, HPSv2):
+        vision: Any = (open_clip.get_model_config(scorer.default) or {})["vision_cfg"]
+        assert scorer.tower == (vision["width"], vision["layers"], tokens(vision["patch_size"]))
+    vision = ARCHITECTURE["vision_config"]
+    assert PickScore.tower == (vision["hidden_size"], vision["num_hidden_layers"], tokens(14))
+    assert ImageReward.tower == (VISION["hidden_size"], VISION["num_hidden_layers"], tokens(16))
 
 
 def test_reading_and_writing_by_hand():

@@ -8,26 +8,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy.precision.manifest import DTYPES, Entry, Manifest, WireError
+from policy.precision.manifest import WIRE_DTYPES, Entry, Manifest, WireError
 from policy.precision.wire import assemble, pack_section, unpack_into
 
 SHAPE = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 SPEC = st.dictionaries(
     st.text("abc.", min_size=1, max_size=6),
-    st.tuples(st.sampled_from(sorted(DTYPES)), SHAPE),
+    st.tuples(st.sampled_from(sorted(WIRE_DTYPES)), SHAPE),
     min_size=1,
     max_size=5,
 )
 
 
 def tensor_of(name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    itemsize = DTYPES[dtype].itemsize
+    itemsize = WIRE_DTYPES[dtype].itemsize
     rng = np.random.default_rng([*shape, len(name)])
     raw = rng.integers(0, 120, size=(int(np.prod(shape)) * itemsize,), dtype=np.uint8)
     return (
-        torch.from_numpy(raw).view(DTYPES[dtype]).reshape(shape)
+        torch.from_numpy(raw).view(WIRE_DTYPES[dtype]).reshape(shape)
         if raw.size
-        else torch.empty(shape, dtype=DTYPES[dtype])
+        else torch.empty(shape, dtype=WIRE_DTYPES[dtype])
     )
 
 
@@ -143,7 +143,8 @@ def test_a_manifest_that_points_outside_is_refused():
     with pytest.raises(
         WireError,
         match=(
-            "version 1 is nvfp4 in version 0, here it is 1: learner and explorers must run the same"
+            "version 1 is nvfp4 in version 0, here it is 1: learner and rollout actors must run"
+            " the same"
         ),
     ):
         unpack_into(replace(manifest, format_version=0), shards, blank(named))

@@ -92,6 +92,13 @@ def test_what_is_written_is_read_again_and_damage_is_passed_over(tmp_path):
     assert read_spans(tmp_path / "none") == []
 
 
+def test_a_work_of_an_older_version_has_its_name_of_today(tmp_path):
+    file = tmp_path / "timeline.jsonl"
+    file.write_text(json.dumps(span("chunk", 5.0, 7.0, "learner")._asdict()) + "\n")
+    (found,) = read_spans(file)
+    assert found == span("shard", 5.0, 7.0, "learner") and found.shown == WORKS["export"]
+
+
 def test_the_lines_of_a_second_are_written_together(tmp_path, monkeypatch):
     """In order; the file is opened once for all of them, and for each second's first."""
     now, opened = [1e6], []

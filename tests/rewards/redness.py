@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rewards.base import BuiltIn, Metadata, ScorerSetupError, Settings, require_images
+from rewards.base import BuiltIn, Effort, Metadata, ScorerSetupError, Settings, require_images
 
 
 class Redness(BuiltIn):
@@ -25,6 +25,10 @@ class Redness(BuiltIn):
     @classmethod
     def model_bytes(cls, settings: Settings) -> int | None:
         return 4 * 1000
+
+    @classmethod
+    def effort(cls, settings: Settings, height: int, width: int) -> Effort:
+        return Effort(2.0 * height * width, "bf16", 4000.0)
 
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]

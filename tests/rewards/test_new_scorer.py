@@ -12,8 +12,10 @@ from analysis.report.data import read_run
 from analysis.report.rewards import scores_of, verdicts
 from configs.load import ConfigError
 from configs.rewards import Scorer as ScorerConfig
+from planning.assumptions import Device
 from planning.make import make_plan
 from planning.preflight import check_scorers
+from planning.scoring import score_seconds
 from rewards import SCORERS, build
 from tests.analysis.test_report_rewards import UP, learned
 from tests.cluster.runs import tiny_config
@@ -41,6 +43,15 @@ def test_it_is_built_and_scores():
 def test_the_plan_counts_its_bytes(tiny_sd3_dir, tmp_path):
     memory = make_plan(configured(tiny_sd3_dir, tmp_path)).memory["reward"]
     assert memory == {"scorer jpeg_compressibility": 0, "scorer redness": 4000}
+
+
+def test_the_plan_counts_its_effort(tiny_sd3_dir, tmp_path):
+    """Two operations a pixel at half of 100 TFLOP/s, and 4 kB through 2 TB/s; jpeg's are none."""
+    config = configured(tiny_sd3_dir, tmp_path)
+    device = Device("none of the table", 100.0, 100.0, 80.0, utilisation=0.5, bandwidth=2.0)
+    each = 2 * config.model.height * config.model.width / 50e12 + 4000 / 2e12
+    found = score_seconds(config, [(3, config.model)], device)
+    assert found == {"reward": pytest.approx(3 * each)}
 
 
 @pytest.mark.parametrize(

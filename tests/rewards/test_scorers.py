@@ -46,7 +46,7 @@ def test_unknown_names_get_the_nearest_spelling():
     with pytest.raises(ScorerSetupError, match="did you mean 'shapes'"):
         resolve("shape")
     with pytest.raises(
-        ScorerSetupError, match="Use one of .*jpeg_incompressibility.* or module:attribute"
+        ScorerSetupError, match="use one of .*jpeg_incompressibility.* or module:attribute"
     ) as caught:
         resolve("zzz")
     assert "did you mean" not in str(caught.value)
@@ -64,7 +64,7 @@ def test_settings_reach_the_constructor(own_module):
     ("name", "settings", "said"),
     [
         ("no_such_module:X", {}, "cannot import 'no_such_module'.*put its directory on PYTHONPATH"),
-        ("my_scorers:Constent", {}, "no attribute 'Constent': did you mean 'Constant'"),
+        ("my_scorers:Constent", {}, "no attribute 'Constent' .did you mean 'Constant'"),
         ("my_scorers:number", {}, "int, not a class or function"),
         ("my_scorers:returns_none", {}, "returned NoneType, which cannot be called"),
         (
