@@ -79,11 +79,6 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Model:
-        if self.native_path is not None and self.family != "sana":
-            raise ValueError(
-                f"native_path = {self.native_path!r} with family {self.family!r}: only 'sana' reads"
-                " such files: leave it out"
-            )
         if self.schedule == "uniform" and self.shift is not None:
             raise ValueError(
                 f"shift = {self.shift:g} with schedule = 'uniform', which has none: leave one of"

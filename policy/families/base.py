@@ -25,7 +25,8 @@ class Family(Pipeline, ABC):
     are last names of the paths of linears that are trained, ``*`` standing for anything; each row
     of ``fuse`` names linears of one block that read the same input and may run as one.
     ``tiny_decoder`` is the hub id of a published AutoencoderTiny of its latents. ``video``: it
-    draws clips of ``model.frames`` frames. ``edits``: every prompt has a source image.
+    draws clips of ``model.frames`` frames. ``edits``: every prompt has a source image. ``native``:
+    it reads weights in the form of the model's own code, ``model.native_path``.
     """
 
     modules_to_not_convert: tuple[str, ...]
@@ -34,14 +35,22 @@ class Family(Pipeline, ABC):
     tiny_decoder: str | None = None
     video: bool = False
     edits: bool = False
+    native: bool = False
 
     def __init__(self, model: Model) -> None:
-        """Raises as ``Pipeline``, and ValueError for frames of a model that draws images."""
+        """Raises as ``Pipeline``, and ValueError for frames of a model that draws images, and for
+        ``native_path`` of one that reads no such file.
+        """
         for key in ("frames", "fps"):
             if getattr(model, key) is not None and not self.video:
                 raise ValueError(
                     f"model.{key}: family {self.name!r} draws images, not clips: leave it out"
                 )
+        if model.native_path is not None and not self.native:
+            raise ValueError(
+                f"model.native_path: {model.native_path!r}: family {self.name!r} reads no such"
+                " files: leave it out"
+            )
         if model.path == "shapes":
             self.tiny_decoder = str(SHAPES_DECODER)
         super().__init__(model)

@@ -41,6 +41,7 @@ class Sana(Family):
         "text_encoder": (),
         "tokenizer": (),
     }
+    native = True
     trained = tuple(
         f"{attention}.{part}"
         for attention in ("attn1", "attn2")

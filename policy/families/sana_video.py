@@ -17,6 +17,7 @@ class SanaVideo(Clips, Sana):
     name = "sana_video"
     pipeline_class = "SanaVideoPipeline"
     pipeline_unit = PIPELINE_UNIT
+    native = False
     components = {
         **Sana.components,
         "transformer": ("SanaVideoTransformer3DModel",),

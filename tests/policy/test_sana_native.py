@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from configs.load import ConfigError, load
+from planning.preflight import check_model
 from policy.families import family_for
 from policy.sampling.noise import noise_for
 from policy.types import Conditioning
@@ -205,6 +206,10 @@ def test_a_missing_or_damaged_file_is_one_line(tiny_sana_dir, tmp_path):
         family(tiny_sana_dir, tmp_path / "bad.pth").check_weights()
 
 
-def test_no_other_family_reads_such_a_file():
-    with pytest.raises(ConfigError, match="only 'sana' reads such files"):
-        load("quickstart", ["model.native_path=x.pth"])
+def test_no_other_family_reads_such_a_file(tiny_sana_video_dir):
+    said = "model.native_path: 'x.pth': family '{}' reads no such files: leave it out"
+    with pytest.raises(ConfigError) as caught:
+        check_model(load("quickstart", ["model.native_path=x.pth"]))
+    assert caught.value.lines == [said.format("sd3")]
+    with pytest.raises(ValueError, match=said.format("sana_video")):
+        family_for(tiny_model("sana_video", tiny_sana_video_dir, native_path="x.pth"))
