@@ -9,6 +9,7 @@ from collections.abc import Callable
 from cluster.runtime.nodes import BUSY_WAIT_S, LOOK_S, all_nodes, free_nodes
 from configs.schema import RunConfig
 from planning.assumptions import ACCELERATORS
+from planning.layouts.choose import Choice
 from planning.layouts.gpus import Gpus
 from planning.layouts.limits import refuse_too_many
 from planning.layouts.recomputation import with_recomputation
@@ -35,11 +36,23 @@ def on_this_cluster(config: RunConfig, tell: Callable[[str], None]) -> RunConfig
     if final.choice is not None:
         best, found = final.choice.best, final.choice.best.prediction
         seconds = f", {found.iteration:.1f} s per iteration predicted" if found else ""
-        tell(f"layout: {best.numbers.mode}, {final.choice.why}{seconds}: {best.numbers.describe()}")
+        told = f"{final.choice.why}{seconds}: {best.numbers.describe()}{_others(final.choice)}"
+        tell(f"layout: {best.numbers.mode}, {told}")
         if config.optimizer.gradient_checkpointing == "auto":
             share = final.config.optimizer.recomputed
             tell(f"optimizer.gradient_checkpointing = {share:g}: the fastest that has the memory")
     return with_threads(final.config, cores)
+
+
+def _others(choice: Choice) -> str:
+    """What the best layout of each other kind would take; nothing where none fits."""
+    found = [
+        f"{each.numbers.mode}{' exploring ahead' * each.numbers.ahead}"
+        f"{' in turns' * bool(each.numbers.leaves)} {each.seconds:.1f} s"
+        for each in choice.table
+        if each.prediction and each.numbers != choice.best.numbers
+    ]
+    return f"; others would take: {', '.join(found)}" if found else ""
 
 
 def _free_gpus(config: RunConfig) -> list[Gpus]:

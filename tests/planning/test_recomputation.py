@@ -1,5 +1,7 @@
 """How many blocks are computed again: as few as fit, where that is predicted to be faster."""
 
+import re
+
 import pytest
 
 from cluster.driver import layout
@@ -96,7 +98,7 @@ def test_settings_as_shares():
 
 
 def test_a_run_says_what_was_chosen(needs, monkeypatch):
-    """One line of its own, beside the layout's."""
+    """One line of its own, beside the layout's, which tells of the layouts that were not chosen."""
     needs(ROOM * 180 + 1, 60.0)
     nodes = [Node("one", 96, 8, {ACCELERATOR: "B200"})]
     monkeypatch.setattr(layout, "all_nodes", lambda: nodes)
@@ -104,7 +106,19 @@ def test_a_run_says_what_was_chosen(needs, monkeypatch):
     said: list[str] = []
     config = layout.on_this_cluster(load("flux1-sol_rl-hpsv2", [f"{KEY}=auto"]), said.append)
     assert config.optimizer.gradient_checkpointing == 0.25
-    assert said[1:] == [f"{KEY} = 0.25: the fastest that has the memory"]
+    line, *more = said
+    assert more == [f"{KEY} = 0.25: the fastest that has the memory"]
+    taken, others = line.split("; others would take: ")
+    mine = re.fullmatch(r"layout: shared, the fastest by prediction, ([\d.]+) s per .*", taken)
+    assert mine is not None and "8 learner at 0.52 GPU" in taken
+    told = [each.removesuffix(" s").rpartition(" ") for each in others.split(", ")]
+    assert [kind for kind, *_ in told] == [
+        "shared exploring ahead",
+        "split exploring ahead",
+        "split",
+    ]
+    seconds = [float(mine[1]), *(float(each) for *_, each in told)]
+    assert seconds == sorted(seconds)
 
 
 @pytest.mark.slow
