@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # so that ``bench.gpu_check`` can say which packages are miss
 
 NAMES = (
     "ring",
+    "loop",
     "scale",
     "publish",
     "pack",

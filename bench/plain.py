@@ -20,6 +20,7 @@ from configs.prompts import Prompt, prompts_of_iteration
 from configs.schema import RunConfig
 from policy.sampling.noise import stream_seed
 from policy.sampling.paths import shared_start
+from policy.types import Conditioning
 from rewards.combine import combine
 
 if TYPE_CHECKING:
@@ -29,21 +30,31 @@ X = TypeVar("X")
 
 
 class PlainLoop:
-    """A training loop as a script would have it, for arms with two stages. Same numbers as the
-    ring, bit for bit.
+    """A training loop as a script would have it, for arms that draw what they train on at full
+    quality. Same numbers as the ring, bit for bit.
+
+    ``together``: for an arm that explores nothing, the images of all prompts are one batch, as
+    other trainers have it; its sums run in another order.
     """
 
-    def __init__(self, config: RunConfig, prompts: list[Prompt], failure_dir: str):
-        if config.plan.explore is None or not config.plan.regenerate:
-            raise ValueError(
-                f"arm {config.arm!r}: the plain loop explores and regenerates, use arm 'sol_rl'"
-            )
+    def __init__(
+        self, config: RunConfig, prompts: list[Prompt], failure_dir: str, together: bool = False
+    ):
+        if not config.plan.regenerate or (together and config.plan.explore is not None):
+            arm = "diffusionnft" if together else "sol_rl"
+            raise ValueError(f"arm {config.arm!r}: not one of this plain loop's, use arm {arm!r}")
+        if together:
+            size = config.prompts.per_iteration * config.selection.keep
+            whole = config.regenerate.model_copy(update={"batch_size": size})
+            config = config.model_copy(update={"regenerate": whole})
         self.config, self.plan, self.prompts = config, config.plan.explore, prompts
+        self.together = together
         tree = config.model_dump(mode="json")
         self.encoder = EncoderActor(tree)
         self.reward = RewardActor(tree)
         self.selector = SelectorActor(tree)
-        self.rollout, self.learner = RolloutActor(tree), LearnerActor(tree, failure_dir, _as_given)
+        self.rollout = RolloutActor(tree) if self.plan else None
+        self.learner = LearnerActor(tree, failure_dir, _as_given)
         self.checksum = ""
         self.publish(0)
 
@@ -52,51 +63,84 @@ class PlainLoop:
         rows = prompts_of_iteration(
             len(self.prompts), self.config.prompts.per_iteration, index, self.config.seed
         )
-        _, *conditioning = self.encoder.encode([[self.prompts[row].text] for row in rows])
-        groups = [
-            self._group(index, p, self.prompts[row], conditioning[p]) for p, row in enumerate(rows)
-        ]
+        prompts = [self.prompts[row] for row in rows]
+        _, *conditioning = self.encoder.encode([[prompt.text] for prompt in prompts])
+        groups = (
+            self._groups(index, prompts, conditioning)
+            if self.together
+            else [self._group(index, p, prompts[p], cond) for p, cond in enumerate(conditioning)]
+        )
         self.learner.update(share(index, groups, 1, "prompts")[0], all_rewards(groups))
         self.publish(index + 1)
 
     def publish(self, version: int) -> None:
-        """Pack the sampling policy and load it into the explorer."""
+        """Pack the sampling policy and load it into the explorer, if there is one."""
+        if self.rollout is None:
+            return
         manifest = self.learner.export(version).manifest
         shards = [self.learner.shard(i)[1] for i in range(len(manifest.shard_sizes))]
         self.checksum = self.rollout.load(None, manifest, range(len(shards)), *shards).checksum
 
     def _group(self, index: int, p: int, prompt: Prompt, cond: Any) -> TrainingGroup:
-        config, size = self.config, self.config.explore.chunk_size
-        seeds = tuple(
-            stream_seed(config.seed, "explore", index, p, n) for n in range(self.plan.pool_size)
-        )
-        start = shared_start(config, seeds)
+        seeds = self._seeds(index, p)
+        start = shared_start(self.config, seeds)
+        again = self._chosen(index, p, seeds, start, prompt, cond) if self.plan else seeds
+        images, samples = self._generate(again, start, cond)
+        rows = SampleRows(samples, tuple(range(len(again))))
+        return TrainingGroup(p, self._score(images, [prompt] * len(images)), cond, (rows,))
+
+    def _groups(
+        self, index: int, prompts: list[Prompt], conditioning: list[Any]
+    ) -> list[TrainingGroup]:
+        """The groups of all prompts, drawn as one batch and scored as one."""
+        seeds = [self._seeds(index, p) for p in range(len(prompts))]
+        every = tuple(seed for mine in seeds for seed in mine)
+        images, samples = self._generate(every, None, Conditioning.cat(conditioning))
+        told = [prompt for prompt, mine in zip(prompts, seeds, strict=True) for _ in mine]
+        rewards, count = self._score(images, told), len(seeds[0])
+        parts = [range(p * count, (p + 1) * count) for p in range(len(prompts))]
+        return [
+            TrainingGroup(p, rewards[part], conditioning[p], (SampleRows(samples, tuple(part)),))
+            for p, part in enumerate(parts)
+        ]
+
+    def _seeds(self, index: int, p: int) -> tuple[int, ...]:
+        count = self.plan.pool_size if self.plan else self.config.selection.keep
+        return tuple(stream_seed(self.config.seed, "explore", index, p, n) for n in range(count))
+
+    def _chosen(
+        self,
+        index: int,
+        p: int,
+        seeds: tuple[int, ...],
+        start: int | None,
+        prompt: Prompt,
+        cond: Any,
+    ) -> tuple[int, ...]:
+        """The seeds that proxies select."""
+        plan, size = self.plan, self.config.explore.chunk_size
+        assert plan is not None and self.rollout is not None
         proxies = []
         for number, first in enumerate(range(0, len(seeds), size)):
-            part = seeds[first : first + size]
-            request = ExploreChunk(
-                ChunkKey(index, p, number, index),
-                part,
-                self.plan.steps,
-                self.plan.solver,
-                False,
-                start,
-            )
+            part, key = seeds[first : first + size], ChunkKey(index, p, number, index)
+            request = ExploreChunk(key, part, plan.steps, plan.solver, False, start)
             _, images, _ = self.rollout.explore(request, cond)
-            proxies.append(self._score(images, prompt))
+            proxies.append(self._score(images, [prompt] * len(images)))
         chosen = self.selector.select(index, p, np.concatenate(proxies)).train
-        full = config.regenerate
-        again = tuple(seeds[i] for i in chosen)
-        request = GenerateRequest(again, full.steps, config.plan.solver, start=start)
-        _, images, made = self.learner.generate(request, cond)
-        samples: Any = made  # in place of a reference to them, which ``fetch=list`` leaves alone
-        rows = SampleRows(samples, tuple(range(len(chosen))))
-        return TrainingGroup(p, self._score(images, prompt), cond, (rows,))
+        return tuple(seeds[i] for i in chosen)
 
-    def _score(self, images: np.ndarray, prompt: Prompt) -> np.ndarray:
-        scores = self.reward.score(
-            images, [prompt.text] * len(images), [prompt.metadata] * len(images)
-        )
+    def _generate(
+        self, seeds: tuple[int, ...], start: int | None, cond: Any
+    ) -> tuple[np.ndarray, Any]:
+        """Images, and samples in place of a reference to them, which ``_as_given`` leaves alone."""
+        full, solver = self.config.regenerate, self.config.plan.solver
+        request = GenerateRequest(seeds, full.steps, solver, start=start)
+        _, images, samples = self.learner.generate(request, cond)
+        return images, samples
+
+    def _score(self, images: np.ndarray, prompts: list[Prompt]) -> np.ndarray:
+        texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
+        scores = self.reward.score(images, texts, metadata)
         if scores.failures:
             raise RuntimeError(
                 f"a scorer failed, so the loops' work is not the same: {scores.failures[0]}"

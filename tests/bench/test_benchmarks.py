@@ -26,6 +26,7 @@ EXPLORER = {"architectures": ("sana-1.6b",), "backends": ("fp8",), "pixels": 64,
 BROADCASTS = ((3 * 2**20 + 5, (1, 2)),)
 EXPECTED = {
     "ring": [("ring", "plain process"), ("ring (CPU time)", "plain process (CPU time)")],
+    "loop": [("ring", "plain process"), ("ring", "plain process, one batch")],
     "scale": [("two actors", "one actor")],
     "publish": [(f"{size} GB to {n}", "memcpy") for size, n in (("0.00315", 1), ("0.00315", 2))],
     "pack": [
@@ -54,7 +55,7 @@ EXPECTED = {
         (what, "goal") for what in ("all actors answer", "all processes", "those of the run")
     ],
 }
-LONG = "scale", "start", "ring", "publish"
+LONG = "scale", "start", "ring", "loop", "publish"
 """They start actors of their own, or whole runs."""
 QUARTERS = "plan", "driver"
 """They take a quarter of an hour; what they are made of is tested in ``test_simulator``."""
@@ -63,7 +64,8 @@ QUARTERS = "plan", "driver"
 @pytest.fixture
 def options(tiny_sd3_dir, tmp_path, monkeypatch) -> Options:
     config = tiny_config(tiny_sd3_dir, tmp_path, "bench")
-    monkeypatch.setattr("bench.ring.ActorServices", HostedServices)
+    for name in ("ring", "loop"):
+        monkeypatch.setattr(f"bench.{name}.ActorServices", HostedServices)
     return Options(config, repeats=1, pack_bytes=2**16, broadcasts=BROADCASTS, batch=2, **EXPLORER)
 
 
@@ -92,6 +94,7 @@ def test_a_benchmark_gives_its_ratios(request, options, name):
         assert ratio.value == pytest.approx(ratio.seconds / ratio.base_seconds) and ratio.value > 0
     goals = {
         "ring": [0.96, None],
+        "loop": [None, 0.8],
         "scale": [1 / 1.56],
         "step": [1.03, None],
         "start": [1.0, 1.0, 1.0],
