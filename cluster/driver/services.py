@@ -246,11 +246,12 @@ class ActorServices:
         service = self.config.services.of(kind)
         own = service.runtime_env if isinstance(service, ScorerService) else {}
         own = own or template.runtime_env(self.config, kind)
+        born_with = environment(service) | template.waiting(self.config)
         options: dict[str, Any] = {
             "num_cpus": service.cpus,
             "num_gpus": service.gpus,
             "max_restarts": 0,  # the pool replaces actors itself
-            "runtime_env": {**own, "env_vars": {**environment(service), **own.get("env_vars", {})}},
+            "runtime_env": {**own, "env_vars": {**born_with, **own.get("env_vars", {})}},
         }
         remote: Any = ray.remote(actor)  # pyright: ignore[reportUnknownVariableType]
 
@@ -269,8 +270,7 @@ class ActorServices:
 
 def environment(service: Service) -> dict[str, str]:
     """Variables that an actor is born with. Those of the driver's own go before ours on GPUs."""
-    # OpenMP's waiting threads spin by default, and would take the cores of actors that work
-    found = {"OMP_NUM_THREADS": str(service.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    found = {"OMP_NUM_THREADS": str(service.threads)}
     if service.gpus:  # read when CUDA starts
         found |= {name: os.environ.get(name, value) for name, value in GPU_ENVIRONMENT.items()}
     return found

@@ -12,7 +12,9 @@ from actors.messages import ActorInfo, Rendezvous
 from actors.runtime import on_device
 from cluster.driver import services
 from cluster.driver.learners import LearnerGroup
+from cluster.runtime import template
 from cluster.runtime.pool import ActorPool
+from configs.load import load
 from configs.services import LearnerService, RolloutService
 from learner.replicas import DistributedReplicas, GroupBroken, open_store
 from records.errors import OutOfMemoryError
@@ -78,6 +80,19 @@ def test_the_environment_of_actors_on_gpus(monkeypatch, gpus, given, allocator):
     assert found["OMP_NUM_THREADS"] == "3"
     assert found.get("PYTORCH_CUDA_ALLOC_CONF") == allocator
     assert found.get("TORCH_NCCL_BLOCKING_WAIT") == ("1" if gpus else None)
+
+
+def test_threads_that_wait_sleep_beside_rollout_actors(monkeypatch):
+    """And spin a little where those wait while the learner works, or as long as the user says."""
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    sleep = {"OMP_WAIT_POLICY": "PASSIVE"}
+    for beside in ([], ["arm=naive_quant", "explore_ahead=1"]):
+        assert template.waiting(load("quickstart", beside)) == sleep
+    for alone in (["arm=diffusionnft"], ["arm=naive_scaling"], ["arm=naive_quant"]):
+        found = template.waiting(load("quickstart", alone))
+        assert found == sleep | {"GOMP_SPINCOUNT": "10000"}
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert template.waiting(load("quickstart", alone))["GOMP_SPINCOUNT"] == "7"
 
 
 # ---- replicas
