@@ -49,7 +49,7 @@ def waiting(config: RunConfig) -> dict[str, str]:
     than waking up between the small products of a small model.
     """
     found, plan = {"OMP_WAIT_POLICY": "PASSIVE"}, config.plan
-    if plan.explore is None or not (plan.regenerate or config.explore_ahead):
+    if plan.explore is None or not plan.regenerate:
         found["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SPIN)
     return found
 
