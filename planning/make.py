@@ -180,8 +180,11 @@ def described(config: RunConfig) -> Iterator[tuple[Family, str]]:
         if known is not None:
             path = str(write_configs(known[1], scratch))
             model = model.model_copy(update={"path": path})
-        family = family_for(model)
-        family.check(config.guidance, config.services.learner.shard == "base")
+        try:
+            family = family_for(model)
+            family.check(config.guidance, config.services.learner.shard == "base")
+        except ValueError as error:  # names the model, not where its files were written for this
+            raise ValueError(str(error).replace(scratch, config.model.path)) from None
         yield (
             family,
             (f"published architecture {known[0]}" if known else "its own configuration files"),

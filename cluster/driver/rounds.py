@@ -99,7 +99,7 @@ class Rounds(Caller):
             answer.cancel()  # who is cancelled waits no longer
 
     async def _round(self) -> None:
-        """Its failure is that of those who were chosen, whoever asked for it."""
+        """Its failure is that of those who were chosen, whichever call asked for it."""
         chosen = self._chosen(len(self._pool.members))
         if not chosen:
             return

@@ -14,6 +14,7 @@ from configs.load import ConfigError, load
 from configs.sections import Guidance
 from configs.training import Lora
 from learner.trained import TrainedAdapter
+from planning.make import make_plan
 from planning.preflight import check_model, layers_on_disk
 from policy.experts import Experts, experts_of
 from policy.families import family_for
@@ -336,3 +337,12 @@ def test_a_scale_of_low_noise_where_one_transformer_has_all():
     config = load("quickstart", ["guidance.evaluate=4", "guidance.low_noise=3"])
     with pytest.raises(ConfigError, match="has one transformer for all noise levels: leave it out"):
         check_model(config)
+
+
+def test_a_plan_names_the_published_model():
+    """Not the directory that its configuration files are written to."""
+    more = ["services.learner.shard=base", "regenerate.compile=false"]
+    with pytest.raises(ConfigError) as caught:
+        make_plan(load("wan22_a14b-sol_rl-hpsv2", more))
+    (line,) = caught.value.lines
+    assert "'base' with 'Wan-AI/Wan2.2-T2V-A14B-Diffusers', which has two transformers" in line
