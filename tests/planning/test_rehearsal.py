@@ -2,6 +2,7 @@
 
 import gc
 import json
+import mmap
 import os
 from dataclasses import replace
 
@@ -56,10 +57,18 @@ def test_a_walk_counts_memory_once():
     assert held(None) - before == 4000 and len(views) == 2
 
 
-def test_memory_of_a_process_is_at_least_its_tensors():
+@pytest.mark.parametrize(
+    ("flag", "share"), [(mmap.MAP_PRIVATE, 1.0), (mmap.MAP_SHARED, 0.0)], ids=["own", "shared"]
+)
+def test_memory_of_a_process_is_its_own_and_not_what_it_shares(flag, share):
+    # pages of our own making: a tensor may get pages that an earlier test has freed
+    size = 200_000_000
     before = memory_of(os.getpid())
-    tensor = torch.ones(50_000_000)
-    assert memory_of(os.getpid()) - before > 0.9 * tensor.nbytes
+    with mmap.mmap(-1, size, flags=flag | mmap.MAP_ANONYMOUS) as pages:
+        for start in range(0, size, mmap.PAGESIZE):
+            pages[start] = 1
+        grown = memory_of(os.getpid()) - before
+    assert grown == pytest.approx(share * size, abs=0.1 * size)
 
 
 def test_what_is_off_by_more_than_a_twentieth_is_said(config):
