@@ -49,8 +49,10 @@ class Supervisor:
     async def start(self) -> None:
         """Create every actor, wait until all answer, and open their slots."""
         await asyncio.gather(*(self._fill(member) for member in self.members))
-        for member in self.members:
-            self._open(member)
+        # by turns: slots take tasks in this order, and no actor needs two while others have none
+        for _ in range(self.service.in_flight):
+            for member in self.members:
+                self._open(member)
 
     async def stop(self) -> None:
         """Close the slots and kill the actors."""
@@ -109,7 +111,8 @@ class Supervisor:
                 self.starting -= 1
             # not before: what is told to all members would be told to one that cannot answer
             self.members.append(member)
-            self._open(member)
+            for _ in range(self.service.in_flight):
+                self._open(member)
 
         # all are waited for, though one failed: an actor that comes later would have no slots
         outcomes = await asyncio.gather(*map(join, members), return_exceptions=True)
@@ -209,8 +212,7 @@ class Supervisor:
         )
 
     def _open(self, member: Member) -> None:
-        slots = range(self.service.in_flight)
-        member.slots = [asyncio.create_task(self.serve(member)) for _ in slots]
+        member.slots.append(asyncio.create_task(self.serve(member)))
 
     async def _fill(self, member: Member, joins: bool = False) -> None:
         """Create an actor for this place and wait until it answers. Raises RunFailed."""
