@@ -29,6 +29,7 @@ OPERATIONAL = (
     "stop",
     "logging",
     "publish",
+    "evaluate.explore_meanwhile",
     "audit.identity_action",
     "audit.identity_every",
     "prompts.allow_overlap",

@@ -260,3 +260,8 @@ class Evaluate(Section):
         ge=1,
         description="images per task; they pass the denoiser by regenerate.batch_size",
     )
+    explore_meanwhile: bool = Field(
+        default=True,
+        description="rollout actors explore the next iteration meanwhile; off in comparisons, where"
+        " the seconds of an iteration would lack it",
+    )

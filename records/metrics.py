@@ -151,7 +151,10 @@ METRICS: dict[str, Metric] = {
         "seconds until all prompts were explored, scored and selected, without those of"
         " time/explore_ahead_s"
     ),
-    "time/explore_ahead_s": Metric("seconds for which it was explored during the iteration before"),
+    "time/explore_ahead_s": Metric(
+        "seconds for which it was explored before its turn: during the iteration before, or an"
+        " evaluation"
+    ),
     "time/regenerate_s": Metric(
         "seconds from the last selection until all seeds were regenerated and scored"
     ),

@@ -79,6 +79,8 @@ def read_comparison(request: Request) -> Comparison:
     if seeds < 1:
         raise ConfigError(f"--seeds {seeds}: at least 1 is needed")
     common = tree_of(wanted.base)
+    # or seconds of iterations would lack what was explored during evaluations
+    lay_over(common, {"evaluate": {"explore_meanwhile": False}})
     lay_over(common, wanted.changes)
     apply(common, *request.overrides)
     cells = [

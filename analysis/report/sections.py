@@ -18,7 +18,7 @@ STAGES = (
     ("time/publish_s", "publish", 4),
 )
 WITHIN = (
-    ("time/explore_ahead_s", "exploring before the iteration's turn, beside the one before"),
+    ("time/explore_ahead_s", "exploring before the iteration's turn"),
     ("time/allreduce_s", "adding up the replicas' gradients, in update"),
     ("time/replica_wait_s", "waiting for the slowest replica, in update"),
 )

@@ -71,8 +71,17 @@ class Exploration:
 
     async def begun(self, index: int) -> Iteration:
         """Iteration ``index``, being explored: ahead since a while, or from now on."""
+        if self._ahead is None:
+            return await self._begin(index)
         ahead, self._ahead = self._ahead, None
-        return await (ahead or self._begin(index))
+        it = await ahead
+        it.ahead = True
+        return it
+
+    def begin(self, index: int) -> None:
+        """Begin to explore iteration ``index`` before its turn, unless that is under way."""
+        if self._plan.explore is not None and self._ahead is None:
+            self._ahead = self._tasks.start(self._begin(index))
 
     def begin_after(self, it: Iteration) -> None:
         """Begin the next iteration as soon as this one is explored."""

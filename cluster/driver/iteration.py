@@ -65,6 +65,7 @@ class Iteration:
     prompts: list[Prompt]
     conditioning: list[ObjectRef[Conditioning]]  # one per prompt
     scoring: Scoring
+    ahead: bool = False  # began to be explored before its turn
     exploring: Sequence[asyncio.Task[Candidates]] = ()  # one per prompt
     began: float = field(default_factory=clock.now)
     start: float = 0.0  # when it had begun and its turn had come
@@ -168,7 +169,7 @@ class Iteration:
         ahead = max(0.0, min(self.explored_at, self.start) - self.began)
         return {
             "time/explore_s": explored_at - self.start,
-            "time/explore_ahead_s": ahead if self.staleness else 0.0,
+            "time/explore_ahead_s": ahead if self.ahead else 0.0,
             "time/regenerate_s": regenerated_at - explored_at,
             "time/update_s": updated_at - regenerated_at,
             "time/iteration_s": finished - self.start,

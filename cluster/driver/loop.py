@@ -52,14 +52,14 @@ class Ring:
         if config.audit.identity_every and self._plan.explore is not None:
             services.weights.identity = PolicyIdentity(config, services.encoder, prompts, *told)
         self._extremes = extremes
-        self._exploration = Exploration(config, services, prompts, extremes)
+        self.exploration = Exploration(config, services, prompts, extremes)
         self._regeneration = Regeneration(config, services, extremes)
 
     async def begin(self, index: int) -> None:
         """Publish what iteration ``index`` needs: policy ``index``, and the one before where that
         explores. Its prompts are encoded meanwhile.
         """
-        encoded = self._exploration.encode(index)
+        encoded = self.exploration.encode(index)
         if self.config.explore_ahead and index > 0:
             await self._publish(index - 1, self.monitor.backend_before, weights="previous")
         await self.publish(index)
@@ -95,7 +95,7 @@ class Ring:
 
     async def close(self) -> None:
         """End what is explored ahead."""
-        await self._exploration.close()
+        await self.exploration.close()
 
     async def _its_turn(self, index: int) -> Iteration:
         plan, count = self._plan, self.config.prompts.per_iteration
@@ -104,11 +104,11 @@ class Ring:
         regenerated = (keep + audited) * count
         totals = {"selected": keep * count, "regenerated": regenerated, "updated": keep * count}
         self.progress.iteration_started(index, count, images, totals)
-        it = await self._exploration.begun(index)
+        it = await self.exploration.begun(index)
         it.check_staleness(self.config.explore_ahead)
         it.begin_turn(self.progress.advanced)
         if self.config.explore_ahead and index + 1 < self.config.iterations:
-            self._exploration.begin_after(it)
+            self.exploration.begin_after(it)
         return it
 
     async def _group(self, it: Iteration, p: int) -> TrainingGroup:
@@ -117,7 +117,7 @@ class Ring:
         """
         if self._plan.explore is None:
             it.explored_at = clock.now()
-            seeds = self._exploration.new_seeds(it.index, p, self.config.selection.keep)
+            seeds = self.exploration.new_seeds(it.index, p, self.config.selection.keep)
             group, _ = await self._regeneration.seeds(it, p, seeds, of=seeds)
             return group
         candidates = await it.exploring[p]

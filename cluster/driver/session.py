@@ -181,19 +181,18 @@ class Session:
             await self.services.learner.load(checkpoint.name, str(checkpoint))
         self._has_learner = True
         self.progress.start(config.iterations, position.next_iteration)
-        await self._evaluate_where_due()
         await self.ring.begin(position.next_iteration)
         if why := self.services.weights.why:
             self.progress.note(f"exploring in {self.services.weights.chosen} ({why})")
         await self._write_quantization_table()
         why_stop = self._why_stop()
         while position.next_iteration < config.iterations and why_stop is None:
+            await self._evaluate_where_due()
             await self._iterate()
             why_stop = self._why_stop()
-            # before the evaluation, which may take long and is done again after a loss
+            # before the next evaluation, which may take long and is done again after a loss
             if position.next_iteration % config.checkpoint.every == 0:
                 await self.checkpoints.save()
-            await self._evaluate_where_due()
         if why_stop:
             self.rundir.event("stopped_early", why=why_stop, iteration=position.next_iteration)
             self.progress.note(f"stopping: {why_stop}")
@@ -240,6 +239,9 @@ class Session:
         """
         iteration = self.position.next_iteration
         if self.held_out.due(iteration, last):
+            # rollout actors have no part in it
+            if self.config.evaluate.explore_meanwhile and not last:
+                self.ring.exploration.begin(iteration)
             row = await self.held_out.evaluate(self.services, iteration, self.position.seconds)
             self.sinks.row(row)
             self.progress.evaluation_finished(row)

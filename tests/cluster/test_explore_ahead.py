@@ -3,6 +3,7 @@ the pool, kills and resumes; what is regenerated and trained on is the newest po
 told and bounded.
 """
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 from actors.messages import ChunkKey
 from analysis.compare.cells import Request, read_comparison
 from cluster.driver.iteration import Iteration
-from configs.load import ConfigError
+from cluster.driver.scaling import Scaling
+from configs.load import ConfigError, load
 from records.errors import RunFailed
 from records.rundir import RunDirectory
+from records.timeline import read_spans
 from tests.cluster.faults import Fault, FaultInjector
 from tests.cluster.local import Played, play
 from tests.cluster.outcomes import lasting, outcome
@@ -27,10 +30,10 @@ def ahead(model, root, name: str, **changes: Any):
 
 @pytest.fixture(scope="module")
 def alone(ray_here, tiny_sd3_dir, tmp_path_factory) -> RunDirectory:
-    """Three iterations with one rollout actor."""
-    return run_here(
-        ahead(tiny_sd3_dir, tmp_path_factory.mktemp("alone"), "alone", services__rollout__actors=1)
-    )
+    """Three iterations with one rollout actor, none of them explored during an evaluation."""
+    root = tmp_path_factory.mktemp("alone")
+    changes = {"services__rollout__actors": 1, "evaluate__explore_meanwhile": False}
+    return run_here(ahead(tiny_sd3_dir, root, "alone", **changes))
 
 
 def assert_same(run: RunDirectory, reference: RunDirectory) -> None:
@@ -149,6 +152,53 @@ def test_exploring_overlaps_with_learning_and_publishing_changes_nobodys_weights
 def chunk_of(key: Any) -> int | None:
     """The iteration of an explored chunk, or None."""
     return key.iteration if isinstance(key, ChunkKey) else None
+
+
+@pytest.mark.parametrize("meanwhile", [True, False])
+def test_rollout_actors_explore_while_held_out_images_are_made(
+    ray_here, undisturbed, tiny_sd3_dir, tmp_path, meanwhile
+):
+    """Before each iteration; its policy is the newest all the same, and its results are too."""
+    changes = {"evaluate__every": 1, "evaluate__explore_meanwhile": meanwhile}
+    run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "evaluated", **changes))
+    assert_same(run, undisturbed)
+    rows, spans = rows_of(run), read_spans(run.timeline_file)
+    assert [row["staleness"] for row in rows] == [0, 0, 0]
+    for row in rows:
+        began = {
+            work: min(s.started for s in spans if (s.work, s.unit[0]) == (work, row["iteration"]))
+            for work in ("explore", "regenerate")
+        }
+        evaluated = [s.ended for s in spans if s.work == "evaluate"]
+        last = max(ended for ended in evaluated if ended <= began["regenerate"])
+        assert (began["explore"] < last) == (row["time/explore_ahead_s"] > 0) == meanwhile
+
+
+def test_an_iteration_explored_during_an_evaluation_does_not_count_for_scaling():
+    """Its rollout actors seem idle: half of its exploring was done before it began."""
+    grows = {"enabled": "true", "patience": "1", "shrink_below": "0.5"}
+    config = load("quickstart", [f"services.autoscale.{key}={grows[key]}" for key in grows])
+    pool = SimpleNamespace(alive=2)
+    services: Any = SimpleNamespace(pools=[], rollout_pool=pool)
+    asked: list[dict[str, int]] = []
+    scaling = Scaling(config, services, *[None] * 2)
+    idle = {"busy/learner": 0.9, "busy/rollout": 0.1, "time/explore_ahead_s": 3.0, "staleness": 0}
+
+    async def scale(sizes: dict[str, int], partly: bool) -> tuple[bool, str]:
+        asked.append(sizes)
+        return True, ""
+
+    scaling.scale = scale
+
+    async def follow(row: dict[str, float]) -> None:
+        scaling.follow_rule(row)
+        await asyncio.sleep(0)
+
+    asyncio.run(follow(idle))
+    assert asked == []
+    asyncio.run(follow(idle | {"staleness": 1}))
+    asyncio.run(follow(idle | {"time/explore_ahead_s": 0.0}))
+    assert asked == [{"rollout": 1}, {"rollout": 1}]
 
 
 def test_without_it_an_iteration_is_explored_by_its_own_policy(played, tiny_sd3_dir, tmp_path):
