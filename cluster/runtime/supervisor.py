@@ -49,10 +49,8 @@ class Supervisor:
     async def start(self) -> None:
         """Create every actor, wait until all answer, and open their slots."""
         await asyncio.gather(*(self._fill(member) for member in self.members))
-        # by turns: slots take tasks in this order, and no actor needs two while others have none
-        for _ in range(self.service.in_flight):
-            for member in self.members:
-                self._open(member)
+        for member in self.members:
+            self._open(member)
 
     async def stop(self) -> None:
         """Close the slots and kill the actors."""
@@ -111,8 +109,7 @@ class Supervisor:
                 self.starting -= 1
             # not before: what is told to all members would be told to one that cannot answer
             self.members.append(member)
-            for _ in range(self.service.in_flight):
-                self._open(member)
+            self._open(member)
 
         # all are waited for, though one failed: an actor that comes later would have no slots
         outcomes = await asyncio.gather(*map(join, members), return_exceptions=True)
@@ -212,7 +209,8 @@ class Supervisor:
         )
 
     def _open(self, member: Member) -> None:
-        member.slots.append(asyncio.create_task(self.serve(member)))
+        slots = range(self.service.in_flight)
+        member.slots = [asyncio.create_task(self.serve(member)) for _ in slots]
 
     async def _fill(self, member: Member, joins: bool = False) -> None:
         """Create an actor for this place and wait until it answers. Raises RunFailed."""
