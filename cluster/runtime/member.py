@@ -64,6 +64,11 @@ class Member:
         return not self.benched and not self.leaving
 
     @property
+    def busy(self) -> bool:
+        """Whether it has a task in hand."""
+        return bool(self._busy)
+
+    @property
     def busy_s(self) -> float:
         """Seconds in which it had a task in hand."""
         return self._busy_s + (clock.now() - self._busy_since if self._busy else 0.0)

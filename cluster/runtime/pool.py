@@ -193,7 +193,7 @@ class ActorPool(Caller):
     async def _serve(self, member: Member) -> None:
         slot, fits = asyncio.current_task(), partial(self._may_take, member)
         while member.serving:
-            await self._work(member, await self.queue.take(fits), slot)
+            await self._work(member, await self.queue.take(fits, member), slot)
 
     def _may_take(self, member: Member, pending: PendingTask) -> bool:
         """Whether the member may have the task. A member without an actor takes nothing."""

@@ -2,6 +2,9 @@
 
 import asyncio
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from actors.calls import Call, Task
 from cluster.runtime.queue import PendingTask, TaskQueue
 
@@ -52,6 +55,59 @@ def test_a_task_wakes_one_slot_of_a_thousand():
         for slot in slots[500:]:
             slot.cancel()
         await asyncio.gather(*slots, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+class Worker:
+    """Has slots, each of which keeps a task until it is told that it is done."""
+
+    def __init__(self):
+        self.in_hand = []
+
+    @property
+    def busy(self):
+        return bool(self.in_hand)
+
+    async def serve(self, queue):
+        while True:
+            await queue.take(anything, self)
+            done = asyncio.Event()
+            self.in_hand.append(done)
+            await done.wait()
+            self.in_hand.remove(done)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(1, 6)), st.tuples(st.just("end"), st.integers(0, 9))
+    ),
+    max_size=12,
+)
+
+
+@given(STEPS, st.integers(1, 5), st.integers(1, 3))
+def test_nobody_gets_a_second_task_while_another_has_none(steps, count, slots):
+    async def run():
+        queue, workers = TaskQueue(), [Worker() for _ in range(count)]
+        serving = [asyncio.create_task(w.serve(queue)) for w in workers for _ in range(slots)]
+        await settle()
+        for step, number in steps:
+            before = [len(worker.in_hand) for worker in workers]
+            if step == "put":
+                for _ in range(number):
+                    queue.put(pending(0))
+            elif held := workers[number % count].in_hand:
+                held[0].set()
+            await settle()
+            after = [len(worker.in_hand) for worker in workers]
+            if any(1 < b > a for a, b in zip(before, after, strict=True)):
+                assert min(after) > 0
+            # nor does a task wait while there is a slot
+            assert not len(queue) or sum(after) == count * slots
+        for each in serving:
+            each.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
 
     asyncio.run(run())
 

@@ -181,6 +181,17 @@ def test_replicas_that_share_samples_all_work_as_long():
     assert all(abs(s.ended - s.started - (0.1 + KEEP / 2 * 0.2)) < 1e-3 for s in parts)
 
 
+@pytest.mark.parametrize("actors", [4, 5])
+def test_no_actor_explores_two_chunks_while_another_has_none(actors):
+    """Four chunks for actors that take two each, in every iteration."""
+    laid = [Laid("one", actors, {"rollout": 1}), Laid("one", 1, {"learner": 1, "reward": 1})]
+    found = simulate(config(actors=actors, chunk=POOL), Hardware({"one": DURATIONS}, laid), 6)
+    chunks = [span for span in found.timeline if span.work == "explore"]
+    for iteration in range(6):
+        who = [span.actor for span in chunks if span.unit[0] == iteration]
+        assert len(set(who)) == len(who) == 4, iteration
+
+
 def test_who_leaves_a_gpu_between_turns_does_so_before_the_other_comes():
     """Two actors on two GPUs each, which leave in 2 and 3 s: exploring, two moves, all that the
     learner does, two moves, loading.
