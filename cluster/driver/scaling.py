@@ -35,8 +35,9 @@ class Scaling:
         return {**self._meter.row(seconds)}
 
     def follow_rule(self, row: Mapping[str, float | str]) -> None:
-        """Begin to scale the rollout pool if its rule says so after an iteration's ``row``. One that
-        was explored during an evaluation is left out: it shows too little of rollout actors' work.
+        """Begin to scale the rollout pool if its rule says so after an iteration's ``row``.
+
+        One that was explored during an evaluation does not count: rollout actors seem idle in it.
         """
         if not self._explores or (self.running is not None and not self.running.done()):
             return
