@@ -29,23 +29,29 @@ from policy.precision.accelerators import ACCELERATORS
 from records.timeline import Timeline
 from simulator.outlook import run
 
-MODELS = ("sana", "flux1")
-"""With a prompt for each GPU: the shortest iterations on B200, and the usual kind of long ones."""
+CASES = {
+    "SANA": ("sana",),
+    "SANA, a prompt's seeds in one task": ("sana", "explore.chunk_size=96"),
+    "FLUX.1": ("flux1",),
+}
+"""Model and changes, with a prompt for each GPU: the shortest iterations on B200, the same with the
+fewest calls, and the usual kind of long ones.
+"""
 KIND = "B200"
 ACTORS = (64, 256, 1024)
 GOAL = 0.02
 
 
 def measure(options: Options) -> list[Ratio]:
-    """A row for each model and number of rollout actors, with as many prompts in an iteration; its
+    """A row for each case and number of rollout actors, with as many prompts in an iteration; its
     iterations are the repeats.
     """
-    return [_row(model, count, options.repeats) for count in ACTORS for model in MODELS]
+    return [_row(case, count, options.repeats) for count in ACTORS for case in CASES]
 
 
-def scenario(model: str, count: int) -> Scenario:
+def scenario(count: int, model: str, *changes: str) -> Scenario:
     """``count`` prompts on as many GPUs, in the layout that is chosen for them."""
-    config = load(f"{model}-sol_rl-hpsv2", [f"prompts.per_iteration={count}"])
+    config = load(f"{model}-sol_rl-hpsv2", [f"prompts.per_iteration={count}", *changes])
     given = Assumptions(gpus=count, accelerator=KIND)
     cpus = given.node_cpus / given.node_gpus
     gpus = [Gpus(KIND, count, ACCELERATORS[KIND].memory_gb, cpus)]
@@ -53,14 +59,14 @@ def scenario(model: str, count: int) -> Scenario:
         return chosen(config, family, gpus, given)[0]
 
 
-def _row(model: str, count: int, iterations: int) -> Ratio:
-    found = scenario(model, count)
+def _row(case: str, count: int, iterations: int) -> Ratio:
+    found = scenario(count, *CASES[case])
     meter = Meter()
     with tempfile.TemporaryDirectory() as scratch:
         timeline = Timeline(Path(scratch) / "timeline.jsonl")
         simulated = run(found, iterations, meter.iteration, timeline.record)
     actors = found.config.services.rollout.actors
-    driver, seconds = f"driver of {actors}, {model}", meter.seconds
+    driver, seconds = f"driver of {actors}, {case}", meter.seconds
     times = {driver: seconds, "iteration": [simulated.iteration] * iterations}
     each = statistics.median(seconds) / simulated.calls * 1e6
     note = f"{simulated.calls:.0f} calls, {each:.0f} us each, {1e6 / each:,.0f} a second at most"
