@@ -166,7 +166,9 @@ def test_rollout_actors_explore_while_held_out_images_are_made(
     assert [row["staleness"] for row in rows] == [0, 0, 0]
     for row in rows:
         began = {
-            work: min(s.started for s in spans if (s.work, s.unit[0]) == (work, row["iteration"]))
+            work: min(
+                s.started for s in spans if (s.work, s.unit[:1]) == (work, (row["iteration"],))
+            )
             for work in ("explore", "regenerate")
         }
         evaluated = [s.ended for s in spans if s.work == "evaluate"]
@@ -176,8 +178,9 @@ def test_rollout_actors_explore_while_held_out_images_are_made(
 
 def test_an_iteration_explored_during_an_evaluation_does_not_count_for_scaling():
     """Its rollout actors seem idle: half of its exploring was done before it began."""
-    grows = {"enabled": "true", "patience": "1", "shrink_below": "0.5"}
-    config = load("quickstart", [f"services.autoscale.{key}={grows[key]}" for key in grows])
+    rule = {"enabled": "true", "patience": "1", "shrink_below": "0.5"}
+    changes = [f"services.autoscale.{key}={rule[key]}" for key in rule]
+    config = load("quickstart", ["services.rollout.max_actors=2", *changes])
     pool = SimpleNamespace(alive=2)
     services: Any = SimpleNamespace(pools=[], rollout_pool=pool)
     asked: list[dict[str, int]] = []
