@@ -14,6 +14,7 @@ from analysis.compare.cells import Request, read_comparison
 from cluster.driver.iteration import Iteration
 from cluster.driver.scaling import Scaling
 from configs.load import ConfigError, load
+from configs.resume import differences
 from records.errors import RunFailed
 from records.rundir import RunDirectory
 from records.timeline import read_spans
@@ -162,6 +163,9 @@ def test_rollout_actors_explore_while_held_out_images_are_made(
     changes = {"evaluate__every": 1, "evaluate__explore_meanwhile": meanwhile}
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "evaluated", **changes))
     assert_same(run, undisturbed)
+    # so that --resume may change it
+    both = [load("quickstart", [f"evaluate.explore_meanwhile={is_on}"]) for is_on in (True, False)]
+    assert differences(*both) == []
     rows, spans = rows_of(run), read_spans(run.timeline_file)
     assert [row["staleness"] for row in rows] == [0, 0, 0]
     for row in rows:
@@ -289,6 +293,10 @@ def test_it_can_be_compared():
         (0, True),
         (1, False),
     ]
+    # an evaluation would hide what is explored meanwhile from the seconds of an iteration
+    assert not any(cell.tree["evaluate"]["explore_meanwhile"] for cell in cells)
+    asked = Request("quickstart", overrides=("evaluate.explore_meanwhile=true",))
+    assert all(c.tree["evaluate"]["explore_meanwhile"] for c in read_comparison(asked).cells)
     comparison = read_comparison(Request("ahead"))
     assert [cell.tree.get("explore_ahead") for cell in comparison.cells] == [0, 1]
     assert len(comparison.seeds) == 3
