@@ -119,6 +119,13 @@ class RunConfig(Section):
         return None
 
     @property
+    def explores_meanwhile(self) -> bool:
+        """Whether an iteration may begin to be explored during an evaluation. Not where the rollout
+        pool sizes itself: its rule looks at whole iterations, and actors would seem idle in them.
+        """
+        return self.evaluate.explore_meanwhile and not self.services.autoscale.enabled
+
+    @property
     def regenerated_size(self) -> int:
         """Images of a task in which a prompt is regenerated: all, or the most that replicas which
         share samples can take evenly, to a twentieth.

@@ -262,6 +262,6 @@ class Evaluate(Section):
     )
     explore_meanwhile: bool = Field(
         default=True,
-        description="rollout actors explore the next iteration meanwhile; off in comparisons, where"
-        " the seconds of an iteration would lack it",
+        description="rollout actors explore the next iteration meanwhile; not in comparisons, where"
+        " the seconds of an iteration would lack it, nor with services.autoscale.enabled",
     )

@@ -35,13 +35,8 @@ class Scaling:
         return {**self._meter.row(seconds)}
 
     def follow_rule(self, row: Mapping[str, float | str]) -> None:
-        """Begin to scale the rollout pool if its rule says so after an iteration's ``row``.
-
-        One that was explored during an evaluation does not count: rollout actors seem idle in it.
-        """
+        """Begin to scale the rollout pool if its rule says so after an iteration's ``row``."""
         if not self._explores or (self.running is not None and not self.running.done()):
-            return
-        if row["time/explore_ahead_s"] and not row["staleness"]:
             return
         size = self._services.rollout_pool.alive
         wanted = self._autoscaler.size_after(size, row)

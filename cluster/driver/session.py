@@ -239,8 +239,7 @@ class Session:
         """
         iteration = self.position.next_iteration
         if self.held_out.due(iteration, last):
-            # rollout actors have no part in it
-            if self.config.evaluate.explore_meanwhile and not last:
+            if self.config.explores_meanwhile and not last:
                 self.ring.exploration.begin(iteration)
             row = await self.held_out.evaluate(self.services, iteration, self.position.seconds)
             self.sinks.row(row)

@@ -3,7 +3,6 @@ the pool, kills and resumes; what is regenerated and trained on is the newest po
 told and bounded.
 """
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from actors.messages import ChunkKey
 from analysis.compare.cells import Request, read_comparison
 from cluster.driver.iteration import Iteration
-from cluster.driver.scaling import Scaling
 from configs.load import ConfigError, load
 from configs.resume import differences
 from records.errors import RunFailed
@@ -155,13 +153,20 @@ def chunk_of(key: Any) -> int | None:
     return key.iteration if isinstance(key, ChunkKey) else None
 
 
-@pytest.mark.parametrize("meanwhile", [True, False])
+AUTOSCALED = {"services__autoscale__enabled": True, "services__rollout__max_actors": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "meanwhile"),
+    [({}, True), ({"evaluate__explore_meanwhile": False}, False), (AUTOSCALED, False)],
+    ids=["meanwhile", "not", "the pool sizes itself"],
+)
 def test_rollout_actors_explore_while_held_out_images_are_made(
-    ray_here, undisturbed, tiny_sd3_dir, tmp_path, meanwhile
+    ray_here, undisturbed, tiny_sd3_dir, tmp_path, changes, meanwhile
 ):
     """Before each iteration; its policy is the newest all the same, and its results are too."""
-    changes = {"evaluate__every": 1, "evaluate__explore_meanwhile": meanwhile}
-    run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "evaluated", **changes))
+    config = tiny_config(tiny_sd3_dir, tmp_path, "evaluated", evaluate__every=1, **changes)
+    run = run_here(config)
     assert_same(run, undisturbed)
     # so that --resume may change it
     both = [load("quickstart", [f"evaluate.explore_meanwhile={is_on}"]) for is_on in (True, False)]
@@ -178,34 +183,6 @@ def test_rollout_actors_explore_while_held_out_images_are_made(
         evaluated = [s.ended for s in spans if s.work == "evaluate"]
         last = max(ended for ended in evaluated if ended <= began["regenerate"])
         assert (began["explore"] < last) == (row["time/explore_ahead_s"] > 0) == meanwhile
-
-
-def test_an_iteration_explored_during_an_evaluation_does_not_count_for_scaling():
-    """Its rollout actors seem idle: half of its exploring was done before it began."""
-    rule = {"enabled": "true", "patience": "1", "shrink_below": "0.5"}
-    changes = [f"services.autoscale.{key}={rule[key]}" for key in rule]
-    config = load("quickstart", ["services.rollout.max_actors=2", *changes])
-    pool = SimpleNamespace(alive=2)
-    services: Any = SimpleNamespace(pools=[], rollout_pool=pool)
-    asked: list[dict[str, int]] = []
-    scaling = Scaling(config, services, *[None] * 2)
-    idle = {"busy/learner": 0.9, "busy/rollout": 0.1, "time/explore_ahead_s": 3.0, "staleness": 0}
-
-    async def scale(sizes: dict[str, int], partly: bool) -> tuple[bool, str]:
-        asked.append(sizes)
-        return True, ""
-
-    scaling.scale = scale
-
-    async def follow(row: dict[str, float]) -> None:
-        scaling.follow_rule(row)
-        await asyncio.sleep(0)
-
-    asyncio.run(follow(idle))
-    assert asked == []
-    asyncio.run(follow(idle | {"staleness": 1}))
-    asyncio.run(follow(idle | {"time/explore_ahead_s": 0.0}))
-    assert asked == [{"rollout": 1}, {"rollout": 1}]
 
 
 def test_without_it_an_iteration_is_explored_by_its_own_policy(played, tiny_sd3_dir, tmp_path):
