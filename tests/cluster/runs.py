@@ -44,6 +44,9 @@ def tiny_config(model: Path, root: Path, name: str, **changes: Any) -> RunConfig
             "prompts": 4,
             "noises": 2,
             "batch_size": 4,
+            # or how much of an iteration comes before its turn would change from run to run, and
+            # with it the moments at which faults are injected
+            "explore_meanwhile": False,
         },
         "rewards": {"scorers": [{"name": "jpeg_compressibility"}]},
         "objective": {"times_per_sample": 2},

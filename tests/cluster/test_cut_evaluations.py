@@ -17,7 +17,7 @@ from tests.cluster.faults import Fault, FaultInjector
 from tests.cluster.outcomes import outcome
 from tests.cluster.runs import run_here, tiny_config
 
-TWO: dict[str, Any] = {"evaluate__every": 1, "iterations": 2}
+TWO: dict[str, Any] = {"evaluate__every": 1, "evaluate__explore_meanwhile": True, "iterations": 2}
 ROWS = [(kind, i) for i in range(2) for kind in ("evaluation", "iteration")] + [("evaluation", 2)]
 
 
@@ -86,6 +86,14 @@ def test_a_run_that_gets_a_new_learner(reference, tiny_sd3_dir, tmp_path):
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "lost", **TWO), progress=injector)
     (restored,) = [event for event in run.events() if event["event"] == "learner_restored"]
     assert (restored["during"], restored["iteration"]) == (1, 1)
+    assert_as_if_nothing_had_been(run, reference)
+
+
+def test_a_run_that_loses_a_rollout_actor_while_it_evaluates(reference, tiny_sd3_dir, tmp_path):
+    """Before the first iteration begins, the first chunk that is explored is lost."""
+    injector = FaultInjector(Fault("rollout", "kill", -1, "explore"))
+    run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "killed", **TWO), progress=injector)
+    assert injector.done and "actor_died" in [event["event"] for event in run.events()]
     assert_as_if_nothing_had_been(run, reference)
 
 

@@ -29,10 +29,10 @@ def ahead(model, root, name: str, **changes: Any):
 
 @pytest.fixture(scope="module")
 def alone(ray_here, tiny_sd3_dir, tmp_path_factory) -> RunDirectory:
-    """Three iterations with one rollout actor, none of them explored during an evaluation."""
-    root = tmp_path_factory.mktemp("alone")
-    changes = {"services__rollout__actors": 1, "evaluate__explore_meanwhile": False}
-    return run_here(ahead(tiny_sd3_dir, root, "alone", **changes))
+    """Three iterations with one rollout actor."""
+    return run_here(
+        ahead(tiny_sd3_dir, tmp_path_factory.mktemp("alone"), "alone", services__rollout__actors=1)
+    )
 
 
 def assert_same(run: RunDirectory, reference: RunDirectory) -> None:
@@ -153,12 +153,13 @@ def chunk_of(key: Any) -> int | None:
     return key.iteration if isinstance(key, ChunkKey) else None
 
 
-AUTOSCALED = {"services__autoscale__enabled": True, "services__rollout__max_actors": 2}
+MEANWHILE = {"evaluate__explore_meanwhile": True}
+SIZED = {**MEANWHILE, "services__autoscale__enabled": True, "services__rollout__max_actors": 2}
 
 
 @pytest.mark.parametrize(
     ("changes", "meanwhile"),
-    [({}, True), ({"evaluate__explore_meanwhile": False}, False), (AUTOSCALED, False)],
+    [(MEANWHILE, True), ({"evaluate__explore_meanwhile": False}, False), (SIZED, False)],
     ids=["meanwhile", "not", "the pool sizes itself"],
 )
 def test_rollout_actors_explore_while_held_out_images_are_made(
