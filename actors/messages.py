@@ -48,6 +48,7 @@ class ActorInfo:
     torch: str | None = None  # versions, as are the next two
     cuda: str | None = None  # that torch was built for
     driver: str | None = None
+    allocator: str | None = None  # what hands out its host memory: "jemalloc", "glibc 2.36"
 
     def event_fields(self) -> dict[str, str | int]:
         """The fields of its ``actor_started`` event."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import platform
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -61,12 +63,19 @@ def begin_torch(run: RunConfig, kind: str) -> torch.device:
 def identity(device: torch.device | None = None) -> ActorInfo:
     """Process, host, node and device of this actor; the caller adds what its kind tells."""
     node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else None
-    who = ActorInfo(os.getpid(), os.uname().nodename, node)
+    who = ActorInfo(os.getpid(), os.uname().nodename, node, allocator=allocator())
     if device is None:
         return who
     from policy.device import describe
 
     return replace(who, **describe(device))
+
+
+def allocator(mapped: Path = Path("/proc/self/maps")) -> str | None:
+    """The library that hands out this process's host memory, as "jemalloc" or "glibc 2.36"."""
+    if mapped.exists() and "libjemalloc" in mapped.read_text():
+        return "jemalloc"
+    return " ".join(platform.libc_ver()).strip() or None
 
 
 Actor = TypeVar("Actor", bound=type)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, TypedDict
 
+from cluster.runtime import template
 from cluster.runtime.tasks import BackgroundTasks
 from records.errors import described
 
@@ -119,7 +120,12 @@ def board() -> ActorProxy[Board]:
     # soft, and without a share of a CPU: it must live on a cluster that is full, or loses nodes
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     actor = ray.remote(Board).options(
-        name=NAME, namespace=NAMESPACE, get_if_exists=True, num_cpus=0, scheduling_strategy=here
+        name=NAME,
+        namespace=NAMESPACE,
+        get_if_exists=True,
+        num_cpus=0,
+        scheduling_strategy=here,
+        runtime_env=template.forked(),
     )
     return actor.remote()
 

@@ -1,9 +1,13 @@
-"""Actor processes as forks of one process that has imported torch and diffusers already.
+"""Actor processes as forks of one process that has imported torch, diffusers and Ray already.
 
-Nearly all of the start of an actor with a model is imports: 8 CPU seconds and 370 MB each, six
-times a run. On one machine without GPUs they are paid once: the driver starts a *template*, which
-imports and waits, and Ray starts such an actor's process by asking the template to fork. The fork
+Nearly all of the start of an actor is imports: 8 CPU seconds and 370 MB each with a model, a second
+and 50 MB without. On one machine without GPUs they are paid once: the driver starts a *template*,
+which imports and waits, and Ray starts an actor's process by asking the template to fork. The fork
 is then the process that Ray started, with the environment, files and priority that Ray gave it.
+
+Ray reads its variables when it is imported, and they tell an actor whose it is. So for each Ray the
+template forks a template of its own, which imports Ray with the variables of the first actor that
+is asked for, and forks all whose variables are the same.
 
 Not on GPUs, as CUDA does not survive a fork, and not on a cluster, where nodes have their own
 Python. This file is also the program that Ray starts instead of Python (``_launch``): it then has
@@ -29,13 +33,19 @@ if TYPE_CHECKING:
     from configs.schema import RunConfig
     from configs.section import Tree
 
-FORKED = "encoder", "rollout", "learner"
+MODELS = "encoder", "rollout", "learner"
+"""Services whose actors import torch and diffusers; for the others no template is started."""
 SOCKET = "SOL_RL_TEMPLATE"
 """Environment variable that tells the launcher where the template listens."""
 OOM_SCORE = Path("/proc/self/oom_score_adj")
 SPIN = "10000"
 """Rounds that a waiting thread spins before it sleeps, for GNU's OpenMP."""
+RAY, RAYLET = "RAY_", "RAY_RAYLET_PID"
+"""What Ray's variables begin with, and the one that names the process whose end is the end of its
+actors.
+"""
 LENGTH = 4  # bytes in front of a request
+LOOK_S = 1.0
 
 
 # ---- the driver's side
@@ -56,14 +66,19 @@ def waiting(config: RunConfig) -> dict[str, str]:
 
 def start(config: RunConfig) -> None:
     """Have one template in this process, if actors of ``config`` can be its forks."""
-    some = any(not config.services.of(kind).gpus for kind in FORKED)
+    some = any(not config.services.of(kind).gpus for kind in MODELS)
     if sys.platform == "linux" and some and not _running:
         _running.append(Template(config))
 
 
 def runtime_env(config: RunConfig, kind: str) -> Tree:
     """What Ray is asked for where an actor of this kind shall be forked; empty where it is not."""
-    if not _running or kind not in FORKED or config.services.of(kind).gpus:
+    return forked() if not config.services.of(kind).gpus else {}
+
+
+def forked() -> Tree:
+    """What Ray is asked for where an actor shall be forked, if there is a template."""
+    if not _running:
         return {}
     launcher = [sys.executable, "-IS", os.path.abspath(__file__)]
     return {"py_executable": shlex.join(launcher), "env_vars": {SOCKET: _running[0].path}}
@@ -76,6 +91,8 @@ class Template:
         """Start it; it listens at once, and answers when it has imported what the actors need."""
         import subprocess
         import tempfile
+
+        from cluster.runtime import allocator
 
         self.path = os.path.join(tempfile.mkdtemp(prefix="sol-rl-template-"), "socket")
         code = f"from {__name__} import serve; serve()"
@@ -95,6 +112,7 @@ class Template:
                     # read when libraries are loaded; an actor sets its own number of threads
                     "OMP_NUM_THREADS": "1",
                     **waiting(config),
+                    **allocator.variables(),  # a fork keeps the library, whatever Ray gives it
                 },
             )
 
@@ -106,24 +124,52 @@ _running: list[Template] = []
 
 
 def serve() -> None:
-    """Import, then fork for every request, until standard input ends."""
-    import gc
+    """Import, then give every Ray that asks a template of its own, until standard input ends."""
+    import shutil
     import signal
 
     from configs.load import parse
 
     listener = socket.socket(fileno=int(sys.argv[1]))
-    path = listener.getsockname()
+    folder = os.path.dirname(listener.getsockname())
     import_for(parse(json.loads(sys.argv[2])))
-    gc.collect()
-    gc.freeze()  # the collector would write to every page, and unshare it
+    _unchanging()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork ended
-    while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [])
-        if sys.stdin in ready:
-            os.unlink(path)
-            os.rmdir(os.path.dirname(path))
-            return
+    paths: dict[str, str] = {}
+    while _waits(listener):
+        connection, _ = listener.accept()
+        with connection:
+            request, files = _receive(connection)
+            ours = {n: value for n, value in request["environment"].items() if n.startswith(RAY)}
+            path = paths.setdefault(json.dumps(ours, sort_keys=True), f"{folder}/{len(paths)}")
+            if not os.path.exists(path):
+                own = socket.socket(socket.AF_UNIX)
+                own.bind(path)
+                own.listen(64)
+                if not os.fork():
+                    listener.close()
+                    connection.close()
+                    for file in files:
+                        os.close(file)
+                    return _serve_one(own, ours)
+                own.close()
+            connection.sendall(path.encode())
+        for file in files:
+            os.close(file)
+    shutil.rmtree(folder)
+
+
+def _serve_one(listener: socket.socket, environment: dict[str, str]) -> None:
+    """Import Ray with these variables, then fork for every request, while that Ray is there."""
+    import signal
+
+    for name in [name for name in os.environ if name.startswith(RAY)]:
+        del os.environ[name]
+    os.environ.update(environment)
+    import ray  # noqa: F401
+
+    _unchanging()
+    while _waits(listener, environment.get(RAYLET)):
         connection, _ = listener.accept()
         with connection:
             request, files = _receive(connection)
@@ -133,17 +179,31 @@ def serve() -> None:
         if not pid:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
-            break
+            return _become(request, files)
         for file in files:
             os.close(file)
-    _become(request, files)
+
+
+def _unchanging() -> None:
+    """What is there now stays: the collector would write to every page, and unshare it."""
+    import gc
+
+    gc.collect()
+    gc.freeze()
+
+
+def _waits(listener: socket.socket, pid: str | None = None) -> bool:
+    """Wait for a request; False once the driver has ended, or the process ``pid``."""
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [], LOOK_S)
+        if sys.stdin in ready or (pid is not None and not os.path.exists(f"/proc/{pid}")):
+            return False
+        if ready:
+            return True
 
 
 def import_for(config: RunConfig) -> None:
-    """What encoder, rollout actor and learner import to build their models; build none.
-
-    Not Ray: when it is loaded it reads the environment, which a fork has from Ray itself.
-    """
+    """What encoder, rollout actor and learner import to build their models; build none."""
     import learner.trainer  # noqa: F401
     import policy.explorer  # noqa: F401
     from policy.families import family_for
@@ -189,19 +249,27 @@ def _launch() -> None:
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),
         "oom_score": oom_score.strip(),
     }
-    body = json.dumps(request).encode()
     try:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(os.environ[SOCKET])
-            socket.send_fds(connection, [len(body).to_bytes(LENGTH, "big")], [0, 1, 2])
-            connection.sendall(body)
-            if connection.recv(32):
-                return
-            why = "it ended"
+        path = _asked(os.environ[SOCKET], request)
+        if path and _asked(path, request):
+            return
+        why = "it ended"
     except OSError as error:
         why = str(error)
     print(f"no fork from {os.environ[SOCKET]}: {why}; importing anew", file=sys.stderr, flush=True)
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+
+
+def _asked(path: str, request: dict[str, Any]) -> str:
+    """The answer to ``request``, sent with the standard streams; nothing where who listens ends.
+    Raises OSError where nobody does.
+    """
+    body = json.dumps(request).encode()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        socket.send_fds(connection, [len(body).to_bytes(LENGTH, "big")], [0, 1, 2])
+        connection.sendall(body)
+        return connection.recv(4096).decode()
 
 
 if __name__ == "__main__":

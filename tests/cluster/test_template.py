@@ -12,7 +12,7 @@ import ray
 
 from actors.rollout import RolloutActor
 from cluster.runtime import template
-from cluster.runtime.template import FORKED, SOCKET, Template
+from cluster.runtime.template import MODELS, RAYLET, SOCKET, Template
 from configs.load import load
 from tests.cluster import bare_template
 from tests.cluster.runs import tiny_config
@@ -29,14 +29,16 @@ print(json.dumps(told), flush=True)
 """
 
 
-def launch(folder: Path, path: str, niceness: int = 0) -> tuple[dict[str, object], str]:
+def launch(
+    folder: Path, path: str, niceness: int = 0, **more: str
+) -> tuple[dict[str, object], str]:
     """What a worker tells that is started as Ray would start it, and its standard error."""
     (folder / "worker.py").write_text(WORKER)
     program = [sys.executable, "-IS", template.__file__, str(folder / "worker.py"), "--a", "b c"]
     with (folder / "out").open("w+") as out, (folder / "err").open("w+") as errors:
         subprocess.run(
             program,
-            env={SOCKET: path, "OWN": "1", "LC_ALL": "C.UTF-8"},
+            env={SOCKET: path, "OWN": "1", "LC_ALL": "C.UTF-8", **more},
             cwd=folder,
             stdout=out,
             stderr=errors,
@@ -61,11 +63,11 @@ def test_a_fork_is_the_process_that_was_asked_for(ray_here, tmp_path):
         "niceness": min(before + 3, 19),
         "leads": True,
         "name": "__main__",
-        "imported": ["diffusers", "peft"],  # Ray reads its environment when it is imported
+        "imported": ["diffusers", "peft", "ray"],
         "threads": 1,
-        "parent": made.process.pid,
+        "parent": told["parent"],
     }
-    assert errors == ""
+    assert errors == "" and psutil.Process(told["parent"]).ppid() == made.process.pid
 
 
 def test_without_a_template_it_is_an_ordinary_process_and_says_so(tmp_path):
@@ -79,11 +81,30 @@ def test_it_ends_with_its_driver_and_leaves_nothing(tiny_sd3_dir, tmp_path, monk
     monkeypatch.setattr(template, "__name__", bare_template.__name__)
     made = Template(tiny_config(tiny_sd3_dir, tmp_path, "template"))
     told, errors = launch(tmp_path, made.path)
-    assert (told["parent"], told["imported"], errors) == (made.process.pid, [], "")
+    assert (told["imported"], errors) == (["ray"], "")
+    own = psutil.Process(told["parent"])
+    assert own.ppid() == made.process.pid
     assert made.process.stdin is not None
     made.process.stdin.close()
     assert made.process.wait(60) == 0
     assert not os.path.exists(os.path.dirname(made.path))
+    own.wait(60)
+
+
+def test_each_ray_has_a_template_of_its_own_that_ends_with_it(tiny_sd3_dir, tmp_path, monkeypatch):
+    """What Ray's variables say of an actor is read once, when Ray is imported."""
+    monkeypatch.setattr(template, "__name__", bare_template.__name__)
+    made = Template(tiny_config(tiny_sd3_dir, tmp_path, "rays"))
+    with subprocess.Popen(["sleep", "600"]) as raylet:
+        its = {RAYLET: str(raylet.pid), "RAY_JOB_ID": "01000000"}
+        first, second = (launch(tmp_path, made.path, **its)[0]["parent"] for _ in range(2))
+        other = launch(tmp_path, made.path, **its | {"RAY_JOB_ID": "02000000"})[0]["parent"]
+        assert first == second != other
+        raylet.kill()
+    assert psutil.wait_procs([psutil.Process(first), psutil.Process(other)], 60)[1] == []
+    assert made.process.poll() is None
+    told, errors = launch(tmp_path, made.path, **its)
+    assert "no fork from" in errors and told["imported"] == []
 
 
 def test_which_actors_are_forks(monkeypatch):
@@ -91,9 +112,9 @@ def test_which_actors_are_forks(monkeypatch):
     assert template.runtime_env(config, "rollout") == {} or template._running
     monkeypatch.setattr(template, "_running", [type("Made", (), {"path": "/here"})])
     assert template.runtime_env(config, "rollout")["env_vars"] == {SOCKET: "/here"}
-    for kind in ("encoder", "selector", "reward"):
-        assert template.runtime_env(config, kind) == {}
-    on_gpus = load("quickstart", [f"services.{kind}.gpus=1" for kind in FORKED])
+    assert template.runtime_env(config, "selector") == template.forked() != {}
+    assert template.runtime_env(config, "encoder") == {}
+    on_gpus = load("quickstart", [f"services.{kind}.gpus=1" for kind in MODELS])
     monkeypatch.setattr(template, "_running", [])
     template.start(on_gpus)
     assert template._running == []
@@ -106,7 +127,8 @@ def test_ray_starts_a_rollout_actor_as_a_fork(ray_here, tiny_sd3_dir, tmp_path):
     actor = ray.remote(RolloutActor).options(num_cpus=0, runtime_env=env).remote(tree)
     try:
         pid = ray.get(actor.ready.remote()).pid
-        assert psutil.Process(pid).ppid() == template._running[0].process.pid
+        template_of_ray = psutil.Process(pid).parent()
+        assert template_of_ray.ppid() == template._running[0].process.pid
         assert ray.get(actor.__ray_call__.remote(lambda _: __import__("os").getpgrp())) == pid
     finally:
         ray.kill(actor)
