@@ -204,11 +204,14 @@ def _waits(listener: socket.socket, pid: str | None = None) -> bool:
 
 def import_for(config: RunConfig) -> None:
     """What encoder, rollout actor and learner import to build their models; build none."""
+    # without GPUs nothing uses Triton, but torch imports it to see whether it is there: 70 MB
+    sys.modules["triton"] = None  # pyright: ignore[reportArgumentType]
     import learner.trainer  # noqa: F401
     import policy.explorer  # noqa: F401
     from policy.families import family_for
 
     family_for(config.model).import_parts()
+    del sys.modules["triton"]
 
 
 def _become(request: dict[str, Any], files: list[int]) -> None:
