@@ -45,7 +45,6 @@ RAY, RAYLET = "RAY_", "RAY_RAYLET_PID"
 actors.
 """
 LENGTH = 4  # bytes in front of a request
-LOOK_S = 1.0
 
 
 # ---- the driver's side
@@ -169,7 +168,8 @@ def _serve_one(listener: socket.socket, environment: dict[str, str]) -> None:
     import ray  # noqa: F401
 
     _unchanging()
-    while _waits(listener, environment.get(RAYLET)):
+    ends = [os.pidfd_open(int(environment[RAYLET]))] if RAYLET in environment else []
+    while _waits(listener, *ends):
         connection, _ = listener.accept()
         with connection:
             request, files = _receive(connection)
@@ -192,14 +192,11 @@ def _unchanging() -> None:
     gc.freeze()
 
 
-def _waits(listener: socket.socket, pid: str | None = None) -> bool:
-    """Wait for a request; False once the driver has ended, or the process ``pid``."""
-    while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [], LOOK_S)
-        if sys.stdin in ready or (pid is not None and not os.path.exists(f"/proc/{pid}")):
-            return False
-        if ready:
-            return True
+def _waits(listener: socket.socket, *more: int) -> bool:
+    """Wait for a request; False once the driver has ended, or a process of these descriptors."""
+    ends = [sys.stdin, *more]
+    ready, _, _ = select.select([listener, *ends], [], [])
+    return not any(end in ready for end in ends)
 
 
 def import_for(config: RunConfig) -> None:
