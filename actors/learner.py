@@ -34,6 +34,7 @@ from actors.runtime import begin, begin_torch, identity, on_device
 from actors.turns import Turn
 from configs.section import Tree
 from learner.replicas import DistributedReplicas, open_store, reach_store
+from policy.device import threads
 from policy.types import Conditioning
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class LearnerActor:
             run, device=device, failure_dir=failure_dir, shard=shard, offload=leaves
         )
         self._turn = Turn("the learner", run.services, device)
+        self._service = run.services.learner
         self._fetch = fetch
         self._shards: list[Shard] = []
         self._store: TCPStore | None = None
@@ -118,15 +120,19 @@ class LearnerActor:
         self._turn.require("generate")
         start = time.perf_counter()
         rows = conditioning.repeat(len(request.seeds) // len(conditioning))
-        samples, images = self._trainer.generator.generate(
-            rows,
-            request.seeds,
-            request.steps,
-            request.weights,
-            request.solver,
-            guidance=request.guidance,
-            start=request.start,
-        )
+        # what is trained on is regenerated while rollout actors explore: threads that share their
+        # cores would wait for each other
+        beside = self._service.regenerate_threads if request.weights is None else None
+        with threads(beside or self._service.threads):
+            samples, images = self._trainer.generator.generate(
+                rows,
+                request.seeds,
+                request.steps,
+                request.weights,
+                request.solver,
+                guidance=request.guidance,
+                start=request.start,
+            )
         return time.perf_counter() - start, images, samples
 
     def stand_by(self, request: GenerateRequest) -> None:

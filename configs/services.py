@@ -117,6 +117,12 @@ class LearnerService(Service):
         description="CPU threads of each replica; where not given and without a GPU, the cores"
         " there are, up to 4; part of the results, as it fixes the order of sums",
     )
+    regenerate_threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="as `threads`, while rollout actors explore beside it; where not given and"
+        " without a GPU, the cores that those leave, one at least",
+    )
     replicas: int = Field(
         default=1,
         ge=1,

@@ -109,6 +109,11 @@ def require_same(config: RunConfig, run: RunConfig) -> None:
             raise ConfigError(
                 f"--from: the run has services.{kind}.threads = {there}, here it is {here}"
             )
+    here, there = (each.services.learner.regenerate_threads for each in (config, run))
+    if here != there:
+        raise ConfigError(
+            f"--from: the run has services.learner.regenerate_threads = {there}, here it is {here}"
+        )
 
 
 def measured_lines(found: Simulated, model: Measured, name: str) -> list[str]:

@@ -54,11 +54,11 @@ def waiting(config: RunConfig) -> dict[str, str]:
     """Variables that say how OpenMP's threads wait in the processes of a run.
 
     They would spin for milliseconds, on the cores of actors that work, and sleep instead. Where the
-    learner never computes beside rollout actors it spins for some microseconds, which is quicker
-    than waking up between the small products of a small model.
+    learner has several threads while nobody explores they spin for some microseconds, which is
+    quicker than waking up between the small products of a small model.
     """
-    found, plan = {"OMP_WAIT_POLICY": "PASSIVE"}, config.plan
-    if plan.explore is None or not plan.regenerate:
+    found = {"OMP_WAIT_POLICY": "PASSIVE"}
+    if config.plan.explore is None or not config.explore_ahead:
         found["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SPIN)
     return found
 

@@ -2,21 +2,24 @@
 
 import asyncio
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
 from actors.learner import LearnerActor
-from actors.messages import ActorInfo, Rendezvous
+from actors.messages import ActorInfo, GenerateRequest, Rendezvous
 from actors.runtime import on_device
 from cluster.driver import services
 from cluster.driver.learners import LearnerGroup
 from cluster.runtime import template
 from cluster.runtime.pool import ActorPool
+from configs.arms import Arm
 from configs.load import load
 from configs.services import LearnerService, RolloutService
 from learner.replicas import DistributedReplicas, GroupBroken, open_store
+from policy.types import Conditioning
 from records.errors import OutOfMemoryError
 from rewards.combine import WeightedScorer
 
@@ -83,15 +86,35 @@ def test_the_environment_of_actors_on_gpus(monkeypatch, gpus, given, allocator):
 
 
 def test_threads_that_wait_sleep_beside_rollout_actors(monkeypatch):
-    """And spin a little where those wait while the learner works, or as long as the user says."""
+    """And spin a little where those wait while the learner trains, or as long as the user says."""
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     sleep = {"OMP_WAIT_POLICY": "PASSIVE"}
-    assert template.waiting(load("quickstart")) == sleep
-    for alone in (["arm=diffusionnft"], ["arm=naive_scaling"], ["arm=naive_quant"]):
-        found = template.waiting(load("quickstart", alone))
+    assert template.waiting(load("quickstart", ["explore_ahead=1"])) == sleep
+    for arm in get_args(Arm):
+        found = template.waiting(load("quickstart", [f"arm={arm}"]))
         assert found == sleep | {"GOMP_SPINCOUNT": "10000"}
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    assert template.waiting(load("quickstart", alone))["GOMP_SPINCOUNT"] == "7"
+    assert template.waiting(load("quickstart"))["GOMP_SPINCOUNT"] == "7"
+
+
+def told_threads(*args: object, **named: object) -> tuple[dict[str, int], None]:
+    return {"threads": torch.get_num_threads()}, None
+
+
+@pytest.mark.parametrize(
+    ("own", "weights", "wanted"), [(2, None, 2), (None, None, 3), (2, "ema", 3), (2, "base", 3)]
+)
+def test_a_learner_has_threads_of_its_own_beside_rollout_actors(own, weights, wanted):
+    """What is held out is made while they wait, or must have the bits that it has when they do."""
+    learner = LearnerActor.__new__(LearnerActor)
+    learner._service = LearnerService(threads=3, regenerate_threads=own)
+    learner._turn = SimpleNamespace(require=lambda what: None)
+    learner._trainer = SimpleNamespace(generator=SimpleNamespace(generate=told_threads))
+    before = torch.get_num_threads()
+    rows = Conditioning({"text": torch.zeros(1, 1)})
+    _, _, samples = learner.generate(GenerateRequest((1, 2), 2, None, weights), rows)
+    assert samples == {"threads": wanted}
+    assert torch.get_num_threads() == before
 
 
 # ---- replicas
