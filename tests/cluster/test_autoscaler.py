@@ -90,7 +90,8 @@ class Job:
     def __init__(self, head: Head, config: RunConfig, folder: Path):
         self.head, self.run = head, RunDirectory(Path(config.run_root or "") / config.name)
         self.address = f"127.0.0.1:{head.gcs}"
-        command = [sys.executable, "-u", "-m", "cluster", "train", str(write_toml(config, folder))]
+        program = [sys.executable, "-u", "-m", "tests.cluster.named_gpus"]
+        command = [*program, "train", str(write_toml(config, folder))]
         environment = {**head.env, "RAY_ADDRESS": self.address}
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=PIPE, stderr=STDOUT, text=True
