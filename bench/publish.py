@@ -29,7 +29,7 @@ from bench.timing import Options, Ratio, ray_for
 from cluster.driver.learners import LearnerGroup
 from cluster.driver.weights import WeightChannel
 from cluster.runtime.pool import ActorPool
-from configs.services import Service
+from configs.services import LearnerService, RolloutService, Service
 from planning.object_store import SPILLS_AT, store_size
 from policy.precision.backends import wire_formats
 from policy.precision.manifest import Entry, Manifest
@@ -170,7 +170,7 @@ async def _all(options: Options) -> list[Ratio]:
                 print(f"publish  {name}: left out: {why}", flush=True)
                 continue
             if sender is None:
-                sender = _pool("sender", Sender, 1, nbytes, options.config.publish.shard_mb * 2**20)
+                sender = learner(nbytes, options.config.publish.shard_mb * 2**20)
                 await sender.start()
             ratios.append(await _one(options, sender, name, nbytes, count))
         if sender is not None:
@@ -204,8 +204,9 @@ def no_room(
     return None
 
 
-async def _one(options: Options, sender: ActorPool, name: str, nbytes: int, count: int) -> Ratio:
-    receivers = _pool(f"receiver{count}", Receiver, count, nbytes)
+async def _one(options: Options, sender: LearnerGroup, name: str, nbytes: int, count: int) -> Ratio:
+    service = RolloutService(actors=count, max_attempts=1, max_restarts=0)
+    receivers = _pool(f"receiver{count}", service, Receiver, nbytes)
     await receivers.start()
     # written to, both: untouched zeros are one page of the kernel's, which copies out of the cache
     source, target = (np.full(min(nbytes, COPIED_AT_ONCE), value, np.uint8) for value in (7, 1))
@@ -217,7 +218,7 @@ async def _one(options: Options, sender: ActorPool, name: str, nbytes: int, coun
                 np.copyto(target[: nbytes - first], source[: nbytes - first])
             copied = time.perf_counter()
             await WeightChannel(lambda *args, **fields: None).publish(
-                turn, LearnerGroup(sender).client, receivers
+                turn, sender.client, receivers
             )
             published = time.perf_counter()
             if turn >= WARM_UP:  # before that memory is touched for the first time
@@ -231,11 +232,16 @@ async def _one(options: Options, sender: ActorPool, name: str, nbytes: int, coun
     )
 
 
-def _pool(kind: str, actor: type, count: int, *args: Any) -> ActorPool:
+def learner(nbytes: int, shard_bytes: int) -> LearnerGroup:
+    """A learner alone, which is a ``Sender``."""
+    service = LearnerService(max_restarts=0)
+    return LearnerGroup(_pool("sender", service, Sender, nbytes, shard_bytes))
+
+
+def _pool(kind: str, service: Service, actor: type, *args: Any) -> ActorPool:
     import ray
 
     remote = ray.remote(actor)
-    service = Service(actors=count, max_attempts=1, max_restarts=0)
     return ActorPool(
         kind,
         lambda name: remote.options(num_cpus=0).remote(*args),

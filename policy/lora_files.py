@@ -26,20 +26,22 @@ def adapter_file(name: str) -> str:
 
 
 def by_file(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The tensors of each file; names in it are those in its own transformer."""
-    found: dict[str, dict[str, Tensor]] = {}
+    """The tensors of each file, the first transformer's before the second's; names in it are those
+    in its own transformer.
+    """
+    found: dict[str, dict[str, Tensor]] = {file: {} for file in FILES.values()}
     for key, value in state.items():
         expert, _, name = key.partition(".")
         file, name = (FILES[expert], name) if expert in FILES else (FILE, key)
-        found.setdefault(file, {})[name] = value
-    return found
+        found[file][name] = value
+    return {file: tensors for file, tensors in found.items() if tensors}
 
 
 def save_diffusers_lora(path: str | Path, state: Mapping[str, Tensor], lora: Lora) -> list[str]:
     """Write the directory that stock ``pipe.load_lora_weights(path)`` loads, with rank and alpha.
 
     Each file is written under another name and renamed, so that it is whole or absent. Returns
-    their names.
+    their names, the first transformer's before the second's.
     """
     if not state:
         raise ValueError("an adapter without weights cannot be saved")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import subprocess
@@ -15,12 +16,14 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = [
     pattern.rstrip("*") for pattern in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
 ]
+DATA: dict[str, list[str]] = PROJECT["tool"]["setuptools"]["package-data"]
+LEFT_OUT = {"shapes/README.md"}
 SMALL = {
     "iterations": 1, "prompts.per_iteration": 2, "explore.pool_size": 8, "explore.chunk_size": 4,
     "explore.steps": 2, "selection.keep": 4, "regenerate.steps": 2, "evaluate.prompts": 2,
@@ -82,15 +85,28 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     yield Installed(there / "bin" / "python", tmp_path_factory.mktemp("empty"))
 
 
+def test_every_file_that_is_no_code_is_declared():
+    declared = {
+        f"{package}/{name}"
+        for package in PACKAGES
+        for pattern in (*DATA["*"], *DATA.get(package, ()))
+        for name in glob.glob(pattern, root_dir=ROOT / package, recursive=True)
+    }
+    there = {name for name in tracked() if name.split("/")[0] in PACKAGES}
+    assert {name for name in there if not name.endswith(".py")} - declared == LEFT_OUT
+
+
+@pytest.mark.slow
 def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path):
     names = zipfile.ZipFile(wheel).namelist()
     held = {name for name in names if ".dist-info/" not in name}
     wanted = {name for name in tracked() if name.split("/")[0] in PACKAGES}
-    assert held == wanted - {"shapes/README.md"}
+    assert held == wanted - LEFT_OUT
     assert {f"{package}/py.typed" for package in PACKAGES} <= held
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
+@pytest.mark.slow
 def test_it_trains_and_compares_without_the_source_tree(installed: Installed):
     where = installed.run("python", "-c", "import cluster, configs; print(cluster.__file__)")
     assert str(ROOT) not in where.stdout and where.returncode == 0, where.stderr
@@ -118,6 +134,7 @@ print(stage(Path("sent"), "mine.toml", load("mine.toml")))
 """
 
 
+@pytest.mark.slow
 def test_submit_sends_the_installed_packages(installed: Installed):
     (installed.here / "mine.toml").write_text(
         'layers = ["models/shapes", "rewards/shapes"]\nname = "mine"\n'

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import cast
 
 from cluster.jobs.board import NAME, NAMESPACE, Outcome, RunState, Sizes
@@ -20,7 +20,9 @@ SCALE_S = 900.0
 ANSWER_S = 30.0
 """How long the board may take to answer."""
 LISTENER_S = 10.0
-"""How long a cluster's head may take to accept a connection."""
+"""How long a cluster's head may take to accept a connection, and to answer on it."""
+CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+"""What every process asks a head first; the request has no fields."""
 
 
 def address_of(given: str | None) -> str:
@@ -72,11 +74,11 @@ def wants_token(error: BaseException | None) -> bool:
 
 
 def require_listener(address: str, given_as: str = "--address") -> None:
-    """Raises ConfigError when ``address``, host:port, accepts no connection, or does not speak
-    gRPC's protocol, HTTP/2.
+    """Raises ConfigError when ``address``, host:port, accepts no connection, does not speak gRPC's
+    protocol, HTTP/2, or refuses this process's token.
 
-    Ray itself tries for many minutes before it gives up. Other addresses, such as ``auto``, are
-    left to Ray.
+    Ray itself tries for many minutes before it gives up, and where the token is wrong for twenty
+    seconds, with a warning for each. Other addresses, such as ``auto``, are left to Ray.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
@@ -89,11 +91,34 @@ def require_listener(address: str, given_as: str = "--address") -> None:
                     " host:port of one (6379 unless it was started otherwise), or its dashboard's"
                     " URL, http://HOST:8265"
                 )
-    except (OSError, OverflowError) as error:
+        if not address.startswith("ray://") and _refuses_token(address):
+            raise ConfigError(f"{given_as} {address}: {TOKEN_WANTED}")
+    except (OSError, OverflowError, RuntimeError) as error:
         raise ConfigError(
             f"{given_as} {address}: no Ray cluster answers there ({error}); give host:port of"
             " its head"
         ) from None
+
+
+def _refuses_token(address: str) -> bool:
+    """Whether a head refuses what it is asked with this process's token, or it has none and should.
+
+    Raises OSError or RuntimeError where Ray is to use TLS and its files are not there.
+    """
+    import grpc
+
+    # private: Ray has no public way to ask a cluster just once
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.exceptions import AuthenticationError
+
+    with closing(cast(grpc.Channel, init_grpc_channel(address))) as channel:
+        try:
+            channel.unary_unary(CLUSTER_ID)(b"", timeout=LISTENER_S)
+        except AuthenticationError:
+            return True
+        except grpc.RpcError as error:
+            return isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNAUTHENTICATED
+    return False
 
 
 def _speaks_http2(to: socket.socket) -> bool:

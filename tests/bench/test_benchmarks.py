@@ -15,7 +15,7 @@ import torch
 
 from bench import NAMES, benchmark
 from bench.__main__ import broadcast, main
-from bench.publish import Sender, no_room, sizes
+from bench.publish import Sender, learner, no_room, sizes
 from bench.start import _name
 from bench.timing import Options, Ratio, interleave, machine
 from policy.precision.wire import unpack_into
@@ -136,6 +136,13 @@ def test_the_sender_sends_what_its_manifest_says():
     assert torch.equal(whole[1000:2000], whole[:1000])
     assert torch.equal(whole[2000:], whole[:500])
     assert sender.shard(2)[0] == 500 and manifest.version == 3 and whole.float().std() > 50
+
+
+def test_the_sender_is_asked_as_a_learner_is():
+    """By a group of one, with as many shards under way as a run has."""
+    sender = learner(2500, 1000)
+    assert (sender.pool.service.count, sender.pool.service.in_flight) == (1, 1)
+    assert sender.client.any_replica is sender.pool and sender.client.sharding == "none"
 
 
 def test_broadcasts_on_the_command_line():

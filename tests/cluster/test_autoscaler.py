@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from subprocess import PIPE, STDOUT
+from subprocess import STDOUT
 from typing import Any
 
 import psutil
@@ -90,17 +90,21 @@ class Job:
     def __init__(self, head: Head, config: RunConfig, folder: Path):
         self.head, self.run = head, RunDirectory(Path(config.run_root or "") / config.name)
         self.address = f"127.0.0.1:{head.gcs}"
-        command = [sys.executable, "-u", "-m", "cluster", "train", str(write_toml(config, folder))]
+        program = [sys.executable, "-u", "-m", "tests.cluster.named_gpus"]
+        command = [*program, "train", str(write_toml(config, folder))]
         environment = {**head.env, "RAY_ADDRESS": self.address}
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=PIPE, stderr=STDOUT, text=True
-        )
+        self._output = folder / f"{config.name}.out"
+        # no pipe: it is full after some 300 lines that nobody reads, and then the run waits
+        with self._output.open("w") as output:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=STDOUT
+            )
 
     def wait(self, *names: str, count: int = 1, seconds: float = 600) -> list[dict[str, Any]]:
         """The events of these names, once there are so many."""
 
         def there() -> list[dict[str, Any]]:
-            assert self.process.poll() is None, self.process.stdout and self.process.stdout.read()
+            assert self.process.poll() is None, self._output.read_text()
             found = [event for event in self.events() if event["event"] in names]
             return found if len(found) >= count else []
 
@@ -133,7 +137,8 @@ class Job:
     def stop(self) -> str:
         """SIGTERM and the end that it must make; what was printed."""
         self.process.send_signal(signal.SIGTERM)
-        printed, _ = self.process.communicate(timeout=180)
+        self.process.wait(timeout=180)
+        printed = self._output.read_text()
         assert self.process.returncode == 130, printed
         return printed
 

@@ -3,8 +3,12 @@
 import asyncio
 import socket
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
+import grpc
 import pytest
 import ray
 
@@ -12,7 +16,8 @@ from cli.main import main
 from cluster.driver.connect import join_or_start_ray
 from cluster.driver.status import Reporter
 from cluster.jobs.board import Link, RunState, board
-from cluster.jobs.live_runs import scale, states
+from cluster.jobs.dashboard import TOKEN_WANTED
+from cluster.jobs.live_runs import CLUSTER_ID, require_listener, scale, states
 from cluster.jobs.status_text import lines_of
 from configs.load import ConfigError, load
 from records.errors import RunFailed
@@ -151,6 +156,45 @@ def test_an_address_where_nothing_listens_is_said_at_once(command, capsys, monke
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=f"RAY_ADDRESS = {address}: no Ray cluster answers there"):
         join_or_start_ray(load("quickstart"))
+
+
+class Refusing(grpc.GenericRpcHandler):
+    """A head that answers every request with this code, and notes the requests."""
+
+    def __init__(self, code: grpc.StatusCode):
+        self.code, self.asked = code, []
+
+    def service(self, handler_call_details):
+        self.asked.append(handler_call_details.method)
+        return grpc.unary_unary_rpc_method_handler(lambda _, to: to.abort(self.code, "no"))
+
+
+@contextmanager
+def refusing(code: grpc.StatusCode) -> Iterator[tuple[str, list[str]]]:
+    handler, server = Refusing(code), grpc.server(ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}", handler.asked
+    finally:
+        server.stop(None).wait()
+
+
+@pytest.mark.parametrize("command", [["status"], ["scale", "--rollout", "2"]])
+def test_a_head_that_refuses_the_token_is_asked_once(command, capsys, monkeypatch):
+    """Ray alone would ask twenty times, with a warning for each. Other refusals are left to it."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with refusing(grpc.StatusCode.UNAUTHENTICATED) as (address, asked):
+        assert main([*command, "--address", address]) == 2
+        assert capsys.readouterr().err == f"--address {address}: {TOKEN_WANTED}\n"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ConfigError, match=f"RAY_ADDRESS = {address}: this cluster wants a to"):
+            join_or_start_ray(load("quickstart"))
+        assert asked == [CLUSTER_ID] * 2
+    with refusing(grpc.StatusCode.UNIMPLEMENTED) as (address, asked):
+        require_listener(address)
+        assert asked == [CLUSTER_ID]
 
 
 def test_a_run_is_found_and_asked_by_name(ray_here):

@@ -59,7 +59,7 @@ def test_a_head_with_a_token_refuses_who_has_none_or_another(tiny_sd3_dir, tmp_p
             key: value for key, value in head.env.items() if not key.startswith("RAY_AUTH_")
         } | {"HOME": str(tmp_path)}
         wrong = {**head.env, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        for environment in (without, wrong):
+        for environment in (without, {**without, "RAY_AUTH_MODE": "token"}, wrong):
             for command in (
                 ("submit", str(file), "--address", head.url),
                 ("status", "--address", f"127.0.0.1:{head.gcs}"),
