@@ -67,14 +67,22 @@ async def stop_and_keep(
     stop: Callable[[], Awaitable[None]],
     idle: Callable[[ActorPool], list[Any]],
 ) -> None:
-    """``stop`` pools without the end of their processes, which are then ``idle``."""
-    with mock.patch.object(ray, "kill"):
-        kept = [
-            (idle(pool), member.handle, member.info.node)
-            for pool in pools
-            for member in pool.members
-            if member.handle is not None and member.info is not None
-        ]
+    """``stop`` pools without the end of their members' processes, which are then ``idle``. An actor
+    that is still being started, in the place of a dead one, has no member yet: it does end.
+    """
+    kept = [
+        (idle(pool), member.handle, member.info.node)
+        for pool in pools
+        for member in pool.members
+        if member.handle is not None and member.info is not None
+    ]
+    kill = ray.kill
+
+    def spare(handle: Any, **how: Any) -> None:
+        if not any(handle is one for _, one, _ in kept):
+            kill(handle, **how)
+
+    with mock.patch.object(ray, "kill", spare):
         await stop()
 
     async def keep(idle: list[Any], handle: Any, node: str) -> None:
