@@ -11,7 +11,7 @@ import psutil
 import ray
 
 from actors.rollout import RolloutActor
-from cluster.runtime import template
+from cluster.runtime import allocator, template
 from cluster.runtime.template import MODELS, RAYLET, SOCKET, Template
 from configs.load import load
 from tests.cluster import bare_template
@@ -24,6 +24,7 @@ told = {
     "niceness": os.getpriority(os.PRIO_PROCESS, 0), "leads": os.getpgrp() == os.getpid(),
     "name": __name__, "imported": sorted({"diffusers", "peft", "ray"} & set(sys.modules)),
     "threads": len(os.listdir("/proc/self/task")), "parent": os.getppid(),
+    "mapped": [n for n in ("libjemalloc", "libtriton") if n in open("/proc/self/maps").read()],
 }
 print(json.dumps(told), flush=True)
 """
@@ -66,6 +67,8 @@ def test_a_fork_is_the_process_that_was_asked_for(ray_here, tmp_path):
         "imported": ["diffusers", "peft", "ray"],
         "threads": 1,
         "parent": told["parent"],
+        # what nothing on a CPU needs takes no memory, where torch would import it to look
+        "mapped": ["libjemalloc"] if allocator.variables() else [],
     }
     assert errors == "" and psutil.Process(told["parent"]).ppid() == made.process.pid
 
