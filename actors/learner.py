@@ -122,8 +122,8 @@ class LearnerActor:
         rows = conditioning.repeat(len(request.seeds) // len(conditioning))
         # what is trained on is regenerated while rollout actors explore: threads that share their
         # cores would wait for each other
-        beside = self._service.regenerate_threads if request.weights is None else None
-        with threads(beside or self._service.threads):
+        service = self._service
+        with threads(service.regenerating if request.weights is None else service.threads):
             samples, images = self._trainer.generator.generate(
                 rows,
                 request.seeds,

@@ -68,7 +68,7 @@ def measure(options: Options) -> list[Ratio]:
     """Predicted over measured, a row per layout; the calibrating layout first, and last how much
     longer it took when it was measured again after all others.
     """
-    base = one_thread(options.config)
+    base = sized(options.config)
     with ray_for(shaped(base, Shape(3, 2, 0, 8))):
         rows = {shape: _kept(base, shape, options) for shape in (CALIBRATED, *SHAPES)}
         again = _kept(base, CALIBRATED, options, "-again")["seconds"]
@@ -103,11 +103,11 @@ def summary(ratios: Sequence[Ratio], together: float) -> Ratio:
     return Ratio("error", "measured", middle, min(errors), max(errors), middle, 1.0, MEDIAN, note)
 
 
-def one_thread(config: RunConfig) -> RunConfig:
-    """The configuration with one thread for every actor, and small enough to be measured often."""
+def sized(config: RunConfig) -> RunConfig:
+    """The configuration small enough to be measured often. Threads are those given, one where none
+    are, and not those that a run chooses by its cores: they are alike in all layouts.
+    """
     tree = config.model_dump(mode="json")
-    for kind in ("rollout", "reward", "encoder", "selector", "learner"):
-        tree["services"][kind]["threads"] = 1
     tree["prompts"]["per_iteration"] = SIZES["per_iteration"]
     tree["explore"]["pool_size"], tree["selection"]["keep"] = SIZES["pool_size"], SIZES["keep"]
     tree["audit"]["random_seeds"] = 0

@@ -147,7 +147,7 @@ def _from_run(options: argparse.Namespace, config: RunConfig, plan: Plan) -> int
     if options.json:
         print(json.dumps(measured_json(config, found, model), indent=2))
     else:
-        print("\n".join([*lines_of(plan), *measured_lines(found, model, rundir.path.name)]))
+        print("\n".join([*lines_of(plan), *measured_lines(config, found, model, rundir.path.name)]))
     return DONE
 
 

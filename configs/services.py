@@ -148,6 +148,12 @@ class LearnerService(Service):
         gt=0,
         description="replicas: longest wait for another one, which then counts as lost",
     )
+
+    @property
+    def regenerating(self) -> int:
+        """CPU threads of a call that makes what is trained on."""
+        return self.regenerate_threads or self.threads
+
     in_flight: int = Field(default=1, ge=1, description="tasks at a replica at a time")
     max_attempts: Literal[1] = Field(default=1, description="a learner's tasks are not retried")
     max_restarts: int = Field(

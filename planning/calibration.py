@@ -18,6 +18,9 @@ from records.timeline import Span
 SLOWEST, STEPS = 0.5, 51
 """Speeds of a core beside busy ones that are tried: from this to 1."""
 NEEDED = ("update",)
+REGENERATES = ("regenerate", "audit")
+"""Works of a learner in which it makes what is trained on or audited, with ``regenerate_threads``.
+"""
 Kind = tuple[str, str]
 """(service, work)."""
 
@@ -44,12 +47,12 @@ def calibrated(
         raise ConfigError(
             "--from: the run's timeline.jsonl has no update after the first: train for longer"
         )
-    wanted = {span.service: _wanted(config, span.service, capacity) for span in spans}
+    wanted = {(span.service, span.work): cores_of(config, span, capacity) for span in spans}
     tried = [1.0]
     if capacity > 1:
         tried = [SLOWEST + (1 - SLOWEST) * step / (STEPS - 1) for step in range(STEPS)]
     found = {
-        together: works(spans, part_of, lambda s: wanted[s], capacity, together)
+        together: works(spans, part_of, lambda s: wanted[s.service, s.work], capacity, together)
         for together in tried
     }
     together = min(tried, key=lambda each: _scatter(config, used, found[each]))
@@ -59,11 +62,13 @@ def calibrated(
 def works(
     spans: Sequence[Span],
     part_of: Callable[[Span], str],
-    wanted: Callable[[str], float],
+    wanted: Callable[[Span], float],
     capacity: float,
     together: float,
 ) -> dict[Span, float]:
-    """Seconds of each span, had it been alone on its part."""
+    """Seconds of each span, had it had all that it ``wanted``, at the speed of a core that is busy
+    alone.
+    """
     found = dict.fromkeys(spans, 0.0)
     by_part: dict[str, list[Span]] = {}
     for span in spans:
@@ -79,15 +84,20 @@ def works(
                 place += 1
             active = [span for span in active if span.ended > first]
             # an actor does one thing after the other, whatever its spans say
-            load = sum({span.who: wanted(span.service) for span in active}.values())
+            load = sum({span.who: wanted(span) for span in active}.values())
             done = (second - first) * speed(load, capacity, together)
             for span in active:
                 found[span] += done
     return found
 
 
-def _wanted(config: RunConfig, service: str, capacity: float) -> float:
-    return float(config.services.of(service).threads) if capacity > 1 else 1.0
+def cores_of(config: RunConfig, span: Span, capacity: float) -> float:
+    """How many it wants, or 1 where its actor is on a GPU."""
+    if capacity <= 1:
+        return 1.0
+    if span.service == "learner" and span.work in REGENERATES:
+        return float(config.services.learner.regenerating)
+    return float(config.services.of(span.service).threads)
 
 
 def _warms_up(span: Span) -> bool:

@@ -47,12 +47,14 @@ SAME = Probed(np.zeros((1, 1), np.float32), "simulated")
 @dataclass(frozen=True)
 class Took:
     """An answer, and the seconds of work that it takes when the actor is alone. ``together``: the
-    answer counts once all replicas have theirs, and so many seconds later.
+    answer counts once all replicas have theirs, and so many seconds later. ``wanted``: cores, where
+    they are not those of its actor's other calls.
     """
 
     seconds: float
     value: object
     together: float | None = None
+    wanted: float | None = None
 
 
 class Simulated:
@@ -178,9 +180,11 @@ class Learner(TakesTurns):
         replicas: int,
         backend: str | None,
         shards: Sequence[int],
+        regenerating: float | None,
     ):
+        """``regenerating``: cores of a call that makes what is trained on."""
         super().__init__(durations, index, replicas, backend)
-        self._shards = tuple(shards)
+        self._shards, self._regenerating = tuple(shards), regenerating
 
     def rendezvous(self, timeout_s: float) -> Took:
         """An address."""
@@ -194,7 +198,8 @@ class Learner(TakesTurns):
         """Seconds, images, samples."""
         count, gathering = len(request.seeds), self.durations.gathering
         seconds = self.durations.generate.at(count) + gathering.generating(count, self.replicas)
-        return Took(seconds, (seconds, TOKEN, TOKEN))
+        wanted = self._regenerating if request.weights is None else None
+        return Took(seconds, (seconds, TOKEN, TOKEN), wanted=wanted)
 
     def stand_by(self, request: GenerateRequest) -> Took:
         """Nothing of its own: the round takes as long as those that generate."""

@@ -103,24 +103,34 @@ def require_same(config: RunConfig, run: RunConfig) -> None:
             raise ConfigError(
                 f"--from: the run has another {key}: only sizes and layouts may differ from it"
             )
-    for kind in kinds_of(config):
-        here, there = config.services.of(kind).threads, run.services.of(kind).threads
-        if here != there:
+    theirs = _threads(run, kinds_of(config))
+    for key, here in _threads(config, kinds_of(config)).items():
+        if here != theirs[key]:
             raise ConfigError(
-                f"--from: the run has services.{kind}.threads = {there}, here it is {here}"
+                f"--from: the run has {key} = {theirs[key]}, here it is {here}: its timeline does"
+                " not tell what calls take with other numbers of threads"
             )
-    here, there = (each.services.learner.regenerate_threads for each in (config, run))
-    if here != there:
-        raise ConfigError(
-            f"--from: the run has services.learner.regenerate_threads = {there}, here it is {here}"
-        )
 
 
-def measured_lines(found: Simulated, model: Measured, name: str) -> list[str]:
+def _threads(config: RunConfig, kinds: Sequence[str]) -> dict[str, int]:
+    """What calls compute with, by key. Seconds with one thread are not twice those with two: they
+    wait for each other, the more so where they share cores.
+    """
+    found = {f"services.{kind}.threads": config.services.of(kind).threads for kind in kinds}
+    if config.plan.regenerate:
+        found["services.learner.regenerate_threads"] = config.services.learner.regenerating
+    return found
+
+
+def measured_lines(config: RunConfig, found: Simulated, model: Measured, name: str) -> list[str]:
     """What ``sol-rl plan --from`` adds."""
     idle = ", ".join(f"{kind} {share:.0%}" for kind, share in found.idle.items())
     path = critical_path(found.spans, found.spans_end)
     chain = ", ".join(f"{work} {each:.2f} s" for work, each in path.items())
+    learner = config.services.learner
+    threads = f"learner {learner.threads}"
+    if config.plan.regenerate:
+        threads += f", {learner.regenerating} while it regenerates"
     return [
         "",
         f"simulated   {found.iteration:.2f} s per iteration, with calls as {name} had them"
@@ -128,7 +138,7 @@ def measured_lines(found: Simulated, model: Measured, name: str) -> list[str]:
         f"  idle      cores {found.mean_idle:.0%} without any work; of their time, actors: {idle}",
         f"  critical  {chain}",
         f"  assumed   {model.hardware.cores:g} cores, each at {model.hardware.together:.0%} of its"
-        " speed while all are busy, as the run showed",
+        f" speed while all are busy, as the run showed; threads as there: {threads}",
     ]
 
 

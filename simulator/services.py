@@ -124,11 +124,12 @@ class SimulatedServices(ActorServices):
         return spawn
 
     def _simulated(self, kind: str, durations: Durations, index: int) -> Simulated:
-        hardware, replicas = self.board.hardware, self.config.services.learner.replicas
-        common = (durations, index, replicas if kind == "learner" else 1)
+        hardware, learner = self.board.hardware, self.config.services.learner
+        common = (durations, index, learner.replicas if kind == "learner" else 1)
         if kind == "learner":
             each = -(-hardware.broadcast // hardware.shards)
-            return Learner(*common, None, [each] * hardware.shards)
+            regenerating = float(learner.regenerating) if hardware.cores else None
+            return Learner(*common, None, [each] * hardware.shards, regenerating)
         if kind == "rollout":
             return Rollout(*common, self.config.explore.backend)
         if kind == "encoder":

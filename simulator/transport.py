@@ -88,7 +88,8 @@ class SimulatedTransport:
             self._fails(actor, refs, error)
             return
         self.work[actor.kind] = self.work.get(actor.kind, 0.0) + took.seconds
-        actor.on.run(took.seconds, actor.wanted, lambda: self._done(actor, call, refs, took))
+        wanted = actor.wanted if took.wanted is None else took.wanted
+        actor.on.run(took.seconds, wanted, lambda: self._done(actor, call, refs, took))
 
     def _done(self, actor: Actor, call: Call, refs: Sequence[Reference], took: Took) -> None:
         if took.together is None or actor.does.replicas == 1:
