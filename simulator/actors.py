@@ -180,9 +180,9 @@ class Learner(TakesTurns):
         replicas: int,
         backend: str | None,
         shards: Sequence[int],
-        regenerating: float | None,
+        regenerating: float | None = None,
     ):
-        """``regenerating``: cores of a call that makes what is trained on."""
+        """``regenerating``: cores of a call that makes what is trained on; None: those of others."""
         super().__init__(durations, index, replicas, backend)
         self._shards, self._regenerating = tuple(shards), regenerating
 

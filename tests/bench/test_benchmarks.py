@@ -15,9 +15,11 @@ import torch
 
 from bench import NAMES, benchmark
 from bench.__main__ import broadcast, main
+from bench.plan import CALIBRATED, shaped, sized
 from bench.publish import Sender, learner, no_room, sizes
 from bench.start import _name
 from bench.timing import Options, Ratio, interleave, machine
+from configs.load import load
 from policy.precision.wire import unpack_into
 from tests.cluster.hosts import HostedServices
 from tests.cluster.runs import tiny_config
@@ -151,6 +153,16 @@ def test_broadcasts_on_the_command_line():
     for wrong in ("1e9", "1e9:", "x:1", "1e9:0"):
         with pytest.raises(argparse.ArgumentTypeError, match="BYTES:EXPLORERS"):
             broadcast(wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "trains", "regenerates"),
+    [([], 1, 1), (["services.learner.threads=2", "services.learner.regenerate_threads=1"], 2, 1)],
+)
+def test_layouts_are_measured_with_the_threads_that_are_given(changes, trains, regenerates):
+    found = shaped(sized(load("quickstart", changes)), CALIBRATED).services
+    assert (found.learner.threads, found.learner.regenerating) == (trains, regenerates)
+    assert found.rollout.threads == found.reward.threads == 1
 
 
 def test_a_ratio_is_the_median_of_pairs():

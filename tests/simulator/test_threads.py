@@ -136,6 +136,18 @@ def test_a_timeline_gives_back_what_calls_take(cores, threads, again, audited):
         assert model.predict(other).iteration == pytest.approx(wanted, rel=0.02), shape
 
 
+@pytest.mark.parametrize("shape", [{"actors": 1}, {"actors": 3, "chunk": 8}, {"replicas": 2}])
+def test_predictions_where_no_core_is_ever_alone(shape):
+    """The speed of cores that are busy together cannot be seen then, and hardly counts."""
+    hardware = Hardware({"cores": DURATIONS}, cores=2.0, together=TOGETHER)
+    late = simulate(threaded(2), hardware, 3)
+    model = learned(threaded(2), late.timeline, [late.iteration], 2)
+    assert model.hardware.together < 0.7
+    other = threaded(2, **shape)
+    wanted = simulate(other, hardware, 3).iteration
+    assert model.predict(other).iteration == pytest.approx(wanted, rel=0.03)
+
+
 def test_a_plan_from_a_run_keeps_its_threads(tmp_path, capsys, monkeypatch):
     """Or is refused: two threads that share cores wait for each other, for longer than is known."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
