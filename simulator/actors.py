@@ -182,7 +182,7 @@ class Learner(TakesTurns):
         shards: Sequence[int],
         regenerating: float | None = None,
     ):
-        """``regenerating``: cores of a call that makes what is trained on; None: those of others."""
+        """``regenerating``: cores of a call that makes what is trained on; None: of every call."""
         super().__init__(durations, index, replicas, backend)
         self._shards, self._regenerating = tuple(shards), regenerating
 

@@ -59,7 +59,7 @@ class Simulated:
     parts: Sequence[Part]
     driver: float
     calls: float
-    work: float  # seconds of all calls of an iteration, were each alone
+    work: float  # of all calls of an iteration, seconds of a core or GPU that is busy alone
     spans: Sequence[Span] = field(repr=False)  # asyncio writes out what a task returns
     spans_end: float
     timeline: Sequence[Span] = field(repr=False)
@@ -103,7 +103,7 @@ async def _simulate(
         await ring.iteration(index)
     transport = services.transport
     began, used, sent = clock.now(), board.used(), transport.driver_busy_s
-    worked = transport.work.copy()
+    worked, capacity_s = transport.work.copy(), transport.capacity_s
     rows: list[Metrics] = []
     for index in range(warm, warm + count):
         last = clock.now()
@@ -114,7 +114,7 @@ async def _simulate(
         Part(part.name, kind, actors, max(0.0, 1 - (part.used() - before) / seconds))
         for (part, kind, actors), before in zip(board.parts, used, strict=True)
     ]
-    driver = transport.driver_busy_s - sent
+    driver, capacity_s = transport.driver_busy_s - sent, transport.capacity_s - capacity_s
     work = {kind: done - worked.get(kind, 0.0) for kind, done in transport.work.items()}
     counts = {pool.kind: pool.alive for pool in services.pools}
     await ring.close()
@@ -133,7 +133,7 @@ async def _simulate(
         parts=parts,
         driver=driver / seconds,
         calls=sum(span.started - clock.START < ended for span in spans) / count,
-        work=sum(work.values()) / count,
+        work=capacity_s / count,
         spans_end=ended - last,
         timeline=timeline,
         spans=[_since(span, last, ended) for span in spans if span.ended - clock.START > last],

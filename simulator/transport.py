@@ -49,6 +49,7 @@ class SimulatedTransport:
         self._free_at = 0.0  # when the driver has sent what it was asked to send so far
         self.driver_busy_s = 0.0
         self.work: dict[str, float] = {}  # seconds by service, were each alone
+        self.capacity_s = 0.0  # these of all services, times the cores (or GPUs) wanted
         self._arrived: dict[object, list[tuple[float, Actor, Sequence[Reference], Took]]] = {}
 
     def send(self, handle: Handle, call: Call) -> Sequence[ObjectRef[Answer]]:
@@ -89,6 +90,7 @@ class SimulatedTransport:
             return
         self.work[actor.kind] = self.work.get(actor.kind, 0.0) + took.seconds
         wanted = actor.wanted if took.wanted is None else took.wanted
+        self.capacity_s += took.seconds * wanted
         actor.on.run(took.seconds, wanted, lambda: self._done(actor, call, refs, took))
 
     def _done(self, actor: Actor, call: Call, refs: Sequence[Reference], took: Took) -> None:

@@ -69,6 +69,7 @@ def test_two_prompts_on_two_cores(threads, again, explored, regenerated, trained
     assert seconds(found, "regenerate") == pytest.approx(regenerated, abs=1e-3)
     assert seconds(found, "update") == pytest.approx([trained], abs=1e-3)
     assert found.iteration == pytest.approx(4.0 + sum(regenerated) + trained)
+    assert found.work == pytest.approx(2 * 4.0 + 2 * 6.0 * (again or threads) + 8.0 * threads)
 
 
 def test_on_gpus_threads_are_of_no_account():
