@@ -1,9 +1,9 @@
 """What does a run cost before it works? Seconds from the command until all actors answer, and CPU
 seconds and memory of each process at the moment when all together hold most.
 
-The command is ``sol-rl train`` itself, in a process of its own, for one iteration with next to no
-evaluation. Memory is the proportional set size: a page that several processes share is divided
-among them, so the sum is what the run holds. Linux only.
+A process of its own does what ``sol-rl train`` does, for one iteration with next to no evaluation.
+Memory is the proportional set size: a page that several processes share is divided among them, so
+the sum is what the run holds. Linux only.
 """
 
 from __future__ import annotations
@@ -25,6 +25,16 @@ from records.rundir import RunDirectory
 
 SECONDS, HELD = 12.0, 1600.0  # goals, on two idle cores; MB
 TEMPLATE = "cluster.runtime.template"
+COMMAND = """
+import json, sys
+from cluster.runtime import anew
+from configs.load import parse
+anew.begin()
+config = parse(json.load(open(sys.argv[1])))
+anew.fork_template(config)
+from cluster.driver.train import train
+train(config, resume=False)
+"""
 LOOK_S = 1.0
 
 
@@ -66,13 +76,17 @@ def _run(options: Options, scratch: Path) -> tuple[float, list[Process]]:
     config |= {"name": "start", "run_root": str(scratch), "iterations": 1}
     config["evaluate"] |= {"prompts": 1, "noises": 1}
     (scratch / "start.json").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "bench.start", str(scratch / "start.json")]
+    command = [sys.executable, "-c", COMMAND, str(scratch / "start.json")]
     most: list[Process] = []
     began = time.time()  # as the run's records have it
     with (scratch / "output").open("w+") as output:
         run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         while run.poll() is None:
-            most = max(most, list(_processes(run.pid)), key=_sum)
+            before = _pids(run.pid)
+            found = list(_processes(run.pid))
+            # a process that came or went meanwhile shares pages with some, and not with others
+            if before == _pids(run.pid):
+                most = max(most, found, key=_sum)
             time.sleep(LOOK_S)
         if run.returncode:
             output.seek(0)
@@ -85,13 +99,27 @@ def _run(options: Options, scratch: Path) -> tuple[float, list[Process]]:
     return max(started) - began, most
 
 
+def _below(pid: int) -> list[psutil.Process]:
+    """The driver and everything below it; nothing once it has ended."""
+    with contextlib.suppress(psutil.Error):
+        driver = psutil.Process(pid)
+        return [driver, *driver.children(recursive=True)]
+    return []
+
+
+def _pids(pid: int) -> set[int]:
+    return {process.pid for process in _below(pid)}
+
+
 def _processes(pid: int) -> Iterable[Process]:
-    """The driver and everything below it."""
-    driver = psutil.Process(pid)
-    for process in (driver, *driver.children(recursive=True)):
+    own: list[str] = []
+    for process in _below(pid):
         with contextlib.suppress(psutil.Error, OSError):
             command = process.cmdline()
-            name = _name(command, process.pid == pid)
+            own = own or command  # the driver is the first
+            # a template that is a fork of the driver has its command
+            forked = process.pid != pid and command == own
+            name = "template" if forked else _name(command, process.pid == pid)
             times = process.cpu_times()
             ours = name in ("driver", "template") or name.endswith(("Actor", "Board"))
             held = process.memory_full_info().pss / 2**20
@@ -112,10 +140,3 @@ def _name(command: list[str], driver: bool) -> str:
 
 def _sum(processes: Iterable[Process]) -> float:
     return sum(process.held_mb for process in processes)
-
-
-if __name__ == "__main__":
-    from cluster.driver.train import train
-    from configs.load import parse
-
-    train(parse(json.loads(Path(sys.argv[1]).read_text())), resume=False)

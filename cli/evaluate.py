@@ -19,7 +19,12 @@ def declare(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the scores of every set of weights."""
+    from cluster.runtime import anew
+
+    if options.own_process:
+        anew.begin()
     rundir, config = run_at(options.run)
+    anew.fork_template(config)
     from cluster.driver.offline import evaluate_run
 
     for line in evaluate_run(rundir, config, options.checkpoint, options.prompts):

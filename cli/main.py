@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     followed is out of sight; 130: stopped.
     """
     options = _parser().parse_args(arguments)
+    options.own_process = arguments is None  # not a test's, or another program's
     command: Command = options.command
     try:
         return command.run(options)

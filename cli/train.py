@@ -19,7 +19,12 @@ def declare(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train; say how the held-out reward changed."""
+    from cluster.runtime import anew
+
+    if options.own_process:
+        anew.begin()
     config = load(options.config, options.overrides)
+    anew.fork_template(config)
     from cluster.driver.train import train
 
     rundir = train(config, options.resume)

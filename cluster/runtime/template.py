@@ -9,9 +9,11 @@ Ray reads its variables when it is imported, and they tell an actor whose it is.
 template forks a template of its own, which imports Ray with the variables of the first actor that
 is asked for, and forks all whose variables are the same.
 
+A command, whose process has one Ray in its life, is itself what the template is forked from, once
+it has imported torch: both share those pages, and the template serves that Ray in its own process.
+
 Not on GPUs, as CUDA does not survive a fork, and not on a cluster, where nodes have their own
-Python. This file is also the program that Ray starts instead of Python (``_launch``): it then has
-the standard library only.
+Python. What Ray starts instead of Python is ``cluster/runtime/launcher.py``.
 """
 
 from __future__ import annotations
@@ -24,27 +26,31 @@ import select
 import shlex
 import socket
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.runtime import launcher
+
 if TYPE_CHECKING:
-    import subprocess
+    from typing import IO
 
     from configs.schema import RunConfig
     from configs.section import Tree
 
 MODELS = "encoder", "rollout", "learner"
 """Services whose actors import torch and diffusers; for the others no template is started."""
-SOCKET = "SOL_RL_TEMPLATE"
-"""Environment variable that tells the launcher where the template listens."""
-OOM_SCORE = Path("/proc/self/oom_score_adj")
 SPIN = "10000"
 """Rounds that a waiting thread spins before it sleeps, for GNU's OpenMP."""
 RAY, RAYLET = "RAY_", "RAY_RAYLET_PID"
 """What Ray's variables begin with, and the one that names the process whose end is the end of its
 actors.
 """
-LENGTH = 4  # bytes in front of a request
+WORKERS = (
+    "ray._private.workers.default_worker",
+    "ray._common.usage.usage_lib",
+    "ray._common.pydantic_compat",
+    "ray._private.arrow_serialization",
+)
+"""Modules that each process of Ray imports when it starts, 7 MB; import ray leaves them out."""
 
 
 # ---- the driver's side
@@ -63,11 +69,21 @@ def waiting(config: RunConfig) -> dict[str, str]:
     return found
 
 
-def start(config: RunConfig) -> None:
-    """Have one template in this process, if actors of ``config`` can be its forks."""
+def threads(config: RunConfig) -> dict[str, str]:
+    """What OpenMP's variables are while a template loads it; an actor sets its own threads."""
+    return {"OMP_NUM_THREADS": "1", **waiting(config)}
+
+
+def start(config: RunConfig, fork: bool = False) -> None:
+    """Have one template in this process, if actors of ``config`` can be its forks.
+
+    ``fork``: make it a fork of this process, for the first Ray that asks. Nothing else may run in
+    this process yet, no thread and no Ray, and memory is what forks shall have
+    (``cluster.runtime.anew``).
+    """
     some = any(not config.services.of(kind).gpus for kind in MODELS)
     if sys.platform == "linux" and some and not _running:
-        _running.append(Template(config))
+        _running.append(Template(config, fork))
 
 
 def runtime_env(config: RunConfig, kind: str) -> Tree:
@@ -79,41 +95,64 @@ def forked() -> Tree:
     """What Ray is asked for where an actor shall be forked, if there is a template."""
     if not _running:
         return {}
-    launcher = [sys.executable, "-IS", os.path.abspath(__file__)]
-    return {"py_executable": shlex.join(launcher), "env_vars": {SOCKET: _running[0].path}}
+    program = [sys.executable, "-IS", os.path.abspath(launcher.__file__)]
+    return {"py_executable": shlex.join(program), "env_vars": {launcher.SOCKET: _running[0].path}}
 
 
 class Template:
     """The process, from here to the end of the driver, however that comes."""
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, fork: bool = False):
         """Start it; it listens at once, and answers when it has imported what the actors need."""
-        import subprocess
         import tempfile
 
-        from cluster.runtime import allocator
-
         self.path = os.path.join(tempfile.mkdtemp(prefix="sol-rl-template-"), "socket")
-        code = f"from {__name__} import serve; serve()"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.path)
             listener.listen(64)
-            self.process: subprocess.Popen[bytes] = subprocess.Popen(
-                [sys.executable, "-c", code, str(listener.fileno()), config.model_dump_json()],
-                stdin=subprocess.PIPE,  # closed when the driver is gone
-                stdout=subprocess.DEVNULL,  # what fails here fails in each actor, which says it
-                stderr=subprocess.DEVNULL,
-                pass_fds=[listener.fileno()],
-                start_new_session=True,  # Ctrl-C is for the driver
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                    # read when libraries are loaded; an actor sets its own number of threads
-                    "OMP_NUM_THREADS": "1",
-                    **waiting(config),
-                    **allocator.variables(),  # a fork keeps the library, whatever Ray gives it
-                },
-            )
+            make = self._fork if fork else self._start
+            self.pid, self.alive = make(config, listener)
+
+    def _start(self, config: RunConfig, listener: socket.socket) -> tuple[int, IO[bytes]]:
+        """(its process, what is closed when this one ends) of a Python process of its own."""
+        import subprocess
+
+        from cluster.runtime import allocator
+
+        code = f"from {__name__} import main; main()"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(listener.fileno()), config.model_dump_json()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,  # what fails here fails in each actor, which says it
+            stderr=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,  # Ctrl-C is for the driver
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                **threads(config),  # read when libraries are loaded
+                **allocator.variables(),  # a fork keeps the library, whatever Ray gives it
+            },
+        )
+        assert process.stdin is not None
+        self._process = process  # or Python would warn that nobody waits for it
+        return process.pid, process.stdin
+
+    def _fork(self, config: RunConfig, listener: socket.socket) -> tuple[int, IO[bytes]]:
+        """The same of a fork of this process, which does not come back from here."""
+        sys.stdout.flush()  # or both would write what waits there
+        reader, writer = os.pipe()
+        _unchanging()
+        if pid := os.fork():
+            os.close(reader)
+            return pid, os.fdopen(writer, "wb")
+        os.close(writer)
+        os.setsid()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream, file in enumerate((reader, nowhere, nowhere)):
+            os.dup2(file, stream)
+        serve(listener, config, many=False)
+        raise SystemExit  # an actor's process ends as others of Python do
 
 
 _running: list[Template] = []
@@ -122,66 +161,84 @@ _running: list[Template] = []
 # ---- the template's side
 
 
-def serve() -> None:
-    """Import, then give every Ray that asks a template of its own, until standard input ends."""
+def main() -> None:
+    """A template for every Ray that asks: the descriptor it listens at, then the configuration."""
+    from configs.load import parse
+
+    serve(socket.socket(fileno=int(sys.argv[1])), parse(json.loads(sys.argv[2])), many=True)
+
+
+def serve(listener: socket.socket, config: RunConfig, many: bool) -> None:
+    """Import, then serve every Ray that asks by a template of its own (``many``), or the first one
+    from this process, until standard input ends.
+    """
     import shutil
     import signal
 
-    from configs.load import parse
-
-    listener = socket.socket(fileno=int(sys.argv[1]))
     folder = os.path.dirname(listener.getsockname())
-    import_for(parse(json.loads(sys.argv[2])))
+    import_for(config)
     _unchanging()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork ended
     paths: dict[str, str] = {}
     while _waits(listener):
-        connection, _ = listener.accept()
-        with connection:
-            request, files = _receive(connection)
-            ours = {n: value for n, value in request["environment"].items() if n.startswith(RAY)}
-            path = paths.setdefault(json.dumps(ours, sort_keys=True), f"{folder}/{len(paths)}")
-            if not os.path.exists(path):
-                own = socket.socket(socket.AF_UNIX)
-                own.bind(path)
-                own.listen(64)
-                if not os.fork():
-                    listener.close()
-                    connection.close()
-                    for file in files:
-                        os.close(file)
-                    return _serve_one(own, ours)
-                own.close()
-            connection.sendall(path.encode())
-        for file in files:
-            os.close(file)
+        request, files, connection = _accept(listener)
+        _close(files)
+        its = _of_ray(request)
+        if not many:
+            connection.sendall(listener.getsockname().encode())
+            connection.close()
+            if not _serve_one(listener, its):
+                return
+            break
+        path = paths.setdefault(json.dumps(its, sort_keys=True), f"{folder}/{len(paths)}")
+        if not os.path.exists(path):
+            own = socket.socket(socket.AF_UNIX)
+            own.bind(path)
+            own.listen(64)
+            if not os.fork():
+                listener.close()
+                connection.close()
+                _serve_one(own, its)
+                return
+            own.close()
+        connection.sendall(path.encode())
+        connection.close()
     shutil.rmtree(folder)
 
 
-def _serve_one(listener: socket.socket, environment: dict[str, str]) -> None:
-    """Import Ray with these variables, then fork for every request, while that Ray is there."""
+def _serve_one(listener: socket.socket, its: dict[str, str]) -> bool:
+    """Import Ray with its variables, then fork for every request, while that Ray is there.
+
+    True when it has ended; False in a fork that has been an actor.
+    """
+    import importlib
     import signal
 
     for name in [name for name in os.environ if name.startswith(RAY)]:
         del os.environ[name]
-    os.environ.update(environment)
-    import ray  # noqa: F401
-
+    os.environ.update(its)
+    for name in ("ray", *WORKERS):
+        with contextlib.suppress(ImportError):  # another version of Ray's, whose workers will
+            importlib.import_module(name)
     _unchanging()
-    ends = [os.pidfd_open(int(environment[RAYLET]))] if RAYLET in environment else []
+    ends = [os.pidfd_open(int(its[RAYLET]))] if RAYLET in its else []
     while _waits(listener, *ends):
-        connection, _ = listener.accept()
-        with connection:
-            request, files = _receive(connection)
-            pid = os.fork()
-            if pid:
-                connection.sendall(str(pid).encode())
-        if not pid:
+        request, files, connection = _accept(listener)
+        pid = os.fork() if _of_ray(request) == its else None
+        if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
-            return _become(request, files)
-        for file in files:
-            os.close(file)
+            connection.close()
+            _become(request, files)
+            return False
+        _close(files)
+        connection.sendall(str(pid or "").encode())
+        connection.close()
+    return True
+
+
+def _of_ray(request: dict[str, Any]) -> dict[str, str]:
+    return {n: value for n, value in request["environment"].items() if n.startswith(RAY)}
 
 
 def _unchanging() -> None:
@@ -194,7 +251,7 @@ def _unchanging() -> None:
 
 def _waits(listener: socket.socket, *more: int) -> bool:
     """Wait for a request; False once the driver has ended, or a process of these descriptors."""
-    ends = [sys.stdin, *more]
+    ends = [0, *more]
     ready, _, _ = select.select([listener, *ends], [], [])
     return not any(end in ready for end in ends)
 
@@ -223,54 +280,21 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     os.chdir(request["directory"])
     os.setpriority(os.PRIO_PROCESS, 0, request["niceness"])
     with contextlib.suppress(OSError):  # no Linux, or no right to
-        OOM_SCORE.write_text(request["oom_score"])
+        launcher.OOM_SCORE.write_text(request["oom_score"])
     sys.argv[:] = request["arguments"]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    head, files, _, _ = socket.recv_fds(connection, LENGTH, 3)
+def _accept(listener: socket.socket) -> tuple[dict[str, Any], list[int], socket.socket]:
+    """(a request, its standard streams, where the answer goes)."""
+    connection, _ = listener.accept()
+    head, files, _, _ = socket.recv_fds(connection, launcher.LENGTH, 3)
     size, body = int.from_bytes(head, "big"), b""
     while len(body) < size:
         body += connection.recv(size - len(body))
-    return json.loads(body), files
+    return json.loads(body), files, connection
 
 
-# ---- the launcher's side
-
-
-def _launch() -> None:
-    """Have the template fork; without one be an ordinary Python process."""
-    oom_score = OOM_SCORE.read_text() if OOM_SCORE.exists() else "0"
-    request = {
-        "arguments": sys.argv[1:],
-        "environment": dict(os.environ),
-        "directory": os.getcwd(),
-        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
-        "oom_score": oom_score.strip(),
-    }
-    try:
-        path = _asked(os.environ[SOCKET], request)
-        if path and _asked(path, request):
-            return
-        why = "it ended"
-    except OSError as error:
-        why = str(error)
-    print(f"no fork from {os.environ[SOCKET]}: {why}; importing anew", file=sys.stderr, flush=True)
-    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-
-
-def _asked(path: str, request: dict[str, Any]) -> str:
-    """The answer to ``request``, sent with the standard streams; nothing where who listens ends.
-    Raises OSError where nobody does.
-    """
-    body = json.dumps(request).encode()
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(path)
-        socket.send_fds(connection, [len(body).to_bytes(LENGTH, "big")], [0, 1, 2])
-        connection.sendall(body)
-        return connection.recv(4096).decode()
-
-
-if __name__ == "__main__":
-    _launch()
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)

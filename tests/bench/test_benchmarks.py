@@ -211,10 +211,7 @@ def test_processes_of_a_run_by_name():
     ray = "/lib/python3.11/site-packages/ray/"
     told = {
         "driver": (["python", "-m", "cluster"], True),
-        "template": (
-            ["python", "-c", "from cluster.runtime.template import serve; serve()"],
-            False,
-        ),
+        "template": (["python", "-c", "from cluster.runtime.template import main; main()"], False),
         "LearnerActor": (["ray::LearnerActor.generate"], False),
         "IDLE": (["ray::IDLE", "", ""], False),
         "gcs_server": ([f"{ray}core/src/ray/gcs/gcs_server", f"--log={ray}logs"], False),

@@ -3,7 +3,7 @@
 from cluster.runtime import template
 
 
-def serve() -> None:
-    """As ``cluster.runtime.template.serve``."""
+def main() -> None:
+    """As ``cluster.runtime.template.main``."""
     template.import_for = lambda config: None
-    template.serve()
+    template.main()

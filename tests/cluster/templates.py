@@ -28,7 +28,7 @@ def serve(namespace: str, folder: str, config: str) -> None:
         listener.bind(f"{folder}/{SOCKET}")
         listener.listen(64)
         sys.argv[1:] = [str(listener.detach()), config]
-    template.serve()
+    template.main()
 
 
 def main(config: str, *places: str) -> None:

@@ -11,8 +11,9 @@ import psutil
 import ray
 
 from actors.rollout import RolloutActor
-from cluster.runtime import allocator, template
-from cluster.runtime.template import MODELS, RAYLET, SOCKET, Template
+from cluster.runtime import allocator, launcher, template
+from cluster.runtime.launcher import SOCKET
+from cluster.runtime.template import MODELS, RAYLET, Template
 from configs.load import load
 from tests.cluster import bare_template
 from tests.cluster.runs import tiny_config
@@ -35,7 +36,7 @@ def launch(
 ) -> tuple[dict[str, object], str]:
     """What a worker tells that is started as Ray would start it, and its standard error."""
     (folder / "worker.py").write_text(WORKER)
-    program = [sys.executable, "-IS", template.__file__, str(folder / "worker.py"), "--a", "b c"]
+    program = [sys.executable, "-IS", launcher.__file__, str(folder / "worker.py"), "--a", "b c"]
     with (folder / "out").open("w+") as out, (folder / "err").open("w+") as errors:
         subprocess.run(
             program,
@@ -70,7 +71,7 @@ def test_a_fork_is_the_process_that_was_asked_for(ray_here, tmp_path):
         # what nothing on a CPU needs takes no memory, where torch would import it to look
         "mapped": ["libjemalloc"] if allocator.variables() else [],
     }
-    assert errors == "" and psutil.Process(told["parent"]).ppid() == made.process.pid
+    assert errors == "" and psutil.Process(told["parent"]).ppid() == made.pid
 
 
 def test_without_a_template_it_is_an_ordinary_process_and_says_so(tmp_path):
@@ -86,10 +87,9 @@ def test_it_ends_with_its_driver_and_leaves_nothing(tiny_sd3_dir, tmp_path, monk
     told, errors = launch(tmp_path, made.path)
     assert (told["imported"], errors) == (["ray"], "")
     own = psutil.Process(told["parent"])
-    assert own.ppid() == made.process.pid
-    assert made.process.stdin is not None
-    made.process.stdin.close()
-    assert made.process.wait(60) == 0
+    assert own.ppid() == made.pid
+    made.alive.close()
+    assert psutil.Process(made.pid).wait(60) == 0
     assert not os.path.exists(os.path.dirname(made.path))
     own.wait(60)
 
@@ -105,7 +105,7 @@ def test_each_ray_has_a_template_of_its_own_that_ends_with_it(tiny_sd3_dir, tmp_
         assert first == second != other
         raylet.kill()
     assert psutil.wait_procs([psutil.Process(first), psutil.Process(other)], 60)[1] == []
-    assert made.process.poll() is None
+    assert psutil.Process(made.pid).status() != psutil.STATUS_ZOMBIE
     told, errors = launch(tmp_path, made.path, **its)
     assert "no fork from" in errors and told["imported"] == []
 
@@ -131,8 +131,8 @@ def test_ray_starts_a_rollout_actor_as_a_fork(ray_here, tiny_sd3_dir, tmp_path):
     try:
         pid = ray.get(actor.ready.remote()).pid
         template_of_ray = psutil.Process(pid).parent()
-        assert template_of_ray.ppid() == template._running[0].process.pid
+        assert template_of_ray.ppid() == template._running[0].pid
         assert ray.get(actor.__ray_call__.remote(lambda _: __import__("os").getpgrp())) == pid
     finally:
         ray.kill(actor)
-    assert template._running[0].process.poll() is None
+    assert psutil.Process(template._running[0].pid).status() != psutil.STATUS_ZOMBIE

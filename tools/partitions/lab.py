@@ -108,7 +108,7 @@ class Lab:
 
     def on(self, name: str) -> None:
         """Switch a machine on."""
-        from cluster.runtime.template import SOCKET
+        from cluster.runtime.launcher import SOCKET
 
         self._off.discard(name)
         pool = "learner" if name in LEARNERS else "explorers" if name in EXPLORERS else "head"
@@ -178,6 +178,6 @@ def _launcher() -> str:
     """Ray starts this in Python's place; which template forks says each node's environment."""
     import shlex
 
-    from cluster.runtime import template
+    from cluster.runtime import launcher
 
-    return shlex.join([sys.executable, "-IS", os.path.abspath(template.__file__)])
+    return shlex.join([sys.executable, "-IS", os.path.abspath(launcher.__file__)])

@@ -1,0 +1,124 @@
+"""A command's process that starts itself anew and has a template as its fork."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from cluster.runtime import allocator, anew
+from cluster.runtime.template import RAYLET
+from tests.cluster.test_template import launch
+
+COMMAND = """
+import json, os, sys
+from cluster.runtime import anew, template
+from configs.load import load
+
+anew.begin()
+settled = dict(os.environ)
+template.import_for = lambda config: None  # there at once
+template.WORKERS = ()
+anew.fork_template(load("quickstart", sys.argv[1:]))
+made = template._running
+print(json.dumps({
+    "settled": settled, "environment": dict(os.environ), "arguments": sys.argv[1:],
+    "path": made[0].path if made else None, "template": made[0].pid if made else None,
+    "torch": "torch" in sys.modules,
+    "jemalloc": "libjemalloc" in open("/proc/self/maps").read(),
+}), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def command():
+    """Starts ``COMMAND`` with settings and variables: (the process, what it tells)."""
+    started = []
+
+    def start(*settings, **more):
+        env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | more
+        process = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, *settings],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+            text=True,
+        )
+        started.append(process)
+        told = json.loads(process.stdout.readline())
+        return process, env, told
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_template_that_is_a_fork_of_its_command(command, tmp_path):
+    """It shares torch with the command, whose own children get the environment of before. It serves
+    the first Ray that asks, and no other, and ends with that Ray.
+    """
+    process, env, told = command("seed=3", OMP_NUM_THREADS="5")
+    assert told["arguments"] == ["seed=3"] and told["torch"]
+    assert told["environment"] == env
+    wanted = {"OMP_NUM_THREADS": "1", **allocator.variables()}
+    assert wanted.items() <= told["settled"].items()
+    assert told["jemalloc"] == bool(allocator.variables())
+    made = psutil.Process(told["template"])
+    assert made.ppid() == process.pid
+    with subprocess.Popen(["sleep", "600"]) as raylet:
+        its = {RAYLET: str(raylet.pid), "RAY_JOB_ID": "01000000"}
+        for _ in range(2):
+            worker, errors = launch(tmp_path, told["path"], **its)
+            assert (worker["imported"], worker["parent"], errors) == (["ray"], made.pid, "")
+            assert worker["threads"] == 1
+        other, errors = launch(tmp_path, told["path"], **its | {"RAY_JOB_ID": "02000000"})
+        assert other["imported"] == [] and "it ended, or has another Ray" in errors
+        raylet.kill()
+    deadline = time.monotonic() + 60
+    while made.status() != psutil.STATUS_ZOMBIE:  # until the command asks how it ended
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not os.path.exists(os.path.dirname(told["path"]))
+    assert process.poll() is None
+
+
+def test_it_ends_with_a_command_that_is_killed(command):
+    process, _, told = command()
+    made = psutil.Process(told["template"])
+    process.kill()
+    assert psutil.wait_procs([made], 60)[1] == []
+    assert not os.path.exists(os.path.dirname(told["path"]))
+
+
+def test_a_command_that_has_no_template_stays_as_it_is(command):
+    """Where it joins a cluster nothing is imported for actors, and where all run on GPUs."""
+    _, env, told = command(RAY_ADDRESS="10.0.0.1:6379")
+    assert told["path"] is None and told["settled"] == told["environment"] == env
+    gpus = [f"services.{kind}.gpus=1" for kind in ("encoder", "rollout", "learner")]
+    _, env, told = command(*gpus)
+    assert told["path"] is None and told["environment"] == env
+
+
+def test_it_is_started_anew_once(monkeypatch):
+    found = []
+    monkeypatch.setattr(os, "execve", lambda *given: found.append(given))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", "sol-rl", "train"])
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    anew.begin()
+    ((program, arguments, environment),) = found
+    assert (program, arguments) == (
+        sys.executable,
+        [sys.executable, "-X", "dev", "sol-rl", "train"],
+    )
+    assert environment["OMP_NUM_THREADS"] == "1"
+    before = json.loads(environment[anew.BEFORE])
+    assert before == {"OMP_NUM_THREADS": "4", **dict.fromkeys(allocator.variables())}
+    monkeypatch.setenv(anew.BEFORE, environment[anew.BEFORE])
+    anew.begin()
+    assert len(found) == 1
