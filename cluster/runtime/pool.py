@@ -14,7 +14,7 @@ every call fails with StateLost until the pool is renewed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import cast
 
@@ -25,7 +25,9 @@ from actors.calls import Answer, AnyTask, Call, Caller, Method, P, R
 from actors.messages import ActorInfo
 from cluster.runtime.answers import Answers
 from cluster.runtime.member import ActorLost, Member, Vacant
-from cluster.runtime.queue import PendingTask, TaskQueue
+from cluster.runtime.outcomes import Outcomes
+from cluster.runtime.queue import PendingTask
+from cluster.runtime.sending import Sender
 from cluster.runtime.starting import Gone, Spawn, cause
 from cluster.runtime.supervisor import Supervisor
 from cluster.runtime.tasks import BackgroundTasks
@@ -66,12 +68,17 @@ class ActorPool(Caller):
         a future that is done when an actor's node is lost.
         """
         self.kind, self.service, self.event = kind, service, event
-        self.prepare: Callable[[Member, object], Awaitable[None]] | None = None
+        self.prepare: Callable[[Member, object], Awaitable[None]] = _nothing
         self.accepts: Callable[[ActorInfo], str | None] = lambda info: None
         self.lost_by: Callable[[RayError], Awaitable[str | None]] | None = None
         self._stateful, self._transport = stateful, transport
         self._answers = Answers(kind, transport, service, record, self._why_lost)
-        self.queue = TaskQueue()
+        # hooks are looked up when they are needed: who made the pool sets them only afterwards
+        self._sender = Sender(
+            transport, self._answers, lambda member, key: self.prepare(member, key)
+        )
+        self._outcomes = Outcomes(kind, service, event, stateful)
+        self.queue, self.failed = self._outcomes.queue, self._outcomes.failed
         self.supervisor = Supervisor(
             kind,
             transport,
@@ -81,17 +88,13 @@ class ActorPool(Caller):
             start_deadline_s,
             serve=self._serve,
             changed=self.queue.look_again,
-            fail=self._end,
+            fail=self._outcomes.end,
             released=released,
-            # asked when it is needed: who made the pool sets the hook only afterwards
             accepts=lambda info: self.accepts(info),
             gone=gone,
             stranded=self._stranded,
         )
         self._replacements = BackgroundTasks()  # those that no slot waits for
-        self.reissued = 0
-        self.failure: RunFailed | StateLost | None = None
-        self.failed = asyncio.Event()
 
     async def start(self) -> None:
         """Create every actor, wait until all answer, and open their slots."""
@@ -108,8 +111,7 @@ class ActorPool(Caller):
         """
         await self.supervisor.renew(why)
         # only now: a call that comes meanwhile is of the iteration that is being given up
-        self.failure = None
-        self.failed.clear()
+        self._outcomes.reopen()
 
     @property
     def members(self) -> list[Member]:
@@ -121,23 +123,25 @@ class ActorPool(Caller):
         """Members in service now."""
         return self.supervisor.alive
 
+    @property
+    def reissued(self) -> int:
+        """Times that a task was sent again."""
+        return self._outcomes.reissued
+
     # ---- calls
 
     async def perform(self, task: AnyTask, call: Call) -> Answer:
         """The answer of some actor. ``Task.accept`` may refuse it: then the task is tried again,
         on another actor where there is one. Raises as ``Caller.perform``.
         """
-        # at once, rather than queued: nobody would ever take it
-        if self.failure:
-            raise self.failure
+        self._outcomes.check()
         pending = PendingTask(task, call)
-        self._put(pending)
+        self._outcomes.put(pending)
         return await pending.future
 
     async def perform_on(self, member: Member, task: AnyTask, call: Call) -> Answer:
         """The answer of one particular actor, past the queue. Raises as ``Caller.perform``."""
-        if self.failure:
-            raise self.failure
+        self._outcomes.check()
         pending = PendingTask(task, call)
         await self._work(member, pending, pending)
         return await pending.future
@@ -160,7 +164,7 @@ class ActorPool(Caller):
                         await do(member)
             except (ActorLost, RayError) as loss:
                 why = str(loss) if isinstance(loss, ActorLost) else cause(loss)
-                self._replacements.start(self.supervisor.replace(member, incarnation, why))
+                self._replacements.start(self._replace(member, incarnation, why))
 
         # ``one`` does not raise for a loss, so that the other actors are still told
         await asyncio.gather(*(one(member) for member in self.members if member.serving))
@@ -181,14 +185,6 @@ class ActorPool(Caller):
         return self._transport.put(value)
 
     # ---- tasks
-
-    def _put(self, pending: PendingTask) -> None:
-        # the queue was emptied when the pool failed: what comes back after that must not wait
-        # for a renewal, with a caller who has given up
-        if self.failure:
-            pending.fail(self.failure)
-        else:
-            self.queue.put(pending)
 
     async def _serve(self, member: Member) -> None:
         slot, fits = asyncio.current_task(), partial(self._may_take, member)
@@ -211,10 +207,7 @@ class ActorPool(Caller):
         try:
             await self._handle(member, pending)
         except Exception as error:
-            # a full disk, a defect: nothing may wait for this task for ever
-            failure = RunFailed(f"{self.kind}: {pending.task.key}: {type(error).__name__}: {error}")
-            pending.fail(failure)
-            self._end(failure)
+            pending.fail(self._break(str(pending.task.key), error))
         finally:
             member.end_task(who)
 
@@ -222,9 +215,9 @@ class ActorPool(Caller):
         if pending.future.done():  # its caller was cancelled while it waited
             return
         try:
-            value = await self._attempt(member, pending)
+            value = await self._sender.attempt(member, pending)
         except Vacant:
-            self._put(pending)
+            self._outcomes.put(pending)
         except ActorLost as loss:
             # with a state, another actor could not answer it: all goes back to a checkpoint
             if self._stateful:
@@ -235,7 +228,9 @@ class ActorPool(Caller):
             # again, could be blamed for each other until the pool has used its restarts
             pending.alone = True
             # before the replacement, which takes as long as a start: others may take the task now
-            (self._count_failure if blamed else self._retry)(pending, member, str(loss))
+            (self._outcomes.count_failure if blamed else self._outcomes.retry)(
+                pending, member, str(loss)
+            )
             await self.supervisor.replace(member, pending.incarnation, str(loss))
         # no actor could do better: what the task names is gone, or the run itself is wrong
         except (InputsLost, RunFailed) as end:
@@ -246,82 +241,14 @@ class ActorPool(Caller):
             if isinstance(getattr(error, "cause", None), OutOfMemoryError):
                 pending.fail(RunFailed(cause(error)))  # the same task needs as much elsewhere
                 return
-            self._count_failure(pending, member, cause(error))
+            self._outcomes.count_failure(pending, member, cause(error))
         else:
-            self._answered(pending, member, value)
-
-    async def _attempt(self, member: Member, pending: PendingTask) -> Answer:
-        # a task that goes alone holds this lock until it is answered, so that nothing is sent after
-        # it; all others only while they are sent, so that the next one waits at the actor
-        async with member.sending:
-            if pending.alone:
-                # what was sent before it could kill the actor as well, and be taken for its fault
-                await member.drained()
-            refs = await self._send(member, pending)
-            if pending.alone:
-                return await self._result(member, pending, refs)
-        return await self._result(member, pending, refs)
-
-    async def _send(self, member: Member, pending: PendingTask) -> Sequence[ObjectRef[Answer]]:
-        async with member.lock:  # not while the actor is replaced, or prepared for another task
-            pending.incarnation = member.incarnation
-            if member.handle is None:
-                raise Vacant("the actor is being replaced")
-            if self.prepare:
-                await self.prepare(member, pending.task.key)
-            refs = self._transport.send(member.handle, pending.call)
-            # no await after the sending: blame goes by this list, which must have the actor's order
-            member.send(pending)
-        return refs
-
-    async def _result(
-        self, member: Member, pending: PendingTask, refs: Sequence[ObjectRef[Answer]]
-    ) -> Answer:
-        # the first value says how the call ended; the others stay where they are, as references
-        first = await self._answers.of(member, pending.task.key, pending.retries, refs[0])
-        return (first, *refs[1:]) if pending.call.returns > 1 else first
+            self._outcomes.answered(pending, member, value)
 
     async def _why_lost(self, error: RayError) -> str | None:
         return await self.lost_by(error) if self.lost_by else None
 
-    def _answered(self, pending: PendingTask, member: Member, value: Answer) -> None:
-        member.answered += 1
-        member.answer(pending)
-        # whatever had to be compiled is compiled now
-        member.cold = False
-        pending.answers += 1
-        task = pending.task
-        fault = task.accept(value) if task.accept else None
-        # the last answer stands whatever it is: the caller counts what is missing in it
-        if fault and pending.answers < task.tries:
-            pending.avoid = member.index
-            self._retry(pending, member, fault)
-        elif not pending.future.done():
-            pending.future.set_result(value)
-            if pending.retries:
-                told = {"actor": member.index, "retries": pending.retries}
-                self.event("chunk_recovered", kind=self.kind, unit=str(task.key), **told)
-
     # ---- failures
-
-    def _count_failure(self, pending: PendingTask, member: Member, why: str) -> None:
-        """Back to the queue, or the end of the run when the task has used its attempts."""
-        pending.attempts += 1
-        # another member shows whether the fault is the task's or the machine's
-        pending.avoid = member.index
-        # with a state a second try would begin from what the first one left behind
-        if pending.attempts < (1 if self._stateful else self.service.max_attempts):
-            self._retry(pending, member, why)
-            return
-        what = f"{self.kind}: {pending.task.key} failed {pending.attempts} times"
-        pending.fail(RunFailed(f"{what}, last: {why}"))
-
-    def _retry(self, pending: PendingTask, member: Member, why: str) -> None:
-        self.reissued += 1
-        pending.retries += 1
-        key = str(pending.task.key)
-        self.event("chunk_reissued", kind=self.kind, unit=key, actor=member.index, why=why)
-        self._put(pending)
 
     def _lose_state(self, member: Member, pending: PendingTask, why: str) -> None:
         """The actor's state is gone: this task, those that wait and those to come fail, until the
@@ -334,7 +261,20 @@ class ActorPool(Caller):
         if self._stateful:
             self._discard(member, incarnation, why)
         else:
-            self._replacements.start(self.supervisor.replace(member, incarnation, why))
+            self._replacements.start(self._replace(member, incarnation, why))
+
+    async def _replace(self, member: Member, incarnation: int, why: str) -> None:
+        try:
+            await self.supervisor.replace(member, incarnation, why)
+        except Exception as error:
+            # no task waits for it that could raise it, and those to come would find nobody
+            self._break(f"{self.supervisor.name(member)} is replaced", error)
+
+    def _break(self, during: str, error: Exception) -> RunFailed:
+        """A full disk, a defect: all tasks fail, as nothing may be waited for without end."""
+        failure = RunFailed(f"{self.kind}: {during}: {type(error).__name__}: {error}")
+        self._outcomes.end(failure)
+        return failure
 
     def _discard(self, member: Member, incarnation: int, why: str) -> None:
         # what was sent will not be answered, and a successor must not be blamed for it
@@ -342,10 +282,7 @@ class ActorPool(Caller):
         # others report the same loss later, when a successor may be in its place
         if member.incarnation == incarnation:
             self.supervisor.discard(member, why)
-            self._end(StateLost(f"the {self.kind} was lost: {why}"))
+            self._outcomes.end(StateLost(f"the {self.kind} was lost: {why}"))
 
-    def _end(self, failure: RunFailed | StateLost) -> None:
-        self.failure = failure
-        self.failed.set()
-        # after ``failure`` is set: what is put from now on fails by itself
-        self.queue.fail_all(failure)
+
+async def _nothing(member: Member, key: object) -> None: ...

@@ -90,7 +90,7 @@ class Pool:
             "echo",
             self._spawn,
             Service(actors=actors, **service),
-            lambda name, **fields: self.events.append((name, fields)),
+            lambda name, **fields: self.event(name, **fields),
             record=self.spans.append,
             released=self.released.append,
         )
@@ -99,6 +99,9 @@ class Pool:
         if self.broken or self.options:
             return self.remote.options(num_cpus=0, **self.options).remote(self.path, self.broken)
         return self.kept.spawn(self.path)
+
+    def event(self, name: str, **fields: Any) -> None:
+        self.events.append((name, fields))
 
     def names(self) -> list[str]:
         return [name for name, _ in self.events]

@@ -14,10 +14,12 @@ from actors.runtime import on_device
 from cluster.driver import services
 from cluster.driver.learners import LearnerGroup
 from cluster.runtime import template
+from cluster.runtime.outcomes import Outcomes
 from cluster.runtime.pool import ActorPool
+from cluster.runtime.sending import Sender
 from configs.arms import Arm
 from configs.load import load
-from configs.services import LearnerService, RolloutService
+from configs.services import LearnerService, RolloutService, Service
 from learner.replicas import DistributedReplicas, GroupBroken, open_store
 from policy.types import Conditioning
 from records.errors import OutOfMemoryError
@@ -168,8 +170,7 @@ def test_out_of_memory_among_replicas_is_no_lost_peer():
 def test_the_pool_ends_the_run_at_the_first_time(monkeypatch):
     """Another try needs as much memory."""
     counted: list[object] = []
-    pool = ActorPool.__new__(ActorPool)
-    pool.kind, pool._stateful = "rollout", False
+    pool = ActorPool("rollout", lambda name: None, Service(), lambda *args, **fields: None)
 
     async def attempt(member: object, pending: object) -> object:
         from ray.exceptions import RayTaskError
@@ -177,8 +178,8 @@ def test_the_pool_ends_the_run_at_the_first_time(monkeypatch):
         error = RayTaskError("explore", "traceback", OutOfMemoryError("no room"))
         raise error
 
-    monkeypatch.setattr(pool, "_attempt", attempt, raising=False)
-    monkeypatch.setattr(pool, "_count_failure", lambda *told: counted.append(told), raising=False)
+    monkeypatch.setattr(Sender, "attempt", lambda sender, *args: attempt(*args))
+    monkeypatch.setattr(Outcomes, "count_failure", lambda *told: counted.append(told))
     failures: list[Exception] = []
     pending = SimpleNamespace(
         future=SimpleNamespace(done=lambda: False), fail=failures.append, task=None

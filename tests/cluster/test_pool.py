@@ -283,23 +283,41 @@ def test_who_raises_when_told_something_is_replaced(ray_here):
 
 def test_what_goes_wrong_in_the_driver_ends_the_run_instead_of_being_waited_for(ray_here):
     """As when the disk is full and an event cannot be written."""
-    harness = Pool(1)
-    write = harness.pool.event
 
-    def full(name: str, **fields: Any) -> None:
-        if name == "chunk_reissued":
-            raise OSError(28, "No space left on device", "events.jsonl")
-        write(name, **fields)
+    class Full(Pool):
+        def event(self, name: str, **fields: Any) -> None:
+            if name == "chunk_reissued":
+                raise OSError(28, "No space left on device", "events.jsonl")
+            super().event(name, **fields)
 
     async def work(pool: ActorPool) -> list[BaseException]:
-        pool.event = full
         return await asyncio.gather(
             *(pool.call(Task(i), Echo.fail) for i in range(4)), return_exceptions=True
         )
 
-    for error in harness.run(work):
+    for error in Full(1).run(work):
         assert isinstance(error, RunFailed)
         assert "No space left on device: 'events.jsonl'" in str(error)
+
+
+def test_a_replacement_beside_the_tasks_that_breaks_ends_the_run_as_well(ray_here, tmp_path):
+    """As when Ray itself fails while an actor that was idle is replaced."""
+    harness = Pool(1)
+
+    def broken(name: str) -> Any:
+        raise OSError(111, "Connection refused")
+
+    async def work(pool: ActorPool) -> None:
+        pool.supervisor.spawn = broken
+
+        async def tell(member: Member) -> None:
+            await pool.ask(member, Echo.poison)
+
+        await pool.each(tell)
+        await asyncio.wait_for(pool.call(Task("later"), Echo.double, 1), 20)
+
+    with pytest.raises(RunFailed, match="echo-0 is replaced: ConnectionRefusedError"):
+        harness.run(work)
 
 
 def test_the_last_one_benched_while_another_fails_to_start_ends_the_run(ray_here, tmp_path):

@@ -17,6 +17,7 @@ from actors.rollout import RolloutActor
 from cluster.driver.weights import WeightChannel, common_backends
 from cluster.runtime.answers import answer_of
 from cluster.runtime.member import ActorLost, Member
+from cluster.runtime.outcomes import Outcomes
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.queue import PendingTask
 from cluster.runtime.transport import RAY
@@ -177,15 +178,15 @@ def test_a_cold_actor_has_longer(cold, warm_up_s, lost):
 
 
 def test_it_is_warm_after_its_first_unit():
-    async def run() -> ActorPool:
-        pool = ActorPool("rollout", lambda name: None, Service(), lambda *args, **fields: None)
-        pool.members[0].cold = True
-        pending = PendingTask(Task("chunk"), Call("explore", (), {}))
-        pool._answered(pending, pool.members[0], "images")
+    async def run() -> Member:
+        outcomes = Outcomes("rollout", Service(), lambda *args, **fields: None, stateful=False)
+        member, pending = Member(0), PendingTask(Task("chunk"), Call("explore", (), {}))
+        member.cold = True
+        outcomes.answered(pending, member, "images")
         assert pending.future.result() == "images"
-        return pool
+        return member
 
-    assert not asyncio.run(run()).members[0].cold
+    assert not asyncio.run(run()).cold
 
 
 def test_what_differs_between_two_versions_is_found_once_for_all_explorers(monkeypatch):
