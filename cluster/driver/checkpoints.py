@@ -90,6 +90,8 @@ class Checkpoints:
             "backend": self._services.weights.chosen,
         }
         path = step_directory(self._rundir.checkpoints, iteration)
+        # the driver's state travels with the learner's: one directory, renamed once, has both or
+        # neither
         await self._services.learner.save(iteration, str(path), {**state})
         self._saved = iteration
         self._rundir.event("checkpoint_saved", iteration=iteration, path=path.name)

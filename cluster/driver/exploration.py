@@ -35,6 +35,7 @@ class SeedLedger:
 
     def add(self, place: tuple[int, int], seeds: tuple[int, ...]) -> None:
         """``place``: iteration, prompt. Raises RunFailed for seeds that were used elsewhere."""
+        # ``setdefault``: an iteration that is done again after a loss has its own seeds again
         before = self._first.setdefault(seeds[0], place)
         if before == place and len(set(seeds)) == len(seeds):
             return
@@ -192,11 +193,13 @@ class Exploration:
         plan, tries = self._plan.explore, self._config.services.rollout.max_attempts
         assert plan is not None
         key = ChunkKey(it.index, p, number, it.version)
+        # only then are latents worth their memory: an arm that regenerates makes its samples anew
         trained_on = not self._plan.regenerate
         request = ExploreChunk(key, seeds, plan.steps, plan.solver, trained_on, start)
         prompts = [it.prompts[p]] * len(seeds)
         for _ in range(tries):
             explored = await self._services.rollout.explore(
+                # prompt by prompt: the first ones are regenerated while the last are explored
                 request, it.conditioning[p], priority=(it.index, p, number)
             )
             it.advanced("explored", len(seeds))

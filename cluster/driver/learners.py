@@ -64,6 +64,7 @@ class LearnerGroup:
 
     async def stop(self) -> None:
         """Kill every replica."""
+        # before the actors: what is under way would take their end for a loss of the state
         await self._order.end()
         await self.pool.stop()
 

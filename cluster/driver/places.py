@@ -67,6 +67,7 @@ class Places:
     def release(self, actor: str) -> None:
         """The actor has left for good."""
         self._placer.release(actor)
+        # or the autoscaler would bring a node for nobody
         self._requests.withdraw(actor)
 
     def gone(self, actor: str, node: str | None) -> asyncio.Future[str]:
@@ -81,6 +82,8 @@ class Places:
     def refresh(self, running: Collection[str]) -> None:
         """Take over what nodes there are now, and tell which of ours are lost."""
         self._watch.know(addresses())
+        # Ray lists a node that the watch has lost for up to half a minute, and would start actors
+        # there
         free = [node for node in free_nodes() if node.id not in self._watch.lost]
         for node, actors in self._placer.refresh(free, running).items():
             self._event("node_lost", node=node, actors=actors)
@@ -104,6 +107,8 @@ class Places:
                 waited = time.monotonic() - began
                 if wait_s:
                     self._request(actors)
+                # any of the granted will do for any of the actors: all are of one kind, with the
+                # same needs
                 granted = [node for actor in actors for node in self._requests.granted(actor) or ()]
                 if len(granted) == len(actors) or (partly and granted and waited > LAG_S):
                     self._placer.put(actors[: len(granted)], granted)

@@ -105,6 +105,7 @@ class RankMonitor:
             f" iteration{'s' if patience > 1 else ''} in a row"
         )
         self._event("audit_low", iteration=index, backend=explored, patience=patience, **failing)
+        # None: rollout actors do not say what they run, so there is nothing to be finer than
         if self._settings.action == "warn" or explored is None:
             self._note(
                 f"{said}: the cheap ranking may mislead; raise explore.steps, or set audit.action ="

@@ -100,6 +100,7 @@ class Rounds(Caller):
 
     async def _round(self) -> None:
         """Its failure is that of those who were chosen, whichever call asked for it."""
+        # chosen now and not when it was asked: what came meanwhile may go first
         chosen = self._chosen(len(self._pool.members))
         if not chosen:
             return
@@ -112,6 +113,7 @@ class Rounds(Caller):
                     for rank, member in enumerate(self._pool.members)
                 )
             )
+        # not a cancellation: then nobody waits, as the whole order is ended
         except Exception as error:
             for each in chosen:
                 if not each.answer.done():

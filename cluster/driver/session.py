@@ -196,6 +196,7 @@ class Session:
         if why_stop:
             self.rundir.event("stopped_early", why=why_stop, iteration=position.next_iteration)
             self.progress.note(f"stopping: {why_stop}")
+        # before the last evaluation, which a loss or a kill may cut short
         await self.checkpoints.save()
         await self._evaluate_where_due(last=True)
 
@@ -206,6 +207,7 @@ class Session:
         self._timeline.write()  # before a checkpoint: who resumes there has what came before
         self.position.next_iteration = index + 1
         self._record(it, metrics | self.scaling.metrics(float(metrics["time/iteration_s"])))
+        # the monitor has moved: other modules are quantized from this version on
         if self.ring.monitor.backend != self.ring.monitor.backend_before:
             await self._write_quantization_table()
         gc.collect()  # a reference in a cycle keeps its object in the store

@@ -68,6 +68,7 @@ class Stopping:
                 work.cancel()
 
     async def _cancel(self, work: asyncio.Task[Value]) -> None:
+        # an update changes weights in place: cut short, it would leave what no checkpoint may hold
         async with self._updating:
             work.cancel()
 
@@ -76,7 +77,7 @@ class Stopping:
         ``limit_s``, or a second signal came.
         """
         if self._again.is_set():  # maybe in the middle of an update: not to be begun
-            save.close()
+            save.close()  # a coroutine that is never run would be warned of
             return AGAIN
         saving, again = asyncio.create_task(save), asyncio.create_task(self._again.wait())
         await asyncio.wait({saving, again}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -105,6 +106,7 @@ def install_stop_signals(loop: asyncio.AbstractEventLoop, stop: Callable[[str], 
     """Call ``stop`` with the signal's name on SIGTERM and SIGINT. After ray.init, which installs
     handlers of its own.
     """
+    # asyncio takes handlers of signals in the main thread only
     if threading.current_thread() is not threading.main_thread():
         return
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -109,10 +109,13 @@ class GpuTurns(AllStay):
 
     async def _give(self, side: Side) -> None:
         if self.holder != side:
+            # again and again: between the last one's end and this wake-up another may have begun
             while self._working:
                 self._idle.clear()
                 await self._idle.wait()
             self.holder = None  # also where somebody is lost on the way
+            # part of the tasks' keys, so that events and timeline tell one turn's moves from
+            # another's
             self._number += 1
             left = list[Moved]()
             self._moves.append(left)
@@ -134,6 +137,7 @@ class GpuTurns(AllStay):
 
     async def _replicas(self, come: bool) -> None:
         """The learner's replicas come to their GPUs, or leave them."""
+        # not ``ActorPool.each``: a learner that is lost on the way must be the loss of its state
         others = [member for member in self._learner.members if member.has_gpu is not come]
         await run_together(*(self._replica(member, come) for member in others))
 

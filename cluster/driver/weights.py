@@ -108,6 +108,7 @@ class WeightChannel:
         if not self._ahead:
             async with self._turns.of("rollout"):
                 await rollout.each(lambda member: self._load(rollout, member, published))
+        # with the loading, where nobody explores meanwhile; else it is part of the next exploration
         seconds = clock.now() - start
         self._event(
             "version_published",
@@ -149,6 +150,8 @@ class WeightChannel:
         self._manifests[published.id] = published.manifest
         self._changes.clear()
         wanted = {version.id for version in self._held.values()}
+        # an actor that has not explored for long still has an old version, and is sent the
+        # difference
         wanted |= {member.weights for member in rollout.members if member.weights}
         self._manifests = {one: self._manifests[one] for one in wanted & self._manifests.keys()}
 

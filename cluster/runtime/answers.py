@@ -108,6 +108,7 @@ async def answer_of(
         raise
     finally:
         member.alarm.forget(waiting)
+        # an exception is heard too: who raises is alive
         if heard:
             member.last_answer = clock.now()
 
@@ -119,6 +120,7 @@ class _Waiting(Generic[Value]):
 
     def __init__(self, answer: asyncio.Future[Value], member: Member, service: Service):
         self.answer, self._member, self._service = answer, member, service
+        # kept from now: the node of a successor says nothing about this answer
         self._gone, self._asked = member.gone, clock.now()
 
     def begin(self) -> float:

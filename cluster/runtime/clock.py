@@ -57,6 +57,7 @@ class _Jumping(selectors.DefaultSelector):
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        # asked all the same: other threads wake the loop through a socket of its own
         if ready := super().select(0):
             return ready
         if timeout is None:

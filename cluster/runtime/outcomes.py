@@ -22,6 +22,7 @@ class Outcomes:
         self.queue = TaskQueue()
         self.reissued = 0
         self.failure: RunFailed | StateLost | None = None
+        # for who asks whether an actor was lost without having a task of its own (``LearnerGroup``)
         self.failed = asyncio.Event()
 
     def check(self) -> None:

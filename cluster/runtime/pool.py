@@ -102,6 +102,7 @@ class ActorPool(Caller):
 
     async def stop(self) -> None:
         """Close the slots and kill the actors."""
+        # first: one that went on would start an actor after all of them were killed
         await self._replacements.end()
         await self.supervisor.stop()
 
@@ -143,6 +144,7 @@ class ActorPool(Caller):
         """The answer of one particular actor, past the queue. Raises as ``Caller.perform``."""
         self._outcomes.check()
         pending = PendingTask(task, call)
+        # no slot has it, so it counts for itself among what keeps the member busy
         await self._work(member, pending, pending)
         return await pending.future
 
@@ -187,6 +189,8 @@ class ActorPool(Caller):
     # ---- tasks
 
     async def _serve(self, member: Member) -> None:
+        # the task itself stands for the slot: ``Member.idle_slots`` tells by it which may be
+        # cancelled
         slot, fits = asyncio.current_task(), partial(self._may_take, member)
         while member.serving:
             await self._work(member, await self.queue.take(fits, member), slot)
@@ -216,7 +220,7 @@ class ActorPool(Caller):
             return
         try:
             value = await self._sender.attempt(member, pending)
-        except Vacant:
+        except Vacant:  # it was never sent, so nothing is counted
             self._outcomes.put(pending)
         except ActorLost as loss:
             # with a state, another actor could not answer it: all goes back to a checkpoint
@@ -231,6 +235,7 @@ class ActorPool(Caller):
             (self._outcomes.count_failure if blamed else self._outcomes.retry)(
                 pending, member, str(loss)
             )
+            # in this slot: what it would take next could not be sent before the place is filled
             await self.supervisor.replace(member, pending.incarnation, str(loss))
         # no actor could do better: what the task names is gone, or the run itself is wrong
         except (InputsLost, RunFailed) as end:

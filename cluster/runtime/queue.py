@@ -94,6 +94,7 @@ class TaskQueue:
                 del self._waiting[place]
                 return pending
         taker: asyncio.Future[PendingTask] = asyncio.get_running_loop().create_future()
+        # as if its holder had nothing in hand: ``_taker`` looks when there is a task to give
         self._idle[taker] = fits, holder
         try:
             return await taker
@@ -116,6 +117,7 @@ class TaskQueue:
         left: list[tuple[tuple[int, ...], int, PendingTask]] = []
         seen = 0  # what is behind them stays where it is: thousands may wait
         given: set[Holder | None] = set()  # who does not know yet that it has a task in hand
+        # from the front, and not by slot: the order of the tasks decides, as it does for ``take``
         for row in self._waiting:
             if not (self._idle or self._more):
                 break

@@ -37,6 +37,8 @@ class Sender:
 
     async def _send(self, member: Member, pending: PendingTask) -> Sequence[ObjectRef[Answer]]:
         async with member.lock:  # not while the actor is replaced, or prepared for another task
+            # with the lock held: a loss must be told of the actor that it was sent to, not of its
+            # successor
             pending.incarnation = member.incarnation
             if member.handle is None:
                 raise Vacant("the actor is being replaced")

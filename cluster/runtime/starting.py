@@ -134,6 +134,7 @@ async def _ready(
     """What the actor says of itself. Raises NodeLost, TimeoutError, or as its constructor."""
     future = transport.answer(transport.send(handle, READY)[0])
     try:
+        # ``gone`` belongs to all actors of the node: waited for like this it is never cancelled
         await asyncio.wait({future, gone}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         if future.done():
             return cast(ActorInfo, future.result())

@@ -43,6 +43,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.members = [Member(index, self.transport) for index in range(self.service.count)]
+        # never given twice: events, the timeline and Ray's names tell actors apart by it
         self._next_index = len(self.members)
         self._removed_busy_s = 0.0
 
@@ -148,6 +149,7 @@ class Supervisor:
                     self.discard(member, why)
                 await self._fill(member)
 
+        # not counted as restarts: the session counts its returns to a checkpoint
         await run_together(*map(one, self.members))
 
     async def replace(self, member: Member, incarnation: int, why: str) -> None:

@@ -57,6 +57,7 @@ class RayTransport:
         mine: asyncio.Future[Answer] = loop.create_future()
 
         def came(theirs: concurrent.futures.Future[Answer]) -> None:  # on a thread of Ray's
+            # an answer may come after the run, and a closed loop takes no callbacks
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_settle, mine, theirs)
 
