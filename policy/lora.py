@@ -52,6 +52,7 @@ def add_adapters(
                 # peft made them in the type of the base weight
                 adapter.to(torch.float32)
         down, up = matrices(layer, names[0])
+        # peft's own "gaussian" start; B = 0 makes it the base model's, whatever A is
         state[f"{module}.lora_A.weight"] = torch.randn(down.shape, generator=generator) / lora.rank
         state[f"{module}.lora_B.weight"] = torch.zeros(up.shape)
     if lora.init_from is not None:
@@ -210,6 +211,7 @@ def blend(transformer: nn.Module, dst: str, src: str, decay: float) -> None:
     sources = _parameters(transformer, src)
     for key, parameter in _parameters(transformer, dst).items():
         if decay == 0:
+            # not 0 times what was there, in which NaN would stay
             parameter.copy_(sources[key])
         else:
             parameter.mul_(decay).add_(sources[key], alpha=1 - decay)

@@ -114,6 +114,7 @@ def _room_for(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _page_lock(arena: torch.UntypedStorage) -> None:
     cuda: Any = torch.cuda.cudart()
+    # copies from pageable memory go through a buffer of the driver's, and wait for it
     error = int(cuda.cudaHostRegister(arena.data_ptr(), arena.nbytes(), 0))
     if error:
         raise RuntimeError(

@@ -198,8 +198,8 @@ class Exploration:
         request = ExploreChunk(key, seeds, plan.steps, plan.solver, trained_on, start)
         prompts = [it.prompts[p]] * len(seeds)
         for _ in range(tries):
+            # prompt by prompt: the first ones are regenerated while the last are explored
             explored = await self._services.rollout.explore(
-                # prompt by prompt: the first ones are regenerated while the last are explored
                 request, it.conditioning[p], priority=(it.index, p, number)
             )
             it.advanced("explored", len(seeds))

@@ -77,6 +77,7 @@ def compiled(
     ``key``, where it could not be. Where torch would go on eagerly it is told to fail, in all of
     this process. ``trains``: for a pass with gradients, and those that are compared with it.
     """
+    # here: it takes 1.5 CPU seconds, which only those need who compile
     import torch._dynamo
 
     missing = compiler_missing(device)

@@ -64,6 +64,8 @@ def round_to_mantissa_(v: Tensor, bits: int, lowest: int, scratch: Tensor | None
     five passes.
     """
     power = torch.bitwise_and(v.view(torch.int32), 0x7F800000, out=scratch)
+    # 0x400000, the mantissa's top bit, makes 1.5 of 1: M + v then stays within M's binade for v of
+    # either sign, so that the last bit of the sum has one weight
     power.clamp_(min=(127 + lowest) << 23).add_(((23 - bits) << 23) + 0x400000)
     magic = power.view(torch.float32)
     return v.add_(magic).sub_(magic)

@@ -93,6 +93,7 @@ class EngineLinear(NVFP4Weight):
         quantizer = te.NVFP4Quantizer(
             rowwise=True, columnwise=False, with_rht=False, with_2d_quantization=False
         )
+        # scales in cuBLAS's order fill whole tiles of 128 rows: see ``layer.swizzled``
         rows = -(-self.out_features // 128) * 128
         weight = te.NVFP4Tensor(
             (self.out_features, self.in_features),

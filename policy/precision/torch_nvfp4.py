@@ -108,6 +108,7 @@ def scaled_mm(
     M is a multiple of 16. Each operand has two scales: E4M3 per block of 16, and float32 per
     tensor, amax / 2688, so that the kernel applies alpha before it rounds.
     """
+    # here: torch before 2.10 has neither, and must import this file to say why it cannot run it
     from torch.nn.functional import ScalingType, SwizzleType
     from torch.nn.functional import scaled_mm as torch_scaled_mm
 

@@ -54,6 +54,7 @@ def pack_section(named: dict[str, Tensor], shard_bytes: int) -> Section:
         source = _bytes(tensor.detach().cpu().contiguous()).numpy()
         for shard, inside, piece in pieces(entry, starts, sizes):
             shards[shard][inside] = source[piece]
+    # of each shard, not of the whole: one that is as it was need not be fetched or sent again
     hashes = tuple(xxhash.xxh3_64_hexdigest(shard.data) for shard in shards)
     return Section(tuple(entries), shards, hashes)
 

@@ -53,6 +53,7 @@ def velocity(
             transformer,
             torch.cat([x, x]),
             torch.cat([sigma, sigma]) if sigma.ndim else sigma,
+            # the negative prompt first, as diffusers' pipelines stack them
             Conditioning.cat([negative, positive]),
         )
         against, along = both.chunk(2)

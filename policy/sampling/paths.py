@@ -128,6 +128,7 @@ def sample_ends(
     taken = fewer_steps(plan.steps, steps, plan.window)
     schedule = family.sigmas(plan.steps)[taken]
     walk = _Walk(family, transformer, plan.solver, schedule, plan.window, guided)
+    # noise for all steps of the path, though fewer are taken: step j must get what it gets there
     begin, fresh = walk.noise(starts, streams, plan.steps)
     for *_, clean in walk.steps(cond, begin, fresh):
         if clean is not None:
@@ -148,6 +149,7 @@ def fewer_steps(full: int, steps: int, window: range | None) -> list[int]:
             f"{steps} steps to explore paths of {full} that are stochastic up to step {stop}: use"
             f" more than {min(stop, full - 1)}, up to {full}"
         )
+    # k apart / left rounded half up, in integers: as exact on every machine
     rest = (stop + (2 * k * apart + left) // (2 * left) for k in range(1, left + 1))
     return [*range(stop + 1), *rest]
 
@@ -198,6 +200,7 @@ class _Walk:
             v = velocity(self.family, self.transformer, before, now, part, self.guided)
             drawn = self.solver.step(before, v, now, after) if self.draws(j) else None
             if drawn is None:
+                # as ``ode.euler`` computes it, to the bit
                 x = before + (self.sigmas[j + 1] - self.sigmas[j]).item() * v
             else:
                 x = drawn.mean + drawn.std * fresh[:, j]

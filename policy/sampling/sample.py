@@ -44,6 +44,7 @@ def sample(
     parameter = next(transformer.parameters())
     sigmas = family.sigmas(steps)
     if upto is not None:
+        # the last step of every solver goes to x - sigma v itself
         sigmas = torch.cat([sigmas[:upto], sigmas[-1:]])
     if full is None:
         noise = noise_for(seeds, family.latent_shape)

@@ -110,6 +110,7 @@ def _partial_shapes(x: Tensor) -> Tensor:
 def nvfp4_tiles(x: Tensor, partial: Tensor, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales in cuBLAS's order and factor of x [M, K]: see ``nvfp4_pack``."""
     codes, scales, factor = _nvfp4_shapes(x, partial, exact)
+    # one program at least, also for no rows: it writes the factor
     grid = (max(1, -(-len(codes) // 128)), -(-x.shape[1] // 64))
     _programs(x.device).nvfp4_tiles[grid](
         x, partial, codes, scales, factor, len(x), len(codes), x.shape[1],

@@ -41,7 +41,7 @@ def e4m3_code(bits):
     normal = ((low + 0x7FFFF + ((low >> 20) & 1)) >> 20) - (120 << 3)
     # below 2^-6: the last bit of 2^14 is 2^-9, the step of E4M3's subnormals
     shifted = low.to(tl.float32, bitcast=True) + 16384.0
-    subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
+    subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000  # the bits of 16384.0
     code = tl.where(low < 0x3C800000, subnormal, normal)
     return tl.where(bits > INFINITY, 127, code)
 
@@ -61,7 +61,7 @@ def e2m1_code(v):
     normal = ((low + 0x1FFFFF + ((low >> 22) & 1)) >> 22) - 252
     # below 1: the last bit of 2^22 is 0.5
     shifted = low.to(tl.float32, bitcast=True) + 4194304.0
-    small = shifted.to(tl.int32, bitcast=True) - 0x4A800000
+    small = shifted.to(tl.int32, bitcast=True) - 0x4A800000  # the bits of 2^22
     return tl.where(low < 0x3F800000, small, normal) | tl.where(v < 0, 8, 0)
 
 
@@ -146,6 +146,7 @@ def nvfp4_tiles(
     decoded = scale * tl.div_rn(1.0, encode)
     inverse = tl.div_rn(1.0, tl.where(decoded == 0.0, 1.0, decoded))
     inverse = tl.where((decoded == 0.0) | (inverse > largest), largest, inverse)
+    # neighbours share a byte, the even one in its low nibble
     even, odd = tl.split(tl.reshape(e2m1_code(v * inverse[:, :, None]), (128, 32, 2)))
 
     pair = tile_column * 32 + tl.arange(0, 32)[None, :]
