@@ -17,6 +17,7 @@ from bench.timing import Options, Ratio, machine
 from cli.common import add_overrides
 from configs.backends import BACKENDS
 from configs.load import ConfigError, load
+from configs.schema import RunConfig
 from policy.families.architectures import published_names
 
 
@@ -36,19 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from analysis.measuring import hide_loading_bars
 
     hide_loading_bars()
-    chosen = Options(
-        config,
-        options.repeats,
-        options.pack_bytes,
-        tuple(options.broadcasts),
-        batch=options.batch or config.explore.chunk_size,
-        architectures=tuple(options.architectures),
-        backends=tuple(options.backends),
-        pixels=options.pixels,
-        small=options.small,
-        compile=options.compile,
-        keep=options.keep,
-    )
+    chosen = _chosen(options, config)
     facts = {
         **machine(),
         "preset": options.preset,
@@ -71,6 +60,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             json.dumps({"machine": facts, "ratios": rows}, indent=1) + "\n"
         )
     return 0
+
+
+def _chosen(options: argparse.Namespace, config: RunConfig) -> Options:
+    return Options(
+        config,
+        options.repeats,
+        options.pack_bytes,
+        tuple(options.broadcasts),
+        batch=options.batch or config.explore.chunk_size,
+        architectures=tuple(options.architectures),
+        backends=tuple(options.backends),
+        pixels=options.pixels,
+        small=options.small,
+        compile=options.compile,
+        keep=options.keep,
+    )
 
 
 def broadcast(text: str) -> tuple[int, tuple[int, ...]]:
@@ -113,6 +118,16 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help="step, explorer: images at a time; a run's chunk size unless given",
     )
+    _add_explorers(parser)
+    parser.add_argument(
+        "--keep", metavar="DIR", help="plan: keep each measured layout here, and go on from there"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the ratios here too")
+    return parser
+
+
+def _add_explorers(parser: argparse.ArgumentParser) -> None:
+    """The options of ``explorer`` alone."""
     parser.add_argument(
         "--architectures",
         nargs="+",
@@ -140,11 +155,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compile", action="store_true", help="explorer: compiled as well as eager"
     )
-    parser.add_argument(
-        "--keep", metavar="DIR", help="plan: keep each measured layout here, and go on from there"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the ratios here too")
-    return parser
 
 
 if __name__ == "__main__":

@@ -197,10 +197,15 @@ def incompatibility(
             f"objective.shared_noise: arm {arm!r} selects among initial noises, but a shared one"
             " leaves nothing to select: use explore.paths = true, or shared_noise = false"
         )
+    return _too_few(objective, steps)
+
+
+def _too_few(objective: ObjectiveSettings, steps: int) -> str | None:
+    """Why so many steps do not do for this objective, or None."""
     if not objective.trained_steps(steps):
         return (
-            f"regenerate.steps: {steps} leave objective {name!r} no step to train on: use more"
-            " steps"
+            f"regenerate.steps: {steps} leave objective {objective.name!r} no step to train on:"
+            " use more steps"
         )
     window = objective.window if isinstance(objective, PathSettings) else None
     if window is not None and window.start + window.size > steps:

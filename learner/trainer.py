@@ -156,22 +156,19 @@ class Trainer:
             lambda: self._advantages(iteration, groups, elsewhere or {})
         )
         rate = learning_rate(self.config.optimizer, self.done, self.config.iterations)
-        sampled_with = (
-            adapter_state(self.transformer, self.objective.sampling_adapter)
-            if PREVIOUS in self.adapters
-            else None
-        )
+        keeps, sampling = PREVIOUS in self.adapters, self.objective.sampling_adapter
+        sampled_with = adapter_state(self.transformer, sampling) if keeps else None
         try:
             samples, _ = self.replicas.together(
                 lambda: joined(groups, values, self.config.seed, iteration, self.device)
             )
             metrics |= self._train(samples, rate, iteration)
         except NonFiniteTraining as error:
+            kept = self._keep_evidence(iteration, groups, values, str(error))
             raise NonFiniteTraining(
                 f"iteration {iteration}: {error.what}",
                 error.module,
-                "weights are as before this iteration,"
-                f" {self._keep_evidence(iteration, groups, values, str(error))}",
+                f"weights are as before this iteration, {kept}",
             ) from error
         self.done = self.generator.updates = self.done + 1
         self.last_iteration = iteration

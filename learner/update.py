@@ -62,18 +62,13 @@ class Updater:
         the samples of all, and each replica computes on its own. ``after_step`` is called with 1,
         2, ... after each. Raises NonFiniteTraining, ReplicaFailed, GroupBroken.
         """
-        order = np.arange(samples.total)
-        steps = min(self.settings.steps_per_iteration, samples.total)
-        if steps > 1:
-            # samples come by prompt: dealt in order, a step would see some of the prompts only
-            order = np.random.Generator(np.random.Philox(key=shuffle_seed)).permutation(order)
         self.trained.set_rate(learning_rate)
         before = self.trained.state()
         sums: defaultdict[str, float] = defaultdict(float)
         points, norms = 0, []
         self._alike = self._like_current()
         try:
-            for part in np.array_split(order, steps):
+            for part in self._dealt(samples.total, shuffle_seed):
                 with sound_gradients(self.device):
                     count, norm = self._step(samples, samples.at(part), sigmas, sums)
                 # from the first step on "current" differs from all other adapters
@@ -97,6 +92,14 @@ class Updater:
             "optimizer/learning_rate": learning_rate,
             "optimizer/points": float(points),
         }
+
+    def _dealt(self, total: int, seed: int) -> list[np.ndarray]:
+        """Which of ``total`` samples each step is given."""
+        order, steps = np.arange(total), min(self.settings.steps_per_iteration, total)
+        if steps > 1:
+            # samples come by prompt: dealt in order, a step would see some of the prompts only
+            order = np.random.Generator(np.random.Philox(key=seed)).permutation(order)
+        return np.array_split(order, steps)
 
     def _require_learned(
         self,

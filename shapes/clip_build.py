@@ -50,12 +50,14 @@ def train_clip(
     step, spent = int(state.get("step", 0)), float(state.get("spent", 0.0))
     begin, saved, mean, first = time.monotonic() - spent, time.monotonic(), 0.0, step
     examples = batches(2000 + step)
+
+    def save() -> None:
+        save_state(work / "clip", model, optimizer, {"spent": spent, "step": step})
+        save_state(work / "clip-average", average, None, {"step": step})
+
     while spent < minutes * 60 and (most_steps is None or step < most_steps):
-        rate = min(
-            (step + 1) / WARM_UP, (1 + math.cos(math.pi * min(1.0, spent / (minutes * 60)))) / 2
-        )
         for group in optimizer.param_groups:
-            group["lr"] = PEAK_LR * rate
+            group["lr"] = PEAK_LR * _rate(step, spent / (minutes * 60))
         loss = loss_of(model, next(examples))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -76,12 +78,15 @@ def train_clip(
                 f" {model.logit_scale.exp().item():.1f}"
             )
         if time.monotonic() - saved > 60:
-            save_state(work / "clip", model, optimizer, {"spent": spent, "step": step})
-            save_state(work / "clip-average", average, None, {"step": step})
+            save()
             saved = time.monotonic()
-    save_state(work / "clip", model, optimizer, {"spent": spent, "step": step})
-    save_state(work / "clip-average", average, None, {"step": step})
+    save()
     return average.eval()
+
+
+def _rate(step: int, gone: float) -> float:
+    """Share of the peak rate after ``step`` steps, when so much of the time is ``gone``."""
+    return min((step + 1) / WARM_UP, (1 + math.cos(math.pi * min(1.0, gone))) / 2)
 
 
 @torch.no_grad()

@@ -63,14 +63,7 @@ def evaluate_run(
     ``compare_<step>-<file>.json`` for a ``given`` prompt file, which is used whole.
     """
     path = checkpoint.find(rundir, step)
-    prompts = (
-        read_prompts(config.prompts.test)[: config.evaluate.prompts]
-        if given is None
-        else read_prompts(given)
-    )
-    check_model(config)
-    check_prompts(config, prompts)
-    check_scorers(config)
+    prompts = _checked_prompts(config, given)
     target = _target(rundir.path / "evaluations", path.name, given)
     try:
         checkpoint.read(path)
@@ -84,25 +77,33 @@ def evaluate_run(
     base = results["base"].rewards
     rows = {name: result.row(None if name == "base" else base) for name, result in results.items()}
     target.parent.mkdir(exist_ok=True)
-    step = checkpoint.step_of(path)
+    at = checkpoint.step_of(path)
     for name, result in results.items():
-        result.save_images(target.with_suffix("") / name, step, prompts, config.model)
+        result.save_images(target.with_suffix("") / name, at, prompts, config.model)
     file = str(prompt_file(given or config.prompts.test).absolute())
+    noises = config.evaluate.noises
     write_json(
-        target,
-        {
-            "prompt_file": file,
-            "prompts": len(prompts),
-            "noises": config.evaluate.noises,
-            "weights": rows,
-        },
+        target, {"prompt_file": file, "prompts": len(prompts), "noises": noises, "weights": rows}
     )
     title = path.name if given is None else f"{path.name}, {given}"
     return _table(
-        rows,
-        f"{title}, {len(prompts)} prompts x {config.evaluate.noises} seeds,"
-        f" {config.evaluate.steps} steps",
+        rows, f"{title}, {len(prompts)} prompts x {noises} seeds, {config.evaluate.steps} steps"
     )
+
+
+def _checked_prompts(config: RunConfig, given: str | None) -> list[Prompt]:
+    """The prompts of an evaluation, once they, the model and the scorers can be used. Raises
+    ConfigError.
+    """
+    prompts = (
+        read_prompts(config.prompts.test)[: config.evaluate.prompts]
+        if given is None
+        else read_prompts(given)
+    )
+    check_model(config)
+    check_prompts(config, prompts)
+    check_scorers(config)
+    return prompts
 
 
 def _target(folder: Path, checkpoint_name: str, given: str | None) -> Path:

@@ -112,21 +112,20 @@ def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) 
         "encoder": encode,
         **any_tasks.score,
     }
-    return Prediction(
-        iteration,
-        explored,
-        rollout,
-        max(updates),
-        {
-            kind: max(0.0, 1 - works[kind] / actors[kind] / iteration)
-            for kind in numbers.groups
-            if kind in works and actors[kind]
-        },
-        [
-            (part.count, max(0.0, 1 - seconds / iteration), part.actors)
-            for part, seconds in zip(parts, busy, strict=True)
-        ],
-    )
+    idle = {
+        kind: _idle(works[kind] / actors[kind], iteration)
+        for kind in numbers.groups
+        if kind in works and actors[kind]
+    }
+    gpus = [
+        (p.count, _idle(each, iteration), p.actors) for p, each in zip(parts, busy, strict=True)
+    ]
+    return Prediction(iteration, explored, rollout, max(updates), idle, gpus)
+
+
+def _idle(busy_s: float, whole_s: float) -> float:
+    """The share that is left over."""
+    return max(0.0, 1 - busy_s / whole_s)
 
 
 def _change(part: _Part, tasks: Tasks, leaves: Sequence[str]) -> float:
