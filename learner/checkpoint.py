@@ -47,18 +47,24 @@ def latest_checkpoint(root: str | Path) -> Path | None:
 
 def find(rundir: RunDirectory, step: int | None) -> Path:
     """The checkpoint of ``step``, or the last one, of a run. Raises ConfigError: there is none."""
-    root = rundir.checkpoints
-    path = latest_checkpoint(root) if step is None else step_directory(root, step)
+    root, whole = rundir.checkpoints, _whole(rundir.checkpoints)
+    if step is None:
+        path = whole[-1] if whole else None
+    else:
+        # also one that a kill left under the name ``.replaced``
+        path = next(
+            (found for found in whole if step_of(found) == step), step_directory(root, step)
+        )
     if path is None or not path.is_dir():
-        there = ", ".join(str(step_of(found)) for found in sorted(root.glob("step_*"))) or "none"
+        there = ", ".join(str(step_of(found)) for found in whole) or "none"
         wanted = "no checkpoint yet" if step is None else f"no checkpoint {step}"
         raise ConfigError(f"{rundir.path}: {wanted}; there are: {there}")
     return path
 
 
 def step_of(path: Path) -> int:
-    """10 of ``step_000010``."""
-    return int(path.name.removeprefix("step_"))
+    """10 of ``step_000010``, and of ``step_000010.replaced``."""
+    return int(path.name.removeprefix("step_").removesuffix(".replaced"))
 
 
 def write(

@@ -83,18 +83,19 @@ class LearnerState:
                 adapter_state(self._transformer, name),
                 f"checkpoint {str(path)!r}, {file}",
             )
-        self._check_optimizer(path, files.get("optimizer", {}))
+        optimizer = files.get("optimizer", {})
+        self._check_optimizer(path, optimizer, counts.done)
         for name in self._names:
             load_adapter_state(self._transformer, name, files[adapter_file(name)])
         # the trained weights as they are since the line above, with the moments of the file
         weights = {
             key: value for key, value in self._trained.state().items() if key.startswith(WEIGHT)
         }
-        self._trained.load_state({**weights, **files["optimizer"]})
+        self._trained.load_state({**weights, **optimizer})
         return counts, state["extra"]
 
-    def _check_optimizer(self, path: str | Path, tensors: dict[str, Tensor]) -> None:
-        if not tensors:  # saved before the first update
+    def _check_optimizer(self, path: str | Path, tensors: dict[str, Tensor], done: int) -> None:
+        if not tensors and not done:  # AdamW has no moments before its first step
             return
         wanted: dict[str, Tensor] = {}
         for name, parameter in self._trained.parameters.items():

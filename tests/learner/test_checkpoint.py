@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import os
 import resource
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from configs.load import ConfigError
 from learner.checkpoint import (
     CheckpointError,
+    find,
     latest_checkpoint,
     prune,
     read,
     require_same,
     save_tensors,
     step_directory,
+    step_of,
     write,
 )
 from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
@@ -103,6 +107,24 @@ def test_loading_what_does_not_fit_changes_nothing(tiny_sd3_dir, tmp_path):
         assert "\n" not in str(caught.value)
 
 
+def test_moments_that_are_not_there_are_missed(tiny_sd3_dir, tmp_path):
+    """Without them AdamW would start afresh, and nothing would fail."""
+    trainer = tiny_trainer(tiny_sd3_dir)
+    trainer.update(0, tiny_groups())
+    trainer.save(tmp_path / "step_000001", {})
+    state = tmp_path / "step_000001" / "state.json"
+    body = json.loads(state.read_bytes())
+    del body["files"]["optimizer.safetensors"]
+    state.write_text(json.dumps(body))
+    other = tiny_trainer(tiny_sd3_dir)
+    before = everything(other)
+    with pytest.raises(
+        CheckpointError, match="optimizer: 'exp_avg/.*' is absent in the checkpoint"
+    ):
+        other.load(tmp_path / "step_000001")
+    assert identical(before, everything(other)) and other.done == 0
+
+
 def test_save_keeps_the_last_ones(tiny_sd3_dir, tmp_path):
     trainer = tiny_trainer(tiny_sd3_dir, checkpoint={"keep_last": 2})
     for step in (0, 1, 2, 10):
@@ -123,6 +145,16 @@ def test_round_trip_is_bit_exact(tmp_path):
         == TENSORS["adapter"]["b"].view(torch.int32).tolist()
     )  # NaN and -0 too
     assert torch.equal(files["adapter"]["a"], TENSORS["adapter"]["a"])
+
+
+def test_one_that_a_kill_left_replaced_is_found(tmp_path):
+    rundir = SimpleNamespace(path=tmp_path, checkpoints=tmp_path)
+    for step in (9, 10):
+        write(step_directory(tmp_path, step), TENSORS, {})
+    left = step_directory(tmp_path, 10).rename(tmp_path / "step_000010.replaced")
+    assert [find(rundir, step) for step in (None, 10)] == [left, left] and step_of(left) == 10
+    with pytest.raises(ConfigError, match="no checkpoint 3; there are: 9, 10"):
+        find(rundir, 3)
 
 
 def test_the_latest_is_the_highest_whole_step(tmp_path):
