@@ -36,6 +36,7 @@ class Turn:
 
         start = time.perf_counter()
         self._has_it = False
+        # after the line above: where this fails half-way, nothing may work on what is left
         moved = offload.out() if offload is not None else 0
         release_cache(self._device)
         return Moved(moved, time.perf_counter() - start)

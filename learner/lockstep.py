@@ -82,6 +82,7 @@ class Passes:
         """A pass of one image; nobody looks at it."""
         dtype = next(self.transformer.parameters()).dtype
         cond = conditioning_like(self.family, 1, dtype, self.device)
+        # one image, whatever the batches of the others: what blocks gather does not depend on it
         x = torch.zeros(1, *self.family.latent_shape, device=self.device)
         self.family.velocity(self.transformer, x, torch.tensor(0.5, device=self.device), cond)
 
@@ -131,6 +132,7 @@ class LockstepUpdater(Updater):
             points = batches[turn] if mine else idle
             with nullcontext() if mine else self._dropped():
                 loss, metrics = self._forward(samples, points)
+                # idle or not: in the backward pass, too, every block gathers its weights
                 (loss * len(points)).backward()
             if mine and not bool(torch.isfinite(loss)):
                 bad = (points, f"the loss is {loss.item()}")

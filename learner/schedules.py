@@ -25,6 +25,7 @@ def learning_rate(settings: Optimizer, done: int, iterations: int) -> float:
 
 def ema_decay(settings: Ema, s: int) -> float:
     """d in theta_ema <- d theta_ema + (1 - d) theta after s = 1, 2, ... iterations or steps."""
+    # the warm-up of diffusers' EMAModel
     return min((1 + s) / (10 + s), settings.decay) if settings.warmup else settings.decay
 
 

@@ -156,6 +156,7 @@ class Trainer:
             lambda: self._advantages(iteration, groups, elsewhere or {})
         )
         rate = learning_rate(self.config.optimizer, self.done, self.config.iterations)
+        # copied before the averages move it
         keeps, sampling = PREVIOUS in self.adapters, self.objective.sampling_adapter
         sampled_with = adapter_state(self.transformer, sampling) if keeps else None
         try:

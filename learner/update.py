@@ -77,6 +77,8 @@ class Updater:
                 norms.append(norm)
                 if after_step is not None:
                     after_step(len(norms))
+            # before the check: a replica that raised there would leave the others waiting for its
+            # sums
             told = self.replicas.exchange(sums)
             self._require_learned(samples, norms, before, learning_rate)
         except BaseException:

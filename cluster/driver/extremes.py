@@ -129,6 +129,7 @@ def extremes(texts: Sequence[str], ends: Mapping[tuple[int, Stage], Ends]) -> li
     for (prompt, stage), mine in ends.items():
         explored = ends.get((prompt, "explored"), mine)
         others = [found for key, found in ends.items() if key[0] == prompt and key[1] != stage]
+        # not strict: neither is there where nothing was scored
         for end, place in zip(ENDS, best_and_worst(mine.rewards), strict=False):
             seed = mine.seeds[place]
             other = others[0].reward_of(seed) if others else None

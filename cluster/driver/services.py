@@ -258,6 +258,9 @@ class ActorServices:
         def spawn(name: str) -> Handle:
             self.look_at_nodes()
             node = self.places.take(name.rpartition(".")[0])
+            # by its name ``nodes.holding`` knows it; names are the job's own, as a cluster may have
+            # two runs of one. Hard affinity: on another node it would take room that is planned for
+            # others
             return remote.options(
                 name=f"{self.config.name}/{name}",
                 namespace=f"sol-rl-{ray.get_runtime_context().get_job_id()}",

@@ -61,6 +61,7 @@ class RayTransport:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_settle, mine, theirs)
 
+        # not asyncio.wrap_future, which takes three callbacks for every answer
         reference.future().add_done_callback(came)
         return mine
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from policy.sampling.sde import PathSolver
 
+# added to an error, whose root has no finite slope at 0
 TINY = 1e-10
 ANCHOR = "anchor"
 
@@ -116,6 +117,7 @@ class AWM:
 
         steps = self.settings.trained_steps(len(sigmas) - 1)
         count, latents = self.settings.times_per_sample, samples["latents"]
+        # 1e-9: an edge that linspace rounds to just below a whole step is that step
         edges = np.floor(np.linspace(0, len(steps), count + 1) + 1e-9).astype(int)
         low, width = edges[:-1], np.diff(edges)
         drawn = low + np.floor(rng.random((len(latents), count)) * width).astype(int)

@@ -148,6 +148,7 @@ def _small(
     for service in ("reward", *(f"scorers.{label}" for label in config.services.scorers)):
         labels = config.scorers_of(service)
         if any(may_use_gpu(s.name) for s in config.rewards.everyone if s.label in labels):
+            # rounded down to ten-thousandths, in which Ray counts: a sum above 1 would fit no GPU
             share = math.floor(room * 0.55 * 1e4) / 1e4
             groups[service] = Group(count, share, cpus, kind)
             room -= share

@@ -85,12 +85,14 @@ def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) 
     score = [_scoring(part, tasks[part.kind], actors) for part in parts]
     stage2 = [part.prompts * tasks[part.kind].regenerate for part in parts]
     updates = [part.prompts * tasks[part.kind].update for part in parts]
+    # ahead, chunks of the next iteration wait for the updates on their GPU as well
     late = updates if numbers.ahead else [0.0] * len(parts)
     loads = [sum(each) for each in zip(score, stage2, late, strict=True)]
     chunks = [part.actors.get("rollout", 0) * tasks[part.kind].chunk for part in parts]
     slots = [part.count * part.actors.get("rollout", 0) for part in parts]
     explored, _ = fill(list(zip(slots, score, chunks, strict=True)), any_tasks.chunks)
     ended, done = fill(list(zip(slots, loads, chunks, strict=True)), any_tasks.chunks)
+    # what is explored last has still to be regenerated, by the quickest GPU at best
     last = [tasks[p.kind].regenerate * part_of for p in parts if p.prompts]
     rollout = max(ended, *loads, explored + (min(last, default=0.0) if any_tasks.chunks else 0.0))
     encode = max((tasks[p.kind].encode for p in parts if "encoder" in p.actors), default=0.0)
