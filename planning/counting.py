@@ -86,6 +86,8 @@ def counts_of(config: RunConfig, family: Family, backend: Backend) -> Counts:
         return known
     here = f"{key} {family.model.path}"
     if here not in _counted:
+        # kept are those with every block recomputed: of another share only the training pass
+        # differs
         every = config.optimizer.model_copy(update={"gradient_checkpointing": True})
         kept = _kept().get(key_of(config.model_copy(update={"optimizer": every}), backend.name))
         if kept is not None:
@@ -158,6 +160,7 @@ def _kept() -> dict[str, Counts]:
     return {
         key: row
         for key, row in kept_rows().items()
+        # a directory of that name may hold another model
         if key.partition(" ")[0] in ids and not Path(key.partition(" ")[0]).exists()
     }
 

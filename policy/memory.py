@@ -88,6 +88,8 @@ def calls_of(
 
     def noting(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            # of the output's elements by channel, so that it holds for linears and convolutions
+            # alike
             weight = module.get_parameter("weight")
             flops = 2 * (output.numel() // weight.shape[0]) * weight.numel()
             calls.append(LayerCall(name, flops, inputs[0].numel()))

@@ -120,6 +120,7 @@ class Family(Pipeline, ABC):
         import diffusers
 
         cls = getattr(diffusers, self.pipeline_class)
+        # None: diffusers then reads no file of that part
         parts: dict[str, Diffusers] = dict.fromkeys((*self.transformers, "vae"))
         for part in self.components:
             if part.startswith("text_encoder") or (self.edits and part == "vae"):
@@ -163,6 +164,7 @@ class Family(Pipeline, ABC):
         """
         rows = self.model.height // smaller.model.height
         columns = self.model.width // smaller.model.width
+        # over latent pixels side by side in the image: packed latents have them elsewhere
         pooled = torch.nn.functional.avg_pool2d(self.spatial(noise), (rows, columns))
         return smaller.packed(pooled * (rows * columns) ** 0.5)
 
@@ -173,6 +175,7 @@ class Family(Pipeline, ABC):
         if self.model.guidance is None:
             self.check()
         strength = self.model.guidance or 0.0
+        # in FP32 whatever the transformer computes in, as the pipelines make it
         return torch.full([1], strength, device=x.device, dtype=torch.float32).expand(len(x))
 
     @property

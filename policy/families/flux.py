@@ -73,7 +73,7 @@ class Flux(joint.PackedLatents):
                 txt_ids=torch.zeros(prompt.shape[1], 3, device=x.device, dtype=dtype),
                 img_ids=self.image_places(x.device, dtype),
                 return_dict=False,
-            )[0][:, : x.shape[1]]
+            )[0][:, : x.shape[1]]  # behind them are the source's, where an image is edited
         )
 
     def image_places(self, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -43,7 +43,7 @@ class FluxKontext(Flux):
     def image_places(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         drawn = super().image_places(device, dtype)
         source = drawn.clone()
-        source[:, 0] = 1
+        source[:, 0] = 1  # the first of the three tells images apart
         return torch.cat([drawn, source])
 
     @classmethod

@@ -110,6 +110,7 @@ class Pipeline:
         """
         told = {"subfolder": part, "dtype": dtype, "output_loading_info": True}
         model, found = self._pretrained(cls, repr(part), **told)
+        # parameters alone: a buffer that files lack is made by its module
         weights = {name for name, _ in model.named_parameters()}
         if absent := sorted(weights & set(found["missing_keys"])):
             raise FileNotFoundError(

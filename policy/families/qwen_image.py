@@ -81,7 +81,7 @@ class QwenImage(joint.PackedLatents):
                 encoder_hidden_states_mask=mask,
                 img_shapes=[self.image_shapes] * len(x),
                 return_dict=False,
-            )[0][:, : x.shape[1]]
+            )[0][:, : x.shape[1]]  # behind them are the source's, where an image is edited
         )
 
     @property

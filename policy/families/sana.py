@@ -119,6 +119,7 @@ class Sana(Family):
         transformer = self.skeleton()
         state = native_state(Path(self.model.native_path), transformer)
         state = {name: value.to(dtype) for name, value in state.items()}
+        # assigned: the skeleton is on the meta device and has no memory to copy into
         transformer.load_state_dict(state, assign=True)
         return transformer.to(device).eval().requires_grad_(False)
 

@@ -72,6 +72,7 @@ class SD3(Family):
     def velocity(
         self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
     ) -> Tensor:
+        # of a layer that is neither packed nor adapted: the first parameter may be in another type
         dtype = transformer.pos_embed.proj.weight.dtype
         return widened(
             transformer(

@@ -107,6 +107,7 @@ class Wan(Clips):
         if low_noise is None or self.boundary is None:
             return scale
         below = self._timestep(sigma) < self.boundary
+        # by the timestep that the transformer is told: rows of one batch may be on both sides
         found = torch.where(below, low_noise, scale)
         return found.view(-1, *[1] * len(self.latent_shape)) if sigma.ndim else found
 

@@ -51,6 +51,7 @@ class ZImage(Family):
         transformer = self.part_config("transformer")
         factor = 2 ** (len(self.part_config("vae")["block_out_channels"]) - 1)
         unit = factor * PATCH
+        # its table of positions ends there; the first axis is that of the tokens of the prompt
         height, width = self.sizes(unit, unit * min(transformer["axes_lens"][1:]))
         return (transformer["in_channels"], height // factor, width // factor)
 
@@ -84,6 +85,7 @@ class ZImage(Family):
         timestep = sigma.to(x.device, torch.float32) * TIMESTEPS
         embeds = cond.tensors[padding.EMBEDS].to(x.device, dtype)
         prompts = [row[:used] for row, used in zip(embeds, padding.lengths(cond), strict=True)]
+        # an image is a clip of one frame there, and every row has a prompt of its own length
         found = transformer(
             list(x.to(dtype).unsqueeze(2).unbind(0)),
             ((TIMESTEPS - timestep) / TIMESTEPS).expand(len(x)),
