@@ -146,7 +146,8 @@ def _tree(source: str) -> Tree:
 def _read(path: Path) -> Tree:
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+    # ValueError: no TOML, no UTF-8, or a number of too many digits
+    except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"{path}: not readable as TOML: {error}") from None
     return _current(tree, str(path))
 
@@ -157,6 +158,9 @@ def _current(tree: Tree, source: str) -> Tree:
         return current(tree)
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from None
+    # here, as this is the first to go down into what was read
+    except RecursionError:
+        raise ConfigError(f"{source}: tables within too many tables") from None
 
 
 def _with_layers(tree: Tree, source: str) -> Tree:
@@ -225,6 +229,8 @@ def _apply(tree: Tree, override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--set {dotted}: not readable as TOML: {error}") from None
     *tables, key = dotted.split(".")
     nested: Tree = {key: value}
     for part in reversed(tables):

@@ -61,7 +61,7 @@ def read_prompts(name: str) -> list[Prompt]:
     """
     path = prompt_file(name)
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(
             f"prompts: {name}: cannot be read ({error.strerror}); give a .txt or .jsonl file"
@@ -71,6 +71,8 @@ def read_prompts(name: str) -> list[Prompt]:
             f"prompts: {name}: not UTF-8 at byte {error.start}; save the file as UTF-8"
         ) from None
     in_json, folder = path.suffix in (".jsonl", ".json"), path.absolute().parent
+    # JSON's strings may hold what ``splitlines`` takes for ends of lines, such as U+2028
+    lines = text.split("\n") if in_json else text.splitlines()
     prompts = [
         _json_line(line.strip(), f"{name}:{number}", folder) if in_json else Prompt(line.strip())
         for number, line in enumerate(lines, 1)
@@ -84,15 +86,21 @@ def read_prompts(name: str) -> list[Prompt]:
 def _json_line(line: str, where: str, folder: Path) -> Prompt:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    # also numbers of too many digits, and lists within too many lists
+    except (ValueError, RecursionError) as error:
+        why = (
+            error.msg
+            if isinstance(error, json.JSONDecodeError)
+            else "a number too long, or lists too deep"
+        )
         raise ConfigError(
-            f"prompts: {where}: not JSON ({error.msg}); one object with a 'prompt' per line is"
-            " expected"
+            f"prompts: {where}: not JSON ({why}); one object with a 'prompt' per line is expected"
         ) from None
     if (
         not isinstance(row, dict)
         or not isinstance(row.get("prompt"), str)
         or not row["prompt"].strip()
+        or not _is_unicode(row["prompt"])
     ):
         raise ConfigError(f"prompts: {where}: no text under 'prompt'")
     text, image = row.pop("prompt").strip(), row.pop(IMAGE, None)
@@ -101,6 +109,15 @@ def _json_line(line: str, where: str, folder: Path) -> Prompt:
     if not isinstance(image, str) or not image.strip() or "\0" in image:
         raise ConfigError(f"prompts: {where}: 'image' is no file name")
     return Prompt(text, row, folder / image)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it can be written down: JSON can name half of a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def refuse_overlap(settings: Prompts, train: Sequence[Prompt], test: Sequence[Prompt]) -> None:

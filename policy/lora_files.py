@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -93,16 +94,28 @@ def load_diffusers_lora(
         )
     try:
         with safe_open(file, framework="pt") as opened:
-            metadata = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
+            alpha = _alpha((opened.metadata() or {}).get(METADATA, "{}"))
             ours = [key for key in list(opened.keys()) if key.startswith(PREFIX)]
             state = {key.removeprefix(PREFIX): opened.get_tensor(key) for key in ours}
-    except (SafetensorError, json.JSONDecodeError) as error:
+    # RecursionError: lists within too many lists
+    except (SafetensorError, ValueError, RecursionError) as error:
         raise ValueError(
             f"lora.init_from: {str(file)!r} is not a readable safetensors file: {error}"
         ) from error
     if not state:
         raise ValueError(f"lora.init_from: {str(file)!r} has no weights that start with {PREFIX!r}")
-    return state, metadata.get(PREFIX + "lora_alpha")
+    return state, alpha
+
+
+def _alpha(metadata: str) -> float | None:
+    """The alpha that the metadata of a file gives. Raises ValueError, RecursionError."""
+    found: object = json.loads(metadata)
+    if not isinstance(found, dict):
+        raise ValueError(f"its {METADATA} is no JSON object")
+    alpha = found.get(PREFIX + "lora_alpha")
+    if alpha is not None and not (type(alpha) in (int, float) and 0 < alpha < math.inf):
+        raise ValueError(f"its lora_alpha is {str(alpha)[:80]!r}, no number above 0")
+    return alpha
 
 
 def start_from(state: Mapping[str, Tensor], lora: Lora) -> None:

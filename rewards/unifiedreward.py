@@ -259,7 +259,7 @@ def _files(checkpoint: str) -> list[Path] | None:
 def _json(file: Path) -> dict[str, Any]:
     try:
         read = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ScorerSetupError(f"{file} cannot be read: {first_line(error)}") from None
     if not isinstance(read, dict):
         raise ScorerSetupError(f"{file} is no table")

@@ -189,3 +189,23 @@ def test_a_name_that_no_file_can_have_is_one_line(name):
         layer(name, "here")
     with pytest.raises(ConfigError, match="cannot be read .File name too long."):
         read_prompts(name)
+
+
+DEEP = ".".join("a" * 3000)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("seed = " + "1" * 5000, "not readable as TOML: Exceeds the limit"),
+        ("a = " + "[" * 100_000, "not readable as TOML: maximum recursion depth"),
+        (f"{DEEP} = 1", "tables within too many tables"),
+    ],
+    ids=["too many digits", "too deep a value", "too deep a key"],
+)
+def test_what_python_cannot_take_in_is_one_line(tmp_path, text, said):
+    (tmp_path / "run.toml").write_text(text)
+    for source, overrides in ((str(tmp_path / "run.toml"), []), ("quickstart", [text])):
+        with pytest.raises(ConfigError, match=said) as error:
+            load(source, overrides)
+        assert len(error.value.lines) == 1

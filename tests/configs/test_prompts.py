@@ -39,6 +39,9 @@ def test_text_and_geneval_lines(tmp_path):
         ("a.txt", b"caf\xe9\n", "not UTF-8 at byte 3"),
         ("a.jsonl", b"{'prompt': 1}\n", "a.jsonl:1: not JSON"),
         ("a.jsonl", b'{"prompt": "x"}\n{"text": "y"}\n', "a.jsonl:2: no text under 'prompt'"),
+        ("a.jsonl", b'{"prompt": "x", "n": ' + b"1" * 5000 + b"}\n", "a.jsonl:1: not JSON"),
+        ("a.jsonl", b'{"prompt": "x", "n": ' + b"[" * 100_000 + b"\n", "a.jsonl:1: not JSON"),
+        ("a.jsonl", b'{"prompt": "half \\ud83d"}\n', "a.jsonl:1: no text under 'prompt'"),
     ],
 )
 def test_bad_files_are_one_line(tmp_path, name, content, said):
@@ -46,6 +49,13 @@ def test_bad_files_are_one_line(tmp_path, name, content, said):
     with pytest.raises(ConfigError) as error:
         read_prompts(str(tmp_path / name))
     assert len(error.value.lines) == 1 and said in error.value.lines[0]
+
+
+def test_a_line_of_json_ends_where_the_line_does(tmp_path):
+    """A string in it may hold what other readers of lines take for an end."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a cat\u2028a dog"}\r\n{"prompt": "b"}', "utf-8")
+    found = [prompt.text for prompt in read_prompts(str(tmp_path / "a.jsonl"))]
+    assert found == ["a cat\u2028a dog", "b"]
 
 
 def test_a_missing_file_says_so(tmp_path):

@@ -7,11 +7,12 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from configs.training import Lora
 from policy.families import family_for
 from policy.lora import adapted_modules, adapter_state, add_adapters, use
-from policy.lora_files import FILE, save_diffusers_lora
+from policy.lora_files import FILE, load_diffusers_lora, save_diffusers_lora
 from policy.merging import merged_weights
 from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample
@@ -152,3 +153,21 @@ def test_what_cannot_be_started_from(family, adapted, tmp_path, randomise):
             Lora(rank=4, init_from=str(tmp_path)),
             family,
         )
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ("[]", "is no JSON object"),
+        ("1" * 5000, "not a readable safetensors file"),
+        ("[" * 100_000, "not a readable safetensors file"),
+        ('{"transformer.lora_alpha": "8"}', "lora_alpha is '8', no number above 0"),
+        ('{"transformer.lora_alpha": 0}', "lora_alpha is '0', no number above 0"),
+        ('{"transformer.lora_alpha": Infinity}', "lora_alpha is 'inf', no number above 0"),
+    ],
+)
+def test_what_a_file_says_of_alpha_is_a_number_or_refused(tmp_path, metadata, said):
+    weights = {"transformer.a.lora_A.weight": torch.zeros(2, 3)}
+    save_file(weights, tmp_path / FILE, metadata={"lora_adapter_metadata": metadata})
+    with pytest.raises(ValueError, match=said):
+        load_diffusers_lora(tmp_path)
