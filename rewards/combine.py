@@ -239,11 +239,10 @@ class WeightedScorer:
             scores[label] = asked.means(values)
             if problem:
                 failures.append(f"scorer {label!r} {problem}")
-            told = getattr(scorer, "parts", None) or {}
-            parts |= {
-                f"{label}/{name}": asked.means(np.asarray(value, np.float32))
-                for name, value in told.items()
-            }
+            told, problem = _parts_of(scorer, len(asked.images))
+            parts |= {f"{label}/{name}": asked.means(found) for name, found in told.items()}
+            if problem:
+                failures.append(f"scorer {label!r} {problem}")
         return Attempt(scores, parts, tuple(failures), work)
 
     def __call__(
@@ -254,3 +253,24 @@ class WeightedScorer:
         if made.failures:
             raise ScorerError(made.failures[0])
         return Combined(self.combination(made.scores), made.scores, made.parts)
+
+
+def _parts_of(scorer: Scorer, count: int) -> tuple[dict[str, np.ndarray], str | None]:
+    """(float32 [count] by name, what was wrong or None) of the parts of a scorer's last call. NaN
+    is a part that an image has not.
+    """
+    told: object = getattr(scorer, "parts", None) or {}
+    if not isinstance(told, Mapping):
+        return {}, f"has parts that are {type(told).__name__}, no dict of float32 [{count}]"
+    found: dict[str, np.ndarray] = {}
+    problem = None
+    for name, value in told.items():
+        try:
+            values = np.asarray(value, np.float32)
+        except (TypeError, ValueError, OverflowError):
+            values = np.empty(0, np.float32)
+        if values.shape == (count,):
+            found[str(name)] = values
+        else:
+            problem = f"has a part {name!r} that is no float32 [{count}]"
+    return found, problem

@@ -91,6 +91,32 @@ def test_a_scorer_that_fails_is_named():
         WeightedScorer({"bad": lambda *_: [np.nan]}, {"bad": 1.0})(GRAY_16, [""], [{}])
 
 
+@pytest.mark.parametrize(
+    ("parts", "kept", "said"),
+    [
+        ({"a": 0.5, "b": [1.0, 2.0]}, {"own/b": [1.0, 2.0]}, "has a part 'a' that is no float32"),
+        ({"a": [1.0, 2.0, 3.0]}, {}, "has a part 'a' that is no float32 [2]"),
+        ({"a": ["red", "blue"]}, {}, "has a part 'a' that is no float32 [2]"),
+        ([1.0, 2.0], {}, "has parts that are list, no dict of float32 [2]"),
+    ],
+)
+def test_parts_that_are_none_are_said_and_the_scores_stand(parts, kept, said):
+    """What is logged beside scores must not end a run."""
+
+    class Own:
+        def __call__(self, images, prompts, metadata):
+            self.parts = parts
+            return np.ones(len(images), np.float32)
+
+    made = WeightedScorer({"own": Own()}, {"own": 1.0}).attempt(
+        np.zeros((2, 3, 4, 4), np.uint8), ["a", "b"], [{}, {}]
+    )
+    assert made.scores["own"].tolist() == [1.0, 1.0]
+    assert {name: values.tolist() for name, values in made.parts.items()} == kept
+    (failure,) = made.failures
+    assert failure.startswith(f"scorer 'own' {said}")
+
+
 def test_parts_are_passed_on_under_the_scorers_label():
     class WithParts:
         def __call__(self, images, prompts, metadata):
