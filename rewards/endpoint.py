@@ -102,11 +102,17 @@ class Endpoint:
         try:
             read = json.loads(answer)
             choice, usage = read["choices"][0], read.get("usage") or {}
-        except (ValueError, KeyError, IndexError, TypeError):
+            tokens = (int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
+            return Answer(choice, *tokens)
+        except (
+            LookupError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ):
             raise NoVerdict(f"the answer is no chat completion: {answer[:80]!r}") from None
-        return Answer(
-            choice, int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
-        )
 
 
 def image_part(image: np.ndarray) -> Tree:
@@ -149,7 +155,7 @@ def written(choice: Any, field: str) -> Any:
     """A ``field`` of the JSON object that was written. Raises NoVerdict for prose."""
     try:
         return json.loads(choice["message"]["content"])[field]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise NoVerdict(f"the judge answers prose: {_short(choice)!r}") from None
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import rewards.server
 from configs.rewards import Scorer as ScorerConfig
-from rewards import ScorerError, ScorerSetupError, build, check_settings
+from rewards import ScorerError, ScorerSetupError, build, check_settings, endpoint
 from rewards.endpoint import EDITED
 from rewards.vlm import VlmScorer
 from tests.rewards.judge import Judge, judging, pixels
@@ -249,3 +249,20 @@ def test_images_do_not_pass_a_proxy_in_plain(judge, monkeypatch):
         rewards.server._opener.cache_clear()  # it may have looked already
         scorer(judge)(IMAGES, PROMPTS, METADATA)
         assert proxy.requests == [] and len(judge.requests) == 4
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"choices": []}',
+        b'{"choices": [1], "usage": [300]}',
+        b'{"choices": [1], "usage": {"prompt_tokens": "many"}}',
+        b'{"choices": [1], "usage": {"prompt_tokens": Infinity}}',
+    ],
+)
+def test_an_answer_of_another_form_is_no_verdict_and_nothing_else(monkeypatch, body):
+    monkeypatch.setattr(endpoint, "post", lambda *_: body)
+    judge = endpoint.Endpoint("http://localhost:1/v1", "m", 0.0, 1.0, 0, None)
+    with pytest.raises(endpoint.NoVerdict, match="is no chat completion"):
+        judge.ask([], 0, {})
