@@ -102,6 +102,7 @@ class RolloutActor:
         if self._explorer is None or self._explorer.backend.name != wanted.name:
             self._explorer = None  # two would need the memory of both
             self._explorer = self._build(wanted)
+            # a new denoiser begins in host memory, and it is this actor's turn
             self._turn.begin(self._explorer.offload)
         arrived = dict(zip(sent, shards, strict=True))
         all_of_it = [arrived.get(index) for index in range(len(manifest.shard_sizes))]

@@ -191,5 +191,6 @@ def prompts_of_iteration(count: int, per_iteration: int, iteration: int, seed: i
 
 def _epoch_order(count: int, seed: int, epoch: int) -> list[int]:
     order = list(range(count))
+    # a text, which Random takes whole, by SHA-512
     random.Random(f"sol-rl prompts {seed} {epoch}").shuffle(order)
     return order

@@ -149,6 +149,7 @@ def prune(root: str | Path, keep_last: int) -> None:
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}: the last checkpoint must stay")
     for old in _whole(Path(root))[:-keep_last]:
+        # renamed first: a kill must not leave part of one under a checkpoint's name
         doomed = atomic.unfinished(old)
         os.rename(old, doomed)
         shutil.rmtree(doomed)

@@ -245,6 +245,7 @@ def versions() -> dict[str, str]:
 
 
 def _append(path: Path, row: Mapping[str, object]) -> None:
+    # closed after each row, so that a kill loses none that was written
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row, default=str) + "\n")
 

@@ -182,7 +182,7 @@ def read_spans(path: Path, remarks: list[str] | None = None) -> list[Span]:
             lines = (
                 file.read()
                 .decode("utf-8", errors="replace")
-                .splitlines()[1 if size > MOST_BYTES else 0 :]
+                .splitlines()[1 if size > MOST_BYTES else 0 :]  # the first is cut
             )
     except OSError:
         return []

@@ -122,6 +122,7 @@ def board() -> ActorProxy[Board]:
     actor = ray.remote(Board).options(
         name=NAME,
         namespace=NAMESPACE,
+        # several runs may create it at the same moment
         get_if_exists=True,
         num_cpus=0,
         scheduling_strategy=here,
@@ -148,9 +149,12 @@ class Link:
         from ray.exceptions import RayError
 
         while True:
+            # what comes while the board is asked is told the next time, and not forgotten with
+            # these
             told = dict(self._outcomes)
             try:
                 if self._board is None:
+                    # in a thread: the cluster is asked, and the run must not wait for it
                     self._board = await asyncio.to_thread(board)
                 answer = self._board.exchange.remote(self._run, self._state(), told)
                 # not wait_for: it may swallow a cancellation that comes together with the answer

@@ -63,6 +63,7 @@ def choose(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> Choice:
     if not any(each.prediction for each in mine):
         raise _nothing_fits(config, mine or looked, gpus, costs)
     # of equals that with the fewest actors
+    # to a microsecond: the same seconds summed in another order are no better
     best = min(mine, key=lambda each: (round(each.seconds, 6), _size(each.numbers)))
     others = [each for each in table if each.prediction and each.numbers.mode != best.numbers.mode]
     why = "asked for" if asked != "auto" else "the only one that fits"
