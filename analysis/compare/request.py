@@ -138,7 +138,7 @@ def comparison_file(source: str) -> Path | None:
         path = COMPARISONS / f"{source}.toml"
     try:
         return path if "cells" in tomllib.loads(path.read_text(encoding="utf-8")) else None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+    except (OSError, ValueError, RecursionError):
         return None  # reading it as a configuration says what is wrong
 
 
@@ -209,6 +209,7 @@ def _varied(texts: Sequence[str], fixed: Container[str]) -> dict[str, list[objec
             raise ConfigError(f"--vary {text}: {key} is given twice")
         try:
             found[key] = tomllib.loads(f"values = [{values}]")["values"]
-        except tomllib.TOMLDecodeError:
+        # no TOML, or what Python cannot take in
+        except (ValueError, RecursionError):
             found[key] = [value.strip() for value in values.split(",")]
     return found

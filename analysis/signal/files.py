@@ -26,7 +26,7 @@ def read(path: Path) -> Tree:
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}): remove it, or give --out") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: no JSON object: remove it, or give --out")

@@ -125,7 +125,7 @@ def _prompt_file_of(scores: Path) -> object:
     """The prompt file of scores that are there; None where they cannot be read."""
     try:
         return json.loads(scores.read_bytes())["prompt_file"]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

@@ -99,6 +99,8 @@ def test_pools_too_small_for_the_selection_are_refused_cell_by_cell():
         (Request("quickstart", seeds=0), "--seeds 0"),
         (Request("small", arms=("sol_rl",)), "leave --arms and --objectives out"),
         (Request("nothing"), "no preset of that name"),
+        (Request("quickstart", vary=(f"explore.steps={'1' * 5000}",)), "explore.steps = 1111"),
+        (Request("quickstart", vary=(f"explore.steps={'[' * 9999}",)), "explore.steps = [[[["),
     ],
 )
 def test_what_cannot_be_compared_is_said_before_anything_starts(request_, said):
