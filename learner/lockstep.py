@@ -153,6 +153,7 @@ class LockstepUpdater(Updater):
     def _dropped(self) -> Iterator[None]:
         """Gradients of the block are let go of; those from before stay."""
         kept = [parameter.grad for parameter in self.trained.parameters.values()]
+        # which sets them to None, and writes nothing into the tensors that are kept
         self.trained.forget_gradients()
         yield
         for parameter, gradient in zip(self.trained.parameters.values(), kept, strict=True):

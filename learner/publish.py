@@ -214,6 +214,7 @@ class _Changes:
         else:
             changed = (now["weight"] != before["weight"]).sum()
             decoded = (now["weight"].float() - before["weight"].float()).flatten(1)
+        # of any adapter: all have one rank and alpha
         scaling = next(iter(self._layers[name].scaling.values()))
         device = decoded.device
         # not of merged weights: a small update would be lost in their rounding

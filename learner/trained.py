@@ -114,6 +114,7 @@ class TrainedAdapter:
                 f"{key}/{name}": value
                 for key, value in self.optimizer.state.get(parameter, {}).items()
             }
+        # a copy on a CPU too, where the weights themselves would go on being trained
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:

@@ -66,6 +66,7 @@ class Tally(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # what was there before is known, at no size: an operation may return it, or a view of it
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
                 self._track(tensor, counts=False)

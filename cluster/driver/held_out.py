@@ -51,6 +51,7 @@ class HeldOut:
             "weights": weights,
         }
         row |= result.row(before)
+        # images, then the file, and the row last, by the caller: ``_done`` asks for row and file
         result.save_images(self._rundir.images, iteration, self._prompts, self._config.model)
         self._file(iteration).parent.mkdir(exist_ok=True)
         write_json(self._file(iteration), {"weights": weights, **result.table()})

@@ -103,6 +103,7 @@ class TaskQueue:
                 self.put(taker.result())  # it came too late
             raise
         finally:
+            # from both: ``_taker`` may have moved it meanwhile
             self._idle.pop(taker, None)
             self._more.pop(taker, None)
 

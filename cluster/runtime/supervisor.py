@@ -96,6 +96,7 @@ class Supervisor:
 
     async def _grow(self, count: int) -> None:
         members = [Member(self._next_index + i, self.transport) for i in range(count)]
+        # before anything is waited for: ``next_actors`` must not name these again
         self._next_index += count
         self.starting = count
 
@@ -117,6 +118,7 @@ class Supervisor:
         self.members.sort(key=lambda member: member.index)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
+                # the last member may have been benched in the hope of this one
                 self._end_if_none_is_left(str(outcome))
                 raise outcome
 

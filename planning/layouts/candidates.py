@@ -38,6 +38,7 @@ def candidates(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[Numbers]:
             final = completed(config, replace(numbers, ahead=ahead))
             if final.ahead and final.leaves:  # both work at the same time then
                 continue
+            # by its text, as mappings have no hash
             if (key := repr(final)) not in seen:
                 seen.add(key)
                 yield final
@@ -78,6 +79,7 @@ def _replicas(config: RunConfig, gpus: int) -> list[Replicas]:
         counts: list[int] = [given] if given <= most else []
         parts = [given] if given <= min(gpus, samples) else []
     else:
+        # counted down: of counts that leave the busiest as many prompts the smallest stays
         fewest = {-(-prompts // count): count for count in range(most, 0, -1)}
         counts = [count for count in sorted({*fewest.values(), most}) if count >= least]
         parts = [
