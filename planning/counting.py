@@ -86,8 +86,7 @@ def counts_of(config: RunConfig, family: Family, backend: Backend) -> Counts:
         return known
     here = f"{key} {family.model.path}"
     if here not in _counted:
-        # kept are those with every block recomputed: of another share only the training pass
-        # differs
+        # kept with every block recomputed: another share changes the training pass alone
         every = config.optimizer.model_copy(update={"gradient_checkpointing": True})
         kept = _kept().get(key_of(config.model_copy(update={"optimizer": every}), backend.name))
         if kept is not None:

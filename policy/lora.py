@@ -52,7 +52,7 @@ def add_adapters(
                 # peft made them in the type of the base weight
                 adapter.to(torch.float32)
         down, up = matrices(layer, names[0])
-        # peft's own "gaussian" start; B = 0 makes it the base model's, whatever A is
+        # peft's own "gaussian" start; with B = 0 the policy begins as the base model
         state[f"{module}.lora_A.weight"] = torch.randn(down.shape, generator=generator) / lora.rank
         state[f"{module}.lora_B.weight"] = torch.zeros(up.shape)
     if lora.init_from is not None:

@@ -68,7 +68,7 @@ class Stopping:
                 work.cancel()
 
     async def _cancel(self, work: asyncio.Task[Value]) -> None:
-        # an update changes weights in place: cut short, it would leave what no checkpoint may hold
+        # amid an update nobody could say of which iteration the weights are, to save them
         async with self._updating:
             work.cancel()
 

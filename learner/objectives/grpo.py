@@ -136,8 +136,7 @@ class PathGRPO:
         loss, metrics = clipped_surrogate(weight, log_prob, base, self.clip)
         metrics["loss/log_prob_drift"] = (old - points.given["log_prob"]).abs().double().mean()
         if "ref" in self.policies:
-            # the KL of two Gaussians of one std is their means' distance over 2 std^2; g^2 is std^2
-            # / length
+            # over 2 g^2, which is std^2 / length
             apart = per_point_mean(
                 (current.mean - steps["ref"].mean.detach()) ** 2
                 * current.length

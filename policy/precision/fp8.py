@@ -89,7 +89,6 @@ class FP8Linear(QuantizedLinear):
             self.codes.view(torch.float8_e4m3fn).t(),
             scale_a=scales,
             scale_b=self.scales.view(1, -1),
-            # of the result's type: torch refuses any other beside scales for rows
             bias=None if self.bias is None else self.bias.to(torch.bfloat16),
             out_dtype=torch.bfloat16,
             use_fast_accum=FAST_ACCUMULATION and x.is_cuda,

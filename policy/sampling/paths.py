@@ -149,7 +149,7 @@ def fewer_steps(full: int, steps: int, window: range | None) -> list[int]:
             f"{steps} steps to explore paths of {full} that are stochastic up to step {stop}: use"
             f" more than {min(stop, full - 1)}, up to {full}"
         )
-    # k apart / left rounded half up, in integers: as exact on every machine
+    # k apart / left rounded half up, in integers: the same on every machine
     rest = (stop + (2 * k * apart + left) // (2 * left) for k in range(1, left + 1))
     return [*range(stop + 1), *rest]
 
