@@ -49,7 +49,8 @@ class Supervisor:
 
     async def start(self) -> None:
         """Create every actor, wait until all answer, and open their slots."""
-        await asyncio.gather(*(self._fill(member) for member in self.members))
+        # together: where one does not start, none goes on starting after all were stopped
+        await run_together(*(self._fill(member) for member in self.members))
         for member in self.members:
             self._open(member)
 

@@ -348,3 +348,22 @@ def test_a_newcomer_that_does_not_fit_is_refused(ray_here):
         return pool.alive
 
     assert harness.run(work) == 1 and "actor_added" not in harness.names()
+
+
+def test_where_one_does_not_start_none_goes_on_starting(ray_here):
+    """Nobody would know of an actor that came when the pool was stopped already."""
+    harness = Pool(2)
+
+    def broken_or_without_room(name: str) -> Any:
+        if name.startswith("echo-0"):
+            raise OSError(111, "Connection refused")
+        raise NoRoom([f"no room for {name}"])
+
+    async def work() -> set[asyncio.Task[Any]]:
+        with pytest.raises(OSError, match="Connection refused"):
+            await harness.pool.start()
+        await harness.pool.stop()
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    harness.pool.supervisor.spawn = broken_or_without_room
+    assert asyncio.run(work()) == set()
