@@ -10,6 +10,7 @@ from cluster.driver.iteration import Metrics
 from cluster.driver.services import ActorServices
 from configs.load import ConfigError
 from configs.schema import RunConfig
+from records.errors import described
 from records.progress import Progress
 from records.rundir import RunDirectory
 
@@ -41,7 +42,14 @@ class Scaling:
         size = self._services.rollout_pool.alive
         wanted = self._autoscaler.size_after(size, row)
         if wanted != size:
-            self.running = asyncio.create_task(self.scale({"rollout": wanted}, partly=True))
+            self.running = asyncio.create_task(self._by_rule({"rollout": wanted}))
+
+    async def _by_rule(self, sizes: dict[str, int]) -> tuple[bool, str]:
+        try:
+            return await self.scale(sizes, partly=True)
+        except Exception as error:  # nobody waits for it to raise anything
+            self._rundir.event("scaling_refused", asked=sizes, why=described(error))
+            return False, described(error)
 
     async def scale(self, sizes: dict[str, int], partly: bool = False) -> tuple[bool, str]:
         """Bring pools to other sizes while they work, ``partly`` where that is all there is room

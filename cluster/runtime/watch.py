@@ -74,6 +74,8 @@ class NodeWatch:
         failures = refusals = 0
         while address := self._addresses.get(node):
             answer = await _ask(address, self._every_s)
+            if answer is Reply.UNASKED:
+                continue
             failures = 0 if answer is Reply.TAKEN else failures + 1
             refusals = refusals + 1 if answer is Reply.REFUSED else 0
             if node not in self.lost:
@@ -94,13 +96,19 @@ class Reply(Enum):
     TAKEN = auto()
     REFUSED = auto()
     NONE = auto()
+    UNASKED = auto()  # none could be begun here, which says nothing of the node
 
 
 async def _ask(address: Address, within_s: float) -> Reply:
     """Open a connection; return after ``within_s`` seconds, whatever comes of it."""
     loop = asyncio.get_running_loop()
     began = loop.time()
-    with socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET) as made:
+    try:
+        made = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+    except OSError:  # as where this process has too many files open
+        await asyncio.sleep(within_s)
+        return Reply.UNASKED
+    with made:
         made.setblocking(False)
         attempt = asyncio.ensure_future(loop.sock_connect(made, address))
         # not asyncio.timeout: in a loop that was held up, an answer that has come counts

@@ -4,17 +4,21 @@ none is computed twice; what is trained does not depend on when the pool grew or
 
 import asyncio
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from actors.calls import Task
 from cluster.driver.autoscale import Autoscaler, Load, size_for, verdict
+from cluster.driver.scaling import Scaling
 from cluster.jobs.board import board
 from cluster.runtime.pool import ActorPool
+from configs.load import load
 from configs.services import Autoscale, Service
 from records.errors import RunFailed
 from records.progress import Progress
+from records.rundir import RunDirectory
 from tests.cluster.echo import Echo, Pool
 from tests.cluster.runs import adapters, run_here, selections, tiny_config
 
@@ -254,3 +258,31 @@ def test_a_pool_that_changed_is_measured_anew():
 
 def test_a_rule_that_is_off_does_nothing():
     assert size_for(4, [WAITS] * 9, Autoscale(), LIMITS) == 4
+
+
+def test_what_goes_wrong_while_a_rule_is_followed_is_an_event(tmp_path):
+    """Nobody waits for it who would raise it."""
+    rundir = RunDirectory(tmp_path)
+
+    async def broken(kind: str, size: int, partly: bool) -> str:
+        raise OSError(111, f"{kind} {size} {partly}")
+
+    async def main() -> tuple[bool, str]:
+        services: Any = SimpleNamespace(
+            pools=[], rollout_pool=SimpleNamespace(alive=1), scale=broken
+        )
+        scaling = Scaling(load("quickstart"), services, rundir, Progress())
+        autoscaler: Any = SimpleNamespace(size_after=lambda size, row: size + 1)
+        scaling._autoscaler = autoscaler
+        scaling.follow_rule({})
+        assert scaling.running is not None
+        return await scaling.running
+
+    why = "ConnectionRefusedError: [Errno 111] rollout 2 True"
+    assert asyncio.run(main()) == (False, why)
+    (event,) = rundir.events()
+    assert (event["event"], event["asked"], event["why"]) == (
+        "scaling_refused",
+        {"rollout": 2},
+        why,
+    )

@@ -3,10 +3,12 @@ one that answers nothing.
 """
 
 import asyncio
+import errno
 import gc
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -141,3 +143,28 @@ def test_one_that_is_closed_while_it_pauses_leaves_no_error_behind():
 
     asyncio.run(main())
     assert complaints == []
+
+
+def test_a_driver_without_a_free_descriptor_loses_nobody_and_goes_on_watching(monkeypatch):
+    left = 2 * TRIES
+    real = socket.socket
+
+    def scarce(family: int) -> socket.socket:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(family)
+
+    async def main() -> None:
+        watch = await watched(node=refusing())
+        async with asyncio.timeout(30):
+            while left > 0:
+                assert not watch.lost
+                await asyncio.sleep(0.01)
+        assert await asyncio.wait_for(watch.gone("node"), 60) == "its node refuses connections"
+        await watch.close()
+
+    constants = {name: getattr(socket, name) for name in ("AF_INET", "AF_INET6")}
+    monkeypatch.setattr("cluster.runtime.watch.socket", SimpleNamespace(socket=scarce, **constants))
+    asyncio.run(main())
