@@ -59,18 +59,14 @@ def train_clip(
         for group in optimizer.param_groups:
             group["lr"] = PEAK_LR * _rate(step, spent / (minutes * 60))
         loss = loss_of(model, next(examples))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        with torch.no_grad():
-            model.logit_scale.clamp_(max=MOST_SCALE)
+        _learn(model, optimizer, loss)
         step, spent = step + 1, time.monotonic() - begin
-        torch._foreach_lerp_(
-            list(average.parameters()),
-            list(model.parameters()),
-            1 - min(EMA, (1 + step) / (20 + step)),
-        )
+        with torch.no_grad():  # or autograd would keep every step
+            torch._foreach_lerp_(
+                list(average.parameters()),
+                list(model.parameters()),
+                1 - min(EMA, (1 + step) / (20 + step)),
+            )
         mean += (loss.item() - mean) / min(step - first, 100)
         if step % 50 == 0:
             log(
@@ -82,6 +78,16 @@ def train_clip(
             saved = time.monotonic()
     save()
     return average.eval()
+
+
+def _learn(model: open_clip.CLIP, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    """One step of the optimizer."""
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    with torch.no_grad():
+        model.logit_scale.clamp_(max=MOST_SCALE)
 
 
 def _rate(step: int, gone: float) -> float:

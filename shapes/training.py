@@ -143,7 +143,8 @@ def train(
         torch.nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
         optimizer.step()
         keep = min(EMA, (2 + step) / (21 + step))
-        torch._foreach_lerp_(list(average.parameters()), list(learner.parameters()), 1 - keep)
+        with torch.no_grad():  # or autograd would keep every step
+            torch._foreach_lerp_(list(average.parameters()), list(learner.parameters()), 1 - keep)
         mean += (found.velocity.item() - mean) / min(step + 1 - budget.first, 100)
         if step % 50 == 49:
             log(

@@ -132,7 +132,8 @@ def test_it_learns_saves_and_resumes(tmp_path):
     lines: list[str] = []
     train_clip(5.0, tmp_path, lines.append, most_steps=1)
     once = json.loads((tmp_path / "clip.json").read_text())
-    train_clip(5.0, tmp_path, lines.append, most_steps=2)
+    average = train_clip(5.0, tmp_path, lines.append, most_steps=2)
+    assert not any(parameter.requires_grad for parameter in average.parameters())
     assert (once["step"], json.loads((tmp_path / "clip.json").read_text())["step"]) == (1, 2)
 
 
