@@ -229,6 +229,9 @@ class _Child:
                 start_new_session=True,
             )
             try:
+                # one that came while the process was made has found none to pass it on to
+                if self.signal:
+                    self._process.send_signal(signal.SIGTERM)
                 return self._process.wait()
             finally:
                 self._process = None

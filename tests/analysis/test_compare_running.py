@@ -233,3 +233,18 @@ def test_children_import_from_the_tree_that_holds_the_packages(tmp_path):
         )
     assert code == 0
     assert (tmp_path / "log").read_text().strip().split(os.pathsep)[0] == str(running.ROOT)
+
+
+def test_a_signal_while_a_process_is_made_is_passed_on_to_it(tmp_path, monkeypatch):
+    made = subprocess.Popen
+
+    def signalled(*arguments, **how):
+        process = made(*arguments, **how)
+        os.kill(os.getpid(), signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(running.subprocess, "Popen", signalled)
+    with running._at_work(tmp_path) as lock, running._Child(lock) as child:
+        sleeps = [sys.executable, "-c", "import time; time.sleep(30)"]
+        assert child.run(sleeps, tmp_path / "log") == -signal.SIGTERM
+        assert child.signal == "SIGINT"
