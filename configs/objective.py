@@ -82,6 +82,7 @@ class Window(Section):
             at = int.from_bytes(digest, "little") % (last + 1)
         elif self.schedule != "frozen":
             left = done
+            # walked and not computed: how long it stays differs from place to place
             while left >= (stay := self._stay(at, limit)):
                 left -= stay
                 if at == last and not self.wrap:

@@ -47,6 +47,7 @@ def combine(scores: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> n
 def zscore(values: np.ndarray) -> np.ndarray:
     """float [B] less its mean, over its population deviation; zeros where all are equal."""
     spread = values.std()
+    # a spread of roundings alone would be blown up to a ranking
     if spread <= 1e-8 * max(1.0, float(np.abs(values).max())):
         return np.zeros_like(values)
     return (values - values.mean()) / spread

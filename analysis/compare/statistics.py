@@ -72,6 +72,7 @@ def first_at(points: Points, gain: float) -> float | None:
     if len(points) < 3 or not gain > 0:
         return None
     for (start, low), (end, high) in itertools.pairwise(points):
+        # reached but for rounding is reached
         if high >= gain * (1 - 1e-12):
             part = min(1.0, (gain - low) / (high - low)) if high > low else 1.0
             return start + max(0.0, part) * (end - start)

@@ -36,6 +36,7 @@ class Clips(Family):
             raise ValueError(
                 f"model.frames: family {self.name!r} draws clips: say how many frames, {advice}"
             )
+        # ``1 % every``: an autoencoder that makes frames one by one takes any number
         if frames % every != 1 % every:
             raise ValueError(f"model.frames: {frames} frames; this model makes {advice}")
         return frames
