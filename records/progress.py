@@ -6,6 +6,7 @@ told in advance are learned from the iteration before.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections import deque
@@ -40,7 +41,8 @@ class Progress:
     """A context manager; ``note`` at any time, ``start`` once the first iteration is known.
 
     On a terminal the display refreshes itself four times a second; elsewhere one plain line is
-    printed per iteration, evaluation and note. ``clock`` is in seconds.
+    printed per iteration, evaluation and note. ``clock`` is in seconds. Where nobody reads standard
+    output any more, ``on_closed`` is told why, once, and what is printed later goes nowhere.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Progress:
         console: Console | None = None,
     ):
         self.title, self._clock = title, clock
+        self.on_closed: Callable[[str], None] = lambda why: None
         self.console = console or Console()
         self.live = self.console.is_terminal
         self._live: Live | None = None
@@ -287,7 +290,14 @@ class Progress:
         return "  ".join([*parts, duration(self._durations[-1]), f"{ahead} left"])
 
     def _print(self, text: str) -> None:
-        print(" ".join(text.splitlines()), file=self.console.file, flush=True)
+        try:
+            print(" ".join(text.splitlines()), file=self.console.file, flush=True)
+        except OSError as error:
+            # the reader of a pipe has ended, a disk is full: the run is worth more than its lines
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.console.file.fileno())
+            os.close(nowhere)
+            self.on_closed(error.strerror or str(error))
 
 
 @contextmanager

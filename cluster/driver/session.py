@@ -52,6 +52,7 @@ class Session:
         self._timeline = Timeline(rundir.timeline_file)
         self.services = ActorServices(config, rundir, self._event, self._timeline.record)
         event, note = rundir.event, self.progress.note
+        self.progress.on_closed = lambda why: rundir.event("output_closed", why=why)
         self.sinks = Sinks(config, rundir, event)
         self.extremes = Extremes(config, rundir, event, note, self.sinks.images)
         self.ring = Ring(config, self.services, train_prompts, self.progress, event, self.extremes)

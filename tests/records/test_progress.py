@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 
 import pytest
 from rich.console import Console
@@ -232,3 +233,18 @@ def test_nothing_is_known_yet():
 )
 def test_duration(seconds: float, text: str):
     assert duration(seconds) == text
+
+
+def test_lines_that_nobody_reads_do_not_end_the_run():
+    """As after ``sol-rl train ... | head``; it is said once."""
+    reader, writer = os.pipe()
+    told = []
+    with os.fdopen(writer, "w") as file:
+        progress = Progress("run", console=Console(file=file))
+        progress.on_closed = told.append
+        progress.note("one")
+        assert os.read(reader, 100) == b"one\n"
+        os.close(reader)
+        progress.note("two")
+        progress.note("three")
+    assert told == ["Broken pipe"]
