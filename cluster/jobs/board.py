@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
 from cluster.runtime import template
@@ -81,15 +81,20 @@ class Board:
         self._states: dict[str, tuple[float, RunState]] = {}
         self._requests: dict[str, list[tuple[int, Sizes]]] = {}
         self._outcomes: dict[int, Outcome] = {}
-        self._count = 0
+        self._count = time.time_ns()  # a board after this one gives other numbers
 
     def exchange(
         self, run: str, state: RunState, outcomes: Mapping[int, Outcome]
     ) -> list[tuple[int, Sizes]]:
-        """Store a run's state and the outcomes of its requests; returns the new requests."""
+        """Store a run's state and the outcomes of its requests; returns the requests without one.
+
+        An answer may be lost on its way, so a request is told until its outcome is.
+        """
         self._states[run] = (time.monotonic(), state)
         self._outcomes |= outcomes
-        return self._requests.pop(run, [])
+        waiting = [each for each in self._requests.get(run, []) if each[0] not in outcomes]
+        self._requests[run] = waiting
+        return waiting
 
     def leave(self, run: str) -> None:
         """Forget a run."""
@@ -140,6 +145,7 @@ class Link:
         self, run: str, state: Callable[[], RunState], act: Callable[[Sizes], Awaitable[Outcome]]
     ) -> None:
         self._run, self._state, self._act = run, state, act
+        self._taken: set[int] = set()  # requests that are carried out, or whose outcome is not told
         self._outcomes: dict[int, Outcome] = {}
         self._acts = BackgroundTasks()
         self._board: ActorProxy[Board] | None = None
@@ -163,11 +169,18 @@ class Link:
             except (RayError, TimeoutError, ValueError):
                 self._board = None
             else:
-                for number in told:
-                    del self._outcomes[number]
-                for number, sizes in requests:
-                    self._acts.start(self._carry_out(number, sizes))
+                self._received(requests, told)
             await asyncio.sleep(PERIOD_S)
+
+    def _received(self, requests: Sequence[tuple[int, Sizes]], told: Iterable[int]) -> None:
+        """Begin what is requested for the first time; the board knows these outcomes."""
+        for number in told:
+            del self._outcomes[number]
+            self._taken.discard(number)
+        for number, sizes in requests:
+            if number not in self._taken:
+                self._taken.add(number)
+                self._acts.start(self._carry_out(number, sizes))
 
     async def leave(self) -> None:
         """Cancel the requests that are not done yet, and take the run off the board."""

@@ -15,7 +15,7 @@ import ray
 from cli.main import main
 from cluster.driver.connect import join_or_start_ray
 from cluster.driver.status import Reporter
-from cluster.jobs.board import Link, RunState, board
+from cluster.jobs.board import Board, Link, RunState, board
 from cluster.jobs.dashboard import TOKEN_WANTED
 from cluster.jobs.live_runs import CLUSTER_ID, require_listener, scale, states
 from cluster.jobs.status_text import lines_of
@@ -216,6 +216,34 @@ def test_a_run_is_found_and_asked_by_name(ray_here):
         lambda: said(RunFailed, lambda: scale("a", {"rollout": 2}, timeout_s=0.5)),
     ).startswith("not done")
     assert "no run on this cluster" in said(ConfigError, lambda: states(None))  # they left
+
+
+def test_a_request_whose_answer_is_lost_is_told_again_and_carried_out_once():
+    there, done = Board(), []
+
+    async def act(sizes):
+        done.append(sizes)
+        return True, "so many"
+
+    async def exchanges():
+        link = Link("a#1", lambda: STATE, act)
+        asked = there.request("a#1", {"rollout": 2})
+        for _ in range(2):  # the first answer is lost
+            told = there.exchange("a#1", STATE, {})
+            assert told == [(asked, {"rollout": 2})]
+        link._received(told, {})
+        link._received(there.exchange("a#1", STATE, {}), {})
+        await asyncio.sleep(0)
+        outcomes = dict(link._outcomes)
+        assert outcomes == {asked: (True, "so many")}
+        link._received(there.exchange("a#1", STATE, outcomes), outcomes)
+        assert there.exchange("a#1", STATE, {}) == [] and link._outcomes == {}
+        return there.outcome(asked)
+
+    assert asyncio.run(exchanges()) == (True, "so many")
+    assert done == [{"rollout": 2}]
+    # what was asked of a board that died is not taken for what is asked of the next
+    assert Board().request("a#1", {}) > there.request("a#1", {})
 
 
 def test_a_board_that_dies_is_made_again(ray_here):
