@@ -156,7 +156,7 @@ def test_a_signal_reaches_the_run_and_a_left_over_run_keeps_its_place(out):
             stderr=subprocess.PIPE,
         )
         deadline = time.monotonic() + 60
-        while not (out / "waiting").exists():
+        while not (out / "waiting").exists() or not (out / "waiting").read_text():
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         return process
