@@ -15,9 +15,9 @@ from pathlib import Path
 
 LIBRARY = "core/libjemalloc.so"
 """In Ray's package."""
-SETTINGS = "narenas:1,dirty_decay_ms:-1,lg_tcache_max:12,lg_tcache_nslots_mul:-1"
-"""One arena, as one thread allocates nearly all; freed pages are kept for the next pass. Small
-caches of freed blocks, as each of the thirty threads that Ray starts in a process has its own.
+SETTINGS = "narenas:1,dirty_decay_ms:-1,tcache:false"
+"""One arena, as one thread allocates nearly all; freed pages are kept for the next pass. No caches
+of freed blocks by thread, as Ray starts some thirty threads in a process.
 """
 
 
