@@ -84,7 +84,8 @@ def _run(options: Options, scratch: Path) -> tuple[float, list[Process]]:
         while run.poll() is None:
             before = _pids(run.pid)
             found = list(_processes(run.pid))
-            # a process that came or went meanwhile shares pages with some, and not with others
+            # one that came or went meanwhile shared pages with some when they were looked at, and
+            # not with others
             if before == _pids(run.pid):
                 most = max(most, found, key=_sum)
             time.sleep(LOOK_S)
@@ -108,7 +109,13 @@ def _below(pid: int) -> list[psutil.Process]:
 
 
 def _pids(pid: int) -> set[int]:
-    return {process.pid for process in _below(pid)}
+    """Those that live: one that has ended may be there until it is waited for."""
+    found: set[int] = set()
+    for process in _below(pid):
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process.pid)
+    return found
 
 
 def _processes(pid: int) -> Iterable[Process]:

@@ -157,8 +157,11 @@ class Trainer:
         )
         rate = learning_rate(self.config.optimizer, self.done, self.config.iterations)
         # copied before the averages move it
-        keeps, sampling = PREVIOUS in self.adapters, self.objective.sampling_adapter
-        sampled_with = adapter_state(self.transformer, sampling) if keeps else None
+        sampled_with = (
+            adapter_state(self.transformer, self.objective.sampling_adapter)
+            if PREVIOUS in self.adapters
+            else None
+        )
         try:
             samples, _ = self.replicas.together(
                 lambda: joined(groups, values, self.config.seed, iteration, self.device)

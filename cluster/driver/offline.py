@@ -77,9 +77,9 @@ def evaluate_run(
     base = results["base"].rewards
     rows = {name: result.row(None if name == "base" else base) for name, result in results.items()}
     target.parent.mkdir(exist_ok=True)
-    at = checkpoint.step_of(path)
+    saved_step = checkpoint.step_of(path)
     for name, result in results.items():
-        result.save_images(target.with_suffix("") / name, at, prompts, config.model)
+        result.save_images(target.with_suffix("") / name, saved_step, prompts, config.model)
     file = str(prompt_file(given or config.prompts.test).absolute())
     noises = config.evaluate.noises
     write_json(

@@ -44,13 +44,6 @@ RAY, RAYLET = "RAY_", "RAY_RAYLET_PID"
 """What Ray's variables begin with, and the one that names the process whose end is the end of its
 actors.
 """
-WORKERS = (
-    "ray._private.workers.default_worker",
-    "ray._common.usage.usage_lib",
-    "ray._common.pydantic_compat",
-    "ray._private.arrow_serialization",
-)
-"""Modules that each process of Ray imports when it starts, 7 MB; import ray leaves them out."""
 
 
 # ---- the driver's side
@@ -211,15 +204,14 @@ def _serve_one(listener: socket.socket, its: dict[str, str]) -> bool:
 
     True when it has ended; False in a fork that has been an actor.
     """
-    import importlib
     import signal
 
     for name in [name for name in os.environ if name.startswith(RAY)]:
         del os.environ[name]
     os.environ.update(its)
-    for name in ("ray", *WORKERS):
-        with contextlib.suppress(ImportError):  # another version of Ray's, whose workers will
-            importlib.import_module(name)
+    import pydantic.v1  # noqa: F401 (every process of Ray does when it starts, 1 MB)
+    import ray  # noqa: F401
+
     _unchanging()
     ends = [os.pidfd_open(int(its[RAYLET]))] if RAYLET in its else []
     while _waits(listener, *ends):

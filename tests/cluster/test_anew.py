@@ -21,7 +21,6 @@ from configs.load import load
 anew.begin()
 settled = dict(os.environ)
 template.import_for = lambda config: None  # there at once
-template.WORKERS = ()
 anew.fork_template(load("quickstart", sys.argv[1:]))
 made = template._running
 print(json.dumps({

@@ -24,7 +24,6 @@ told = {
     "arguments": sys.argv[1:], "directory": os.getcwd(), "environment": dict(os.environ),
     "niceness": os.getpriority(os.PRIO_PROCESS, 0), "leads": os.getpgrp() == os.getpid(),
     "name": __name__, "imported": sorted({"diffusers", "peft", "ray"} & set(sys.modules)),
-    "usage": "ray._common.usage.usage_lib" in sys.modules,
     "threads": len(os.listdir("/proc/self/task")), "parent": os.getppid(),
     "mapped": [n for n in ("libjemalloc", "libtriton") if n in open("/proc/self/maps").read()],
 }
@@ -67,7 +66,6 @@ def test_a_fork_is_the_process_that_was_asked_for(ray_here, tmp_path):
         "leads": True,
         "name": "__main__",
         "imported": ["diffusers", "peft", "ray"],
-        "usage": True,  # Ray's workers import it, and ``import ray`` does not
         "threads": 1,
         "parent": told["parent"],
         # what nothing on a CPU needs takes no memory, where torch would import it to look

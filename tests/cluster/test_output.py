@@ -1,0 +1,28 @@
+"""A run whose standard output nobody reads any more."""
+
+import os
+
+from rich.console import Console
+
+from cluster.driver.session import Session
+from configs.load import load
+from configs.prompts import read_prompts
+from records.progress import Progress
+from records.rundir import RunDirectory
+
+
+def test_the_session_tells_it_in_the_events(tmp_path):
+    config = load("quickstart", [f"run_root={str(tmp_path)!r}"])
+    rundir = RunDirectory.of(config)
+    rundir.create(config)
+    prompts = read_prompts(config.prompts.train)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as file:
+        session = Session(
+            config, rundir, prompts, prompts[:2], Progress(console=Console(file=file))
+        )
+        session.progress.note("one")
+        session.progress.note("two")
+    told = [row for row in rundir.events() if row["event"] == "output_closed"]
+    assert [row["why"] for row in told] == ["Broken pipe"]
