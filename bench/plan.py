@@ -1,7 +1,9 @@
 """Simulated against measured seconds per iteration of the tiny model: layouts of one machine's
 cores, predicted from the timeline of another layout.
 
-What was measured is kept in ``Options.keep`` and not measured again, so that it can be stopped.
+Machines drift: the layout that is learned from is measured before and after each other one, and
+both predict. What was measured is kept in ``Options.keep`` and not measured again, so that it can
+be stopped.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from configs.section import Tree
 from records.atomic import write_text
 from records.rundir import RunDirectory
 from records.timeline import Span
-from simulator.measured import learned
+from simulator.measured import Measured, learned
 
 WORST, MEDIAN = 0.2, 0.1
 
@@ -65,40 +68,50 @@ SIZES = {"per_iteration": 4, "pool_size": 40, "keep": 16}
 
 
 def measure(options: Options) -> list[Ratio]:
-    """Predicted over measured, a row per layout; the calibrating layout first, and last how much
-    longer it took when it was measured again after all others.
+    """Predicted over measured, a row per layout; then their errors, and how much the layout that is
+    learned from drifted meanwhile.
     """
     base = sized(options.config)
+    models, rows = [], []
     with ray_for(shaped(base, Shape(3, 2, 0, 8))):
-        rows = {shape: _kept(base, shape, options) for shape in (CALIBRATED, *SHAPES)}
-        again = _kept(base, CALIBRATED, options, "-again")["seconds"]
-    config = shaped(base, CALIBRATED)
-    spans = [Span(**{**row, "unit": tuple(row["unit"])}) for row in rows[CALIBRATED]["spans"]]
-    model = learned(config, spans, rows[CALIBRATED]["seconds"])
-    ratios = []
-    for shape, row in rows.items():
-        predicted = model.predict(shaped(base, shape)).iteration
-        seconds = row["seconds"]
-        note = "calibrated on this" if shape == CALIBRATED else ""
-        times = {"predicted": [predicted] * len(seconds), f"measured {shape.name}": seconds}
-        ratios.append(Ratio.of(times, "predicted", f"measured {shape.name}", note=note))
-    first = rows[CALIBRATED]["seconds"]
-    return [*ratios, summary(ratios[1:], model.hardware.together), drift(first, again)]
+        models.append(_model(base, options, 0))
+        for place, shape in enumerate(SHAPES, start=1):
+            rows.append(_kept(base, shape, options)["seconds"])
+            models.append(_model(base, options, place))
+    ratios = [
+        _ratio(shaped(base, shape), shape.name, seconds, around)
+        for shape, seconds, around in zip(SHAPES, rows, pairwise(models), strict=True)
+    ]
+    return [*ratios, summary(ratios), drift([model.seconds for model in models])]
 
 
-def drift(first: Sequence[float], again: Sequence[float]) -> Ratio:
-    """Of the machine: seconds of one layout after all others, over those before them. No prediction
-    can be nearer than that.
-    """
-    name = CALIBRATED.name
-    times = {f"{name} again": list(again), name: list(first)}
-    return Ratio.of(times, f"{name} again", name, note="drift of the machine meanwhile")
+def _model(base: RunConfig, options: Options, place: int) -> Measured:
+    """Learned from the calibrating layout, as it was after ``place`` others."""
+    row = _kept(base, CALIBRATED, options, f"-after-{place}")
+    spans = [Span(**{**span, "unit": tuple(span["unit"])}) for span in row["spans"]]
+    return learned(shaped(base, CALIBRATED), spans, row["seconds"])
 
 
-def summary(ratios: Sequence[Ratio], together: float) -> Ratio:
+def _ratio(
+    config: RunConfig, name: str, seconds: Sequence[float], around: tuple[Measured, Measured]
+) -> Ratio:
+    """Predicted over measured; the prediction is the mean of those of before and after."""
+    predicted = statistics.fmean(model.predict(config).iteration for model in around)
+    times = {"predicted": [predicted] * len(seconds), f"measured {name}": list(seconds)}
+    return Ratio.of(times, "predicted", f"measured {name}")
+
+
+def drift(seconds: Sequence[float]) -> Ratio:
+    """Of the machine: the slowest over the quickest measurement of the calibrating layout."""
+    times = {"slowest": [max(seconds)], "quickest": [min(seconds)]}
+    note = f"drift of the machine: {CALIBRATED.name}, measured {len(seconds)} times"
+    return Ratio.of(times, "slowest", "quickest", note=note)
+
+
+def summary(ratios: Sequence[Ratio]) -> Ratio:
     """Errors of the layouts that were predicted: the median, of at most ``MEDIAN``."""
     errors = [abs(ratio.seconds / ratio.base_seconds - 1) for ratio in ratios]
-    note = f"worst error {max(errors):.1%}, goal <= {WORST:.0%}; cores together {together:.2f}"
+    note = f"worst error {max(errors):.1%}, goal <= {WORST:.0%}"
     middle = statistics.median(errors)
     return Ratio("error", "measured", middle, min(errors), max(errors), middle, 1.0, MEDIAN, note)
 

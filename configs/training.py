@@ -50,6 +50,13 @@ class Optimizer(Section):
         ge=1,
         description="the iteration's samples are split into so many optimizer steps",
     )
+    deal: Literal["random", "even"] = Field(
+        default="random",
+        description=(
+            "how samples are dealt to these steps; even: each step gets as many of every replica's"
+            " and of every prompt's, so that no replica waits for another"
+        ),
+    )
     batch_size: int = Field(
         default=24,
         ge=1,

@@ -53,10 +53,6 @@ class TrainingSamples:
     def __len__(self) -> int:
         return len(self.advantages)
 
-    def at(self, places: np.ndarray) -> np.ndarray:
-        """Which of these samples, ascending, stand at one of ``places``."""
-        return np.flatnonzero(np.isin(self.places, places))
-
 
 def check_groups(
     groups: Sequence[Group],

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from configs.training import Optimizer
 from learner.batch import TrainingSamples
+from learner.dealing import Dealing
 from learner.nonfinite import NonFiniteTraining, first_nonfinite_module
 from learner.objectives.base import Objective, Points
 from learner.replicas import Replicas
@@ -57,10 +58,10 @@ class Updater:
     ) -> dict[str, float]:
         """``steps_per_iteration`` optimizer steps; metrics are means over all training points.
 
-        With more than one step the samples are dealt to the steps at random. All or nothing: on any
-        exception the weights and the optimizer are as before. Among replicas the steps are dealt
-        the samples of all, and each replica computes on its own. ``after_step`` is called with 1,
-        2, ... after each. Raises NonFiniteTraining, ReplicaFailed, GroupBroken.
+        All or nothing: on any exception the weights and the optimizer are as before. The samples of
+        all replicas are dealt to the steps (``learner.dealing``), and each replica computes on its
+        own. ``after_step`` is called with 1, 2, ... after each. Raises NonFiniteTraining,
+        ReplicaFailed, GroupBroken.
         """
         self.trained.set_rate(learning_rate)
         before = self.trained.state()
@@ -68,9 +69,11 @@ class Updater:
         points, norms = 0, []
         self._alike = self._like_current()
         try:
-            for part in self._dealt(samples.total, shuffle_seed):
+            dealt = Dealing.of(self.settings).steps_of(samples.total, shuffle_seed)
+            for step in range(int(dealt.max()) + 1):
+                part = np.flatnonzero(dealt[samples.places] == step)
                 with sound_gradients(self.device):
-                    count, norm = self._step(samples, samples.at(part), sigmas, sums)
+                    count, norm = self._step(samples, part, sigmas, sums)
                 # from the first step on "current" differs from all other adapters
                 self._alike = frozenset()
                 points += count
@@ -94,14 +97,6 @@ class Updater:
             "optimizer/learning_rate": learning_rate,
             "optimizer/points": float(points),
         }
-
-    def _dealt(self, total: int, seed: int) -> list[np.ndarray]:
-        """Which of ``total`` samples each step is given."""
-        order, steps = np.arange(total), min(self.settings.steps_per_iteration, total)
-        if steps > 1:
-            # samples come by prompt: dealt in order, a step would see some of the prompts only
-            order = np.random.Generator(np.random.Philox(key=seed)).permutation(order)
-        return np.array_split(order, steps)
 
     def _require_learned(
         self,

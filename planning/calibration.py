@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
+from learner.dealing import Dealing
 from planning.durations import Durations, Line, Summing, speed
+from planning.waiting import owners
+from policy.sampling.noise import stream_seed
 from records.timeline import Span
 
 SLOWEST, STEPS = 0.5, 51
@@ -111,14 +114,18 @@ def size_of(config: RunConfig, span: Span) -> int | None:
         return _images(config, str(span.unit[0]), span.unit[1:])
     if span.work in ("explore", "regenerate", "audit"):
         return _images(config, span.work, span.unit)
-    prompts, replicas = config.prompts.per_iteration, config.services.learner.replicas
     if span.work == "update":
-        keep = config.selection.keep
-        if config.services.learner.share == "samples":
-            return -(-prompts * keep // replicas)
-        # those with fewer prompts wait for the others
-        return keep * -(-prompts // replicas)
-    return prompts if span.work == "encode" else 1
+        return _trained_on(config, span)
+    return config.prompts.per_iteration if span.work == "encode" else 1
+
+
+def _trained_on(config: RunConfig, span: Span) -> int:
+    """Samples of each optimizer step's busiest replica, added up: the others wait for it."""
+    prompts, learner = config.prompts.per_iteration, config.services.learner
+    shared = owners(prompts, config.selection.keep, learner.replicas, learner.share)
+    iteration = span.unit[0] if span.unit else 0
+    seed = stream_seed(config.seed, "shuffle", int(iteration))
+    return Dealing.of(config.optimizer).busiest(shared, seed)
 
 
 def _images(config: RunConfig, work: str, unit: Sequence[int | str]) -> int | None:

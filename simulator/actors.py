@@ -6,6 +6,7 @@ a value that would travel by reference is a ``Token``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 
@@ -31,8 +32,10 @@ from actors.messages import (
 )
 from actors.selector import SelectorActor
 from configs.section import Tree
+from learner.dealing import Dealing
 from planning.durations import Durations
 from policy.precision.manifest import Manifest
+from policy.sampling.noise import stream_seed
 
 
 @dataclass(frozen=True)
@@ -41,19 +44,23 @@ class Token:
 
 
 TOKEN = Token()
+ONE_STEP = Dealing()
 SAME = Probed(np.zeros((1, 1), np.float32), "simulated")
 
 
 @dataclass(frozen=True)
 class Took:
-    """An answer, and the seconds of work that it takes when the actor is alone. ``together``: the
-    answer counts once all replicas have theirs, and so many seconds later. ``wanted``: cores, where
-    they are not those of its actor's other calls.
+    """An answer, and the seconds of work that it takes when the actor is alone. ``wanted``: cores,
+    where they are not those of its actor's other calls.
+
+    ``steps``: the seconds of parts after each of which all replicas wait for each other, and then
+    take ``together`` seconds.
     """
 
     seconds: float
     value: object
-    together: float | None = None
+    steps: Sequence[float] = ()
+    together: float = 0.0
     wanted: float | None = None
 
 
@@ -180,11 +187,14 @@ class Learner(TakesTurns):
         replicas: int,
         backend: str | None,
         shards: Sequence[int],
+        dealing: Dealing = ONE_STEP,
+        run_seed: int = 0,
         regenerating: float | None = None,
     ):
         """``regenerating``: cores of a call that makes what is trained on; None: of every call."""
         super().__init__(durations, index, replicas, backend)
         self._shards, self._regenerating = tuple(shards), regenerating
+        self._dealing, self._seed = dealing, run_seed
 
     def rendezvous(self, timeout_s: float) -> Took:
         """An address."""
@@ -206,11 +216,24 @@ class Learner(TakesTurns):
         return Took(0.0, None)
 
     def update(self, request: UpdateRequest, told: AllRewards) -> Took:
-        """No metrics."""
-        samples = sum(len(portion.rows) for portion in request.portions)
-        gathered = self.durations.gathering.training(samples, self.replicas)
-        seconds = self.durations.update.at(samples) + gathered
-        return Took(seconds, dict[str, float](), self.durations.summing.at(self.replicas))
+        """No metrics; a part for each optimizer step, with its samples here."""
+        line, together = self.durations.update, self.durations.summing.at(self.replicas)
+        counts = self._dealt(request, told)
+        gathered = self.durations.gathering.training(1, self.replicas)
+        fixed = line.fixed / len(counts)
+        steps = [fixed + (line.each + gathered) * count for count in counts]
+        return Took(sum(steps), dict[str, float](), steps, together / len(counts))
+
+    def _dealt(self, request: UpdateRequest, told: AllRewards) -> list[int]:
+        """How many of this replica's samples each optimizer step has."""
+        first = dict(zip(told.prompts, np.cumsum((0, *told.counts)), strict=False))
+        places = [
+            np.arange(portion.rows.start, portion.rows.stop) + first[portion.prompt]
+            for portion in request.portions
+        ]
+        seed = stream_seed(self._seed, "shuffle", request.iteration)
+        dealt = _steps_of(self._dealing, sum(told.counts), seed)
+        return np.bincount(dealt[np.concatenate(places)], minlength=int(dealt.max()) + 1).tolist()
 
     def export(self, version: int, backend: str | None = None, weights: str | None = None) -> Took:
         """A manifest of the right size."""
@@ -226,3 +249,9 @@ class Learner(TakesTurns):
     def shard(self, index: int) -> Took:
         """Bytes, and a token."""
         return Took(self.durations.shard.at(1), (self._shards[index], TOKEN))
+
+
+@functools.lru_cache(maxsize=1)
+def _steps_of(dealing: Dealing, total: int, seed: int) -> np.ndarray:
+    """All replicas ask for the same."""
+    return dealing.steps_of(total, seed)

@@ -11,6 +11,7 @@ from cluster.driver.places import Places
 from cluster.driver.services import ActorServices
 from cluster.runtime.transport import Handle
 from configs.schema import RunConfig
+from learner.dealing import Dealing
 from planning.durations import Durations
 from planning.layouts.gpus import Laid
 from planning.placement import kinds_of
@@ -129,7 +130,8 @@ class SimulatedServices(ActorServices):
         if kind == "learner":
             each = -(-hardware.broadcast // hardware.shards)
             regenerating = float(learner.regenerating) if hardware.cores else None
-            return Learner(*common, None, [each] * hardware.shards, regenerating)
+            shards, dealing = [each] * hardware.shards, Dealing.of(self.config.optimizer)
+            return Learner(*common, None, shards, dealing, self.config.seed, regenerating)
         if kind == "rollout":
             return Rollout(*common, self.config.explore.backend)
         if kind == "encoder":

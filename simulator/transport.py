@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar, cast
 
 from ray import ObjectRef
@@ -25,6 +26,13 @@ class Reference:
     future: asyncio.Future[object] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+
+
+@dataclass(eq=False)
+class Stored(Reference):
+    """To a value that the driver put into the object store."""
+
+    value: object = None
 
 
 @dataclass(eq=False)
@@ -50,7 +58,7 @@ class SimulatedTransport:
         self.driver_busy_s = 0.0
         self.work: dict[str, float] = {}  # seconds by service, were each alone
         self.capacity_s = 0.0  # these of all services, times the cores (or GPUs) wanted
-        self._arrived: dict[object, list[tuple[float, Actor, Sequence[Reference], Took]]] = {}
+        self._arrived: dict[object, list[Callable[[], object]]] = {}
 
     def send(self, handle: Handle, call: Call) -> Sequence[ObjectRef[Answer]]:
         """See ``Transport``."""
@@ -67,8 +75,8 @@ class SimulatedTransport:
         return cast(Reference, reference).future
 
     def put(self, value: Value) -> ObjectRef[Value]:
-        """See ``Transport``: nobody looks at it."""
-        return cast("ObjectRef[Value]", Reference())
+        """See ``Transport``."""
+        return cast("ObjectRef[Value]", Stored(value=value))
 
     def kill(self, handle: Handle) -> None:
         """See ``Transport``."""
@@ -83,27 +91,47 @@ class SimulatedTransport:
             return
         call, refs = actor.waiting.popleft()
         actor.working = True
+        args = [arg.value if isinstance(arg, Stored) else arg for arg in call.args]
         try:
-            took: Took = getattr(actor.does, call.method)(*call.args, **call.named)
+            took: Took = getattr(actor.does, call.method)(*args, **call.named)
         except Exception as error:  # an answer like any other, so that the pool ends the run
             self._fails(actor, refs, error)
             return
         self.work[actor.kind] = self.work.get(actor.kind, 0.0) + took.seconds
         wanted = actor.wanted if took.wanted is None else took.wanted
         self.capacity_s += took.seconds * wanted
-        actor.on.run(took.seconds, wanted, lambda: self._done(actor, call, refs, took))
+        if actor.does.replicas > 1 and took.steps:
+            self._step(actor, call, refs, took, wanted)
+        else:
+            actor.on.run(took.seconds, wanted, lambda: self._answers(actor, refs, took))
 
-    def _done(self, actor: Actor, call: Call, refs: Sequence[Reference], took: Took) -> None:
-        if took.together is None or actor.does.replicas == 1:
+    def _step(
+        self,
+        actor: Actor,
+        call: Call,
+        refs: Sequence[Reference],
+        took: Took,
+        wanted: float,
+        index: int = 0,
+    ) -> None:
+        """From part ``index`` of ``took`` on."""
+        if index == len(took.steps):
             self._answers(actor, refs, took)
             return
-        arrived = self._arrived.setdefault(call.method, [])
-        arrived.append((took.together, actor, refs, took))
-        if len(arrived) == actor.does.replicas:
-            del self._arrived[call.method]
-            loop = asyncio.get_running_loop()
-            for seconds, one, its, answer in arrived:
-                loop.call_later(seconds, self._answers, one, its, answer)
+        goes_on = partial(self._step, actor, call, refs, took, wanted, index + 1)
+        arrives = partial(self._meets, call.method, actor.does.replicas, took.together, goes_on)
+        actor.on.run(took.steps[index], wanted, arrives)
+
+    def _meets(
+        self, method: str, replicas: int, together: float, goes_on: Callable[[], object]
+    ) -> None:
+        """The last of the replicas to arrive lets all go on."""
+        arrived = self._arrived.setdefault(method, [])
+        arrived.append(goes_on)
+        if len(arrived) == replicas:
+            del self._arrived[method]
+            for each in arrived:
+                asyncio.get_running_loop().call_later(together, each)
 
     def _fails(self, actor: Actor, refs: Sequence[Reference], error: Exception) -> None:
         for ref in refs:

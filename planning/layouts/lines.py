@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from configs.schema import RunConfig
+from learner.dealing import Dealing
 from planning.assumptions import host_link, peer_link
 from planning.durations import LINK
 from planning.layouts.arms import SIMPLER, ratios
@@ -13,6 +14,7 @@ from planning.layouts.choose import Candidate, Choice
 from planning.layouts.gpus import Gpus
 from planning.layouts.numbers import Numbers, numbers_of
 from planning.layouts.predict import Prediction
+from planning.waiting import Waiting
 
 IDLE = 0.15
 HIDDEN = 0.05
@@ -187,6 +189,14 @@ def warnings(config: RunConfig, outlook: Outlook) -> list[str]:
                 f"slower      {config.arm} is predicted to take {found.iteration:.1f} s per"
                 f" iteration, the simpler {simpler} {other.iteration:.1f} s"
             )
+    if (longer := _waiting(config, outlook)) > 1 + HIDDEN:
+        lines.append(
+            f"waiting     an update lasts {longer:.2f} times as long as its busiest replica"
+            " computes: replicas wait for each other after each of"
+            f" {config.optimizer.steps_per_iteration} optimizer steps, which have unequal numbers"
+            " of their samples"
+            + ("" if config.optimizer.deal == "even" else ": set optimizer.deal = 'even'")
+        )
     idle = [(n, share, who) for n, share, who in found.gpu_idle if share > IDLE]
     if idle:
         parts = [
@@ -194,6 +204,14 @@ def warnings(config: RunConfig, outlook: Outlook) -> list[str]:
         ]
         lines.append(f"idle        GPUs idle more than {IDLE:.0%}: {', '.join(parts)}")
     return lines
+
+
+def _waiting(config: RunConfig, outlook: Outlook) -> float:
+    """How many times longer an update lasts as replicas wait for each other."""
+    numbers = outlook.choice.best.numbers if outlook.choice else numbers_of(config)
+    waiting = Waiting(config.selection.keep, Dealing.of(config.optimizer))
+    replicas = numbers.groups["learner"].actors
+    return waiting.longer(config.prompts.per_iteration, replicas, numbers.share)
 
 
 def as_json(config: RunConfig, outlook: Outlook) -> dict[str, object]:

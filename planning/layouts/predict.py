@@ -17,6 +17,7 @@ from configs.services import Share
 from planning.gathering import NOTHING, Gathering
 from planning.layouts.gpus import Gpus, Laid
 from planning.layouts.numbers import Numbers
+from planning.waiting import NOBODY, Waiting
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Tasks:
     ``chunk``, ``regenerate`` and ``update`` are seconds of one task: of a chunk, of a prompt, of a
     prompt. ``score`` is of all images, by the service that scores; ``encode`` of all prompts.
     ``move`` is of one actor whose weights leave its GPU, or come back, by service. ``gathering`` of
-    a base in shards comes on top, as it depends on how many replicas share it.
+    a base in shards, and ``waiting`` of replicas for each other, come on top, as they depend on
+    how many there are.
     """
 
     chunks: int
@@ -38,6 +40,7 @@ class Tasks:
     encode: float = 0.0
     move: Mapping[str, float] = field(default_factory=dict)
     gathering: Gathering = NOTHING
+    waiting: Waiting = NOBODY
 
     def gathered(self, replicas: int, part: float) -> Tasks:
         """With what is gathered by each of so many replicas, which regenerate such a ``part`` of a
@@ -85,8 +88,10 @@ def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) 
     score = [_scoring(part, tasks[part.kind], actors) for part in parts]
     stage2 = [part.prompts * tasks[part.kind].regenerate for part in parts]
     updates = [part.prompts * tasks[part.kind].update for part in parts]
+    longer = any_tasks.waiting.longer(any_tasks.prompts, replicas, numbers.share)
+    trained = max(updates) * longer
     # ahead, chunks of the next iteration wait for the updates on their GPU as well
-    late = updates if numbers.ahead else [0.0] * len(parts)
+    late = [each * longer if numbers.ahead else 0.0 for each in updates]
     loads = [sum(each) for each in zip(score, stage2, late, strict=True)]
     chunks = [part.actors.get("rollout", 0) * tasks[part.kind].chunk for part in parts]
     slots = [part.count * part.actors.get("rollout", 0) for part in parts]
@@ -99,14 +104,14 @@ def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) 
     if numbers.leaves:
         change = max(_change(part, tasks[part.kind], numbers.leaves) for part in parts)
         rollout = explored + change + max(stage2)
-        iteration = encode + rollout + max(updates) + change
+        iteration = encode + rollout + trained + change
     elif numbers.ahead:
         iteration = max(ended, *loads, explored + encode)
     else:
-        iteration = encode + rollout + max(updates)
+        iteration = encode + rollout + trained
     busy = [
-        load + (0.0 if numbers.ahead else update) + count / part.count * tasks[part.kind].chunk
-        for part, load, update, count in zip(parts, loads, updates, done, strict=True)
+        sum(each) + count / part.count * tasks[part.kind].chunk
+        for part, count, *each in zip(parts, done, score, stage2, updates, strict=True)
     ]
     works = {
         "rollout": sum(n * tasks[p.kind].chunk for p, n in zip(parts, done, strict=True)),
@@ -122,7 +127,7 @@ def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) 
     gpus = [
         (p.count, _idle(each, iteration), p.actors) for p, each in zip(parts, busy, strict=True)
     ]
-    return Prediction(iteration, explored, rollout, max(updates), idle, gpus)
+    return Prediction(iteration, explored, rollout, trained, idle, gpus)
 
 
 def _idle(busy_s: float, whole_s: float) -> float:

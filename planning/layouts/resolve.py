@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from configs.services import Service
+from learner.dealing import Dealing
 from planning.assumptions import (
     ACCELERATORS,
     Assumptions,
@@ -31,6 +32,7 @@ from planning.layouts.predict import Tasks
 from planning.placement import Node, kinds_of
 from planning.scoring import score_seconds
 from planning.stages import passes, stages_of, training_points
+from planning.waiting import Waiting
 from policy.families import FAMILIES, Family
 from policy.types import DTYPES
 from rewards import may_use_gpu
@@ -167,9 +169,10 @@ def on_kind(
 
 
 def as_on_gpus(config: RunConfig) -> RunConfig:
-    """``config`` with a GPU for each rollout actor, as a layout will give them a share."""
-    rollout = config.services.rollout.model_copy(update={"gpus": 1.0})
-    services = config.services.model_copy(update={"rollout": rollout})
+    """``config`` with a GPU for each rollout actor and learner, as a layout will give a share."""
+    own, gpu = config.services, {"gpus": 1.0}
+    changed = {"rollout": own.rollout.model_copy(update=gpu)}
+    services = own.model_copy(update={**changed, "learner": own.learner.model_copy(update=gpu)})
     return config.model_copy(update={"services": services})
 
 
@@ -194,6 +197,7 @@ def tasks_of(config: RunConfig, counts: Counts, device: Device, move: Mapping[st
         score=score_seconds(config, drawn, device),
         encode=_encode(config, counts, device),
         move=move,
+        waiting=Waiting(config.selection.keep, Dealing.of(config.optimizer)),
     )
 
 

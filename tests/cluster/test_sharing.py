@@ -17,6 +17,7 @@ from actors.learner import gather
 from actors.messages import Portion, SampleRows, TrainingGroup
 from actors.sharing import all_rewards, share
 from cluster.driver.learners import EveryReplica
+from planning.waiting import owners
 from records.errors import RunFailed
 
 
@@ -70,6 +71,22 @@ def test_an_update_is_shared_out_by_sample():
     ]
     with pytest.raises(RunFailed, match="8 scored samples of 4 prompts, which 9 replicas"):
         share(5, groups, 9, "samples")
+
+
+@pytest.mark.parametrize("by", ["prompts", "samples"])
+@given(st.integers(1, 12), st.integers(1, 9), st.integers(1, 20))
+def test_a_plan_shares_as_the_driver_does(by, prompts, keep, size):
+    """``planning.waiting`` counts what each replica has to wait for."""
+    size = min(size, prompts if by == "prompts" else prompts * keep)
+    groups = [
+        TrainingGroup(p, np.zeros(keep, np.float32), "c", (SampleRows("s", tuple(range(keep))),))
+        for p in range(prompts)
+    ]
+    found = np.full((prompts, keep), -1)
+    for rank, request in enumerate(share(0, groups, size, by)):
+        for one in request.portions:
+            found[one.prompt, one.rows.start : one.rows.stop] = rank
+    assert found.flatten().tolist() == owners(prompts, keep, size, by).tolist()
 
 
 def test_what_all_replicas_are_told_is_sent_once():

@@ -125,6 +125,31 @@ def test_a_judge_on_a_server_gets_no_share_of_a_gpu():
     assert groups["reward"].actors == config.services.reward.actors
 
 
+def test_a_plan_says_where_replicas_wait_for_each_other():
+    """FlowGRPO's presets take two optimizer steps per iteration, dealt evenly."""
+    gpus, seconds, said = [Gpus("B200", 8, 180)], {}, {}
+    for deal in ("random", "even"):
+        with preset("flux1-flow_grpo-hpsv2", f"optimizer.deal={deal}") as (config, family):
+            choice = choose(config, gpus, costs_of(config, family, gpus, Assumptions()))
+            found = choice.best.prediction
+            assert found is not None
+            outlook = Outlook(gpus, found, choice.bound, found.iteration, {}, choice)
+            seconds[deal], said[deal] = found.iteration, warnings(config, outlook)
+    (line,) = (line for line in said["random"] if line.startswith("waiting"))
+    assert "an update lasts 1.1" in line and line.endswith("set optimizer.deal = 'even'")
+    assert not [line for line in said["even"] if line.startswith("waiting")]
+    assert seconds["even"] < 0.95 * seconds["random"]
+    assert load("flux1-flow_grpo-hpsv2").optimizer.deal == "even"
+
+
+@pytest.mark.parametrize("name", ["flux1-flow_grpo-hpsv2", "flux1-diffusionnft-hpsv2"])
+def test_an_arm_that_explores_nothing_is_planned_on_gpus(name, capsys):
+    """No service of such a preset names a GPU before a layout is chosen."""
+    assert main(["plan", name, "--gpus", "8", "--accelerator", "B200", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["layout"]["services"]["learner"]["actors"] == 8
+
+
 def test_what_is_printed():
     gpus = [Gpus("B200", 64, 180)]
     with preset("sana-sol_rl-hpsv2") as (config, family):

@@ -20,11 +20,14 @@ from actors.selector import SelectorActor
 from cli.main import main
 from cluster.runtime import clock
 from configs.load import ConfigError, load, parse
+from learner.dealing import Dealing
 from planning.assumptions import Assumptions
 from planning.calibration import calibrated, fitted
 from planning.durations import Durations, Line, Summing, fetching
 from planning.layouts.gpus import Laid
 from planning.make import make_plan
+from planning.waiting import owners
+from policy.sampling.noise import stream_seed
 from records.rundir import RunDirectory
 from records.timeline import Timeline
 from simulator import actors
@@ -160,8 +163,16 @@ def test_replicas_share_prompts_and_wait_for_each_other():
     """On GPUs of their own: the replica with two prompts, the sums, and the driver's sending."""
     laid = [Laid("one", 3, {"learner": 1}), Laid("one", 1, {"rollout": 1, "reward": 1})]
     summed = replace(DURATIONS, summing=Summing(6, 0.3, 0.01), driver_s=0.001)
-    found = simulate(config(actors=1, replicas=3), Hardware({"one": summed}, laid))
-    assert found.update == pytest.approx(2 * KEEP * 0.25 + 6 * 2 * 2 * (0.1 + 0.01) + 0.001)
+    asked = config(actors=1, replicas=3)
+    found = simulate(asked, Hardware({"one": summed}, laid))
+    # samples of the busiest replica of each of the six steps of this very update
+    shared = owners(PROMPTS, KEEP, 3, "prompts")
+    seed = stream_seed(asked.seed, "shuffle", 0)
+    samples = Dealing.of(asked.optimizer).busiest(shared, seed)
+    assert samples > 2 * KEEP
+    sums = 6 * 2 * 2 * (0.1 + 0.01)
+    # the three are sent theirs one after the other, a millisecond each
+    assert 0.001 <= found.update - samples * 0.25 - sums <= 0.003 + 1e-9
     assert found.driver == pytest.approx(0.001 * found.calls / found.iteration, rel=0.1)
 
 
@@ -173,7 +184,17 @@ def test_replicas_that_share_samples_all_work_as_long():
     asked = asked.model_copy(
         update={"services": asked.services.model_copy(update={"learner": learner})}
     )
+    even = asked.optimizer.model_copy(update={"deal": "even"})
+    asked = asked.model_copy(update={"optimizer": even})
     free_sums = replace(DURATIONS, summing=Summing(hop_s=0.0))
+    found = simulate(asked, Hardware({"one": free_sums}, laid))
+    # 8 samples in 6 steps: of any 8 that follow each other no step has more than 2
+    shared = owners(PROMPTS, KEEP, 8, "samples")
+    samples = Dealing.of(even).busiest(shared, stream_seed(asked.seed, "shuffle", 0))
+    assert KEEP / 2 < samples <= 12
+    assert found.update == pytest.approx(samples * 0.25)
+    two_steps = asked.optimizer.model_copy(update={"steps_per_iteration": 2})
+    asked = asked.model_copy(update={"optimizer": two_steps})
     found = simulate(asked, Hardware({"one": free_sums}, laid))
     assert found.update == pytest.approx(KEEP / 2 * 0.25)
     parts = [span for span in found.spans if span.work == "regenerate"]
