@@ -73,7 +73,7 @@ class Session:
         reporter = Reporter(self, str(self.rundir.path))
         # the job tells this run from others of its name on the same cluster
         key = f"{self.config.name}#{ray.get_runtime_context().get_job_id()}"
-        link = Link(key, reporter.state, self.scaling.scale)
+        link = Link(key, reporter.state, self.scaling.scale, self.rundir.event)
         linked = asyncio.create_task(link.live())
         self.live_report.begin()
         try:

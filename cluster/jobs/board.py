@@ -10,6 +10,7 @@ the board ends with the cluster, so that no run obeys a file of an earlier one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
@@ -20,6 +21,8 @@ from records.errors import described
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
+
+    from records.rundir import Event
 
 NAME, NAMESPACE = "sol-rl-board", "sol-rl"
 PERIOD_S = 1.0
@@ -138,22 +141,27 @@ def board() -> ActorProxy[Board]:
 
 class Link:
     """A run's connection to the board: reports ``state()`` every second, and carries out requests
-    with ``act(sizes)``. A board that cannot be reached is created again, and disturbs no run.
+    with ``act(sizes)``. A board that cannot be reached is created again. Whatever fails here is an
+    event, and disturbs no run.
     """
 
     def __init__(
-        self, run: str, state: Callable[[], RunState], act: Callable[[Sizes], Awaitable[Outcome]]
+        self,
+        run: str,
+        state: Callable[[], RunState],
+        act: Callable[[Sizes], Awaitable[Outcome]],
+        event: Event = lambda name, /, **fields: None,
     ) -> None:
-        self._run, self._state, self._act = run, state, act
+        self._run, self._state, self._act, self._event = run, state, act, event
         self._taken: set[int] = set()  # requests that are carried out, or whose outcome is not told
         self._outcomes: dict[int, Outcome] = {}
         self._acts = BackgroundTasks()
         self._board: ActorProxy[Board] | None = None
+        self._failures = 0  # exchanges in a row
+        self._told = False  # of these failures
 
     async def live(self) -> None:
         """Exchange with the board until cancelled."""
-        from ray.exceptions import RayError
-
         while True:
             # what comes while the board is asked is told the next time, and not forgotten with
             # these
@@ -166,11 +174,25 @@ class Link:
                 # not wait_for: it may swallow a cancellation that comes together with the answer
                 async with asyncio.timeout(10 * PERIOD_S):
                     requests = await asyncio.wrap_future(answer.future())
-            except (RayError, TimeoutError, ValueError):
-                self._board = None
-            else:
                 self._received(requests, told)
+                self._failures, self._told = 0, False
+            except Exception as error:  # also a defect: no run ends for what nothing in it needs
+                self._board = None
+                self._failed(error)
             await asyncio.sleep(PERIOD_S)
+
+    def _failed(self, error: Exception) -> None:
+        """Tell of it, once until the board answers again; not of a board that was lost and is
+        there again the next time.
+        """
+        from ray.exceptions import RayError
+
+        self._failures += 1
+        passing = isinstance(error, RayError | TimeoutError | ValueError) and self._failures == 1
+        if not passing and not self._told:
+            self._told = True
+            with contextlib.suppress(OSError):  # a full disk, which ends the run by itself
+                self._event("board_failed", why=described(error))
 
     def _received(self, requests: Sequence[tuple[int, Sizes]], told: Iterable[int]) -> None:
         """Begin what is requested for the first time; the board knows these outcomes."""
@@ -184,15 +206,14 @@ class Link:
 
     async def leave(self) -> None:
         """Cancel the requests that are not done yet, and take the run off the board."""
-        from ray.exceptions import RayError
-
         await self._acts.end()
         if self._board is not None:
             try:
                 async with asyncio.timeout(5):
                     await asyncio.wrap_future(self._board.leave.remote(self._run).future())
-            except (RayError, TimeoutError):
+            except Exception as error:  # the board forgets a silent run by itself
                 self._board = None
+                self._failed(error)
 
     async def _carry_out(self, number: int, sizes: Sizes) -> None:
         try:

@@ -4,13 +4,14 @@ import asyncio
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from cli.main import main
 from cluster.driver.connect import join_or_start_ray
@@ -244,6 +245,67 @@ def test_a_request_whose_answer_is_lost_is_told_again_and_carried_out_once():
     assert done == [{"rollout": 2}]
     # what was asked of a board that died is not taken for what is asked of the next
     assert Board().request("a#1", {}) > there.request("a#1", {})
+
+
+def test_what_fails_at_the_board_is_an_event_and_the_run_goes_on(monkeypatch):
+    """A defect in telling the state, a board that is lost, one of another version."""
+    events: list[tuple[str, Any]] = []
+    lost_thrice = ["lost", "lost", "lost", "answers"]
+    asked = iter(["defect", "answers", *lost_thrice, "lost", "answers", "other", "answers", "end"])
+    over = asyncio.Event()
+
+    class Answer:
+        def __init__(self, value: Any):
+            self.value = value
+
+        def remote(self, *_: Any) -> Any:
+            return self
+
+        def future(self) -> Any:
+            return self.value
+
+    class Made:
+        @property
+        def exchange(self) -> Any:
+            self.what = next(asked)
+            if self.what == "end":
+                over.set()
+            answer: Any = Future()
+            if self.what == "lost":
+                answer.set_exception(RayActorError())
+            else:
+                answer.set_result(7 if self.what == "other" else [])
+            return Answer(answer)
+
+        def leave(self) -> None: ...  # it has no ``remote``
+
+    made = Made()
+
+    def state() -> RunState:
+        if made.what == "defect":
+            raise KeyError("rollout")
+        return STATE
+
+    async def exchanges() -> None:
+        link = Link("a#1", state, allow, lambda name, **more: events.append((name, more["why"])))
+        task = asyncio.create_task(link.live())
+        async with asyncio.timeout(30):
+            await over.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+        await link.leave()  # raises nothing
+
+    monkeypatch.setattr("cluster.jobs.board.PERIOD_S", 0.01)
+    monkeypatch.setattr("cluster.jobs.board.board", lambda: made)
+    asyncio.run(exchanges())
+    lost = "RayActorError: The actor experienced an error before finishing this task."
+    assert events == [
+        ("board_failed", "KeyError: 'rollout'"),
+        ("board_failed", lost),  # three times in a row, told once; once alone is not told
+        ("board_failed", "TypeError: 'int' object is not iterable"),
+        ("board_failed", "AttributeError: 'function' object has no attribute 'remote'"),
+    ]
 
 
 def test_a_board_that_dies_is_made_again(ray_here):
