@@ -246,13 +246,13 @@ CLAIMS = (
     ),
     Claim("peak memory of an actor is what `sol-rl plan` says", peaks),
     Claim(
-        "weights that leave a GPU between turns come back to the bit, leave nothing behind, and"
-        " take what `sol-rl plan` says",
+        "weights that leave a GPU between turns come back bit for bit, leave nothing behind, and"
+        " take as long as `sol-rl plan` says",
         leaving,
     ),
     Claim(
-        "a process keeps to its share of a GPU's memory, a GPU without room is called that, and"
-        " CUDA that is missing is a line",
+        "a process keeps to its share of a GPU's memory; a full GPU and missing CUDA are each told"
+        " in one line",
         needs(RUN),
     ),
     Claim("gradients in BF16 are those of FP32 up to rounding, in every family", gradients),
