@@ -88,10 +88,10 @@ def simulate(
 async def _simulate(
     config: RunConfig, hardware: Hardware, count: int, around: Around, record: Record
 ) -> Simulated:
-    spans: list[Span] = []
+    timeline: list[Span] = []
 
     def keep(span: Span) -> None:
-        spans.append(span)
+        timeline.append(span)
         record(span)
 
     board, warm = Board(hardware), WARM if config.explore_ahead else 0
@@ -101,25 +101,51 @@ async def _simulate(
     await ring.begin(0)
     for index in range(warm):
         await ring.iteration(index)
-    transport = services.transport
-    began, used, sent = clock.now(), board.used(), transport.driver_busy_s
-    worked, capacity_s = transport.work.copy(), transport.capacity_s
+    before = _Moment.of(services)
     rows: list[Metrics] = []
+    last = before.at
     for index in range(warm, warm + count):
         last = clock.now()
         with around():
             rows.append((await ring.iteration(index))[0])
-    ended, seconds = clock.now(), clock.now() - began
-    parts = [
-        Part(part.name, kind, actors, max(0.0, 1 - (part.used() - before) / seconds))
-        for (part, kind, actors), before in zip(board.parts, used, strict=True)
-    ]
-    driver, capacity_s = transport.driver_busy_s - sent, transport.capacity_s - capacity_s
-    work = {kind: done - worked.get(kind, 0.0) for kind, done in transport.work.items()}
-    counts = {pool.kind: pool.alive for pool in services.pools}
+    after = _Moment.of(services)
     await ring.close()
     await services.stop()
-    timeline, spans = spans, [span for span in spans if span.ended - clock.START > began]
+    return _simulated(rows, before, after, last, board, timeline)
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """What had been done until then, in seconds."""
+
+    at: float
+    used: Sequence[float]  # of each GPU, or of the cores
+    sending: float  # of the driver
+    work: Mapping[str, float]  # by service
+    capacity: float
+    alive: Mapping[str, int]  # actors, by service
+
+    @classmethod
+    def of(cls, services: SimulatedServices) -> _Moment:
+        """Now."""
+        carries = services.transport
+        alive = {pool.kind: pool.alive for pool in services.pools}
+        used, sending = services.board.used(), carries.driver_busy_s
+        return cls(clock.now(), used, sending, carries.work.copy(), carries.capacity_s, alive)
+
+
+def _simulated(
+    rows: Sequence[Metrics],
+    before: _Moment,
+    after: _Moment,
+    last: float,
+    board: Board,
+    timeline: Sequence[Span],
+) -> Simulated:
+    """Of the iterations between two moments, of which the last one began at ``last``."""
+    seconds, count = after.at - before.at, len(rows)
+    work = {kind: done - before.work.get(kind, 0.0) for kind, done in after.work.items()}
+    spans = [span for span in timeline if span.ended - clock.START > before.at]
     return Simulated(
         iteration=seconds / count,
         explore=_mean(rows, "time/explore_s"),
@@ -128,15 +154,20 @@ async def _simulate(
         publish=_mean(rows, "time/publish_s"),
         idle={
             kind: max(0.0, 1 - work.get(kind, 0.0) / (actors * seconds))
-            for kind, actors in counts.items()
+            for kind, actors in after.alive.items()
         },
-        parts=parts,
-        driver=driver / seconds,
-        calls=sum(span.started - clock.START < ended for span in spans) / count,
-        work=capacity_s / count,
-        spans_end=ended - last,
+        parts=[
+            Part(part.name, kind, actors, max(0.0, 1 - (until - since) / seconds))
+            for (part, kind, actors), since, until in zip(
+                board.parts, before.used, after.used, strict=True
+            )
+        ],
+        driver=(after.sending - before.sending) / seconds,
+        calls=sum(span.started - clock.START < after.at for span in spans) / count,
+        work=(after.capacity - before.capacity) / count,
+        spans=[_since(each, last, after.at) for each in spans if each.ended - clock.START > last],
+        spans_end=after.at - last,
         timeline=timeline,
-        spans=[_since(span, last, ended) for span in spans if span.ended - clock.START > last],
     )
 
 
