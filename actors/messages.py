@@ -48,6 +48,7 @@ class ActorInfo:
     torch: str | None = None  # versions, as are the next two
     cuda: str | None = None  # that torch was built for
     driver: str | None = None
+    gpu: str | None = None  # CUDA's UUID of the one that it is on
     allocator: str | None = None  # what hands out its host memory: "jemalloc", "glibc 2.36"
 
     def event_fields(self) -> dict[str, str | int]:

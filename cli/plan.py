@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from cli.common import DONE, USER_ERROR, add_config, require_positive, run_at, say
 from configs.load import ConfigError, load
 from configs.schema import RunConfig
 
 if TYPE_CHECKING:
+    from planning.assumptions import Assumptions
     from planning.make import Plan
+    from planning.placement import Node
+    from records.rundir import RunDirectory
     from simulator.run import Simulated
+
+    AsMeasured: TypeAlias = tuple[Plan, Simulated, list[str], dict[str, object]]
+    """The plan, an iteration with calls as in a run, and what is printed of it: text and JSON."""
 
 HELP = (
     "dry run: placement, memory, bytes per broadcast, operations and simulated seconds; loads no"
@@ -109,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
     numbers = {name: getattr(options, name) for name in names}
     assumed = Assumptions(accelerator=options.accelerator, **numbers)
     if options.from_run:
-        return _from_run(options, config, make_plan(config, assumed, nodes))
+        return _from_run(options, config, assumed, nodes)
     from planning.layouts.choose import DoesNotFit
     from planning.savings import savings_lines
     from simulator.outlook import simulated
@@ -131,24 +139,79 @@ def run(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _from_run(options: argparse.Namespace, config: RunConfig, plan: Plan) -> int:
+def _from_run(
+    options: argparse.Namespace,
+    config: RunConfig,
+    assumed: Assumptions,
+    nodes: Sequence[Node] | None,
+) -> int:
     """Print the plan with seconds as a run had them."""
-    from planning.layouts.threads import keep_threads
     from planning.lines import lines_of
-    from simulator.measured import measured, measured_json, measured_lines, require_same
+    from simulator.measured import on_gpus
 
     rundir, recorded = run_at(options.from_run)
+    as_there = _as_on_gpus if on_gpus(recorded) else _as_on_cores
+    plan, found, lines, tree = as_there(config, rundir, recorded, assumed, nodes)
+    if options.out:
+        draw(options.out, config.name, found)
+    if options.json:
+        print(json.dumps(tree, indent=2))
+    else:
+        print("\n".join([*lines_of(plan), *lines]))
+    return DONE
+
+
+def _as_on_cores(
+    config: RunConfig,
+    rundir: RunDirectory,
+    recorded: RunConfig,
+    assumed: Assumptions,
+    nodes: Sequence[Node] | None,
+) -> AsMeasured:
+    from planning.layouts.threads import keep_threads
+    from planning.make import make_plan
+    from simulator.measured import measured, measured_json, measured_lines, require_same
+
     config = keep_threads(config, recorded)
     require_same(config, recorded)
     model = measured(rundir)
     found = model.predict(config)
-    if options.out:
-        draw(options.out, config.name, found)
-    if options.json:
-        print(json.dumps(measured_json(config, found, model), indent=2))
-    else:
-        print("\n".join([*lines_of(plan), *measured_lines(config, found, model, rundir.path.name)]))
-    return DONE
+    lines = measured_lines(config, found, model, rundir.path.name)
+    plan = make_plan(config, assumed, nodes)
+    return plan, found, lines, measured_json(config, found, model)
+
+
+def _as_on_gpus(
+    config: RunConfig,
+    rundir: RunDirectory,
+    recorded: RunConfig,
+    assumed: Assumptions,
+    nodes: Sequence[Node] | None,
+) -> AsMeasured:
+    from planning.make import make_plan
+    from simulator.measured import require_same
+    from simulator.measured_gpus import (
+        gpu_json,
+        gpu_lines,
+        gpus_of_run,
+        measured_on_gpus,
+        require_predictable,
+    )
+
+    gpus = gpus_of_run(rundir)
+    if assumed.accelerator not in (None, gpus.kind):
+        raise ConfigError(
+            f"--accelerator {assumed.accelerator}: the run of --from was on {gpus.kind}, which does"
+            " not tell what calls take on others"
+        )
+    plan = make_plan(config, replace(assumed, accelerator=gpus.kind), nodes)
+    require_same(plan.config, recorded)
+    mine = plan.scenarios.mine if plan.scenarios else None
+    scenario = require_predictable(plan.config, recorded, mine)
+    model = measured_on_gpus(rundir, gpus, scenario.durations[gpus.kind].summing)
+    found = model.predict(scenario)
+    lines = gpu_lines(found, model, rundir.path.name)
+    return plan, found, lines, gpu_json(scenario, found, model)
 
 
 def draw(out: str, name: str, iteration: Simulated | None) -> None:

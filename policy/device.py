@@ -104,6 +104,7 @@ def describe(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "cuda": torch_cuda(),
         "driver": driver(),
+        "gpu": str(torch.cuda.get_device_properties(device).uuid),
     }
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
+from configs.training import Optimizer
 from planning.calibration import calibrated
 from planning.placement import kinds_of, needs_of
 from records.rundir import RunDirectory
@@ -37,34 +38,38 @@ class Measured:
 
 
 def measured(rundir: RunDirectory, cores: int | None = None) -> Measured:
-    """From a run's directory. Raises ConfigError where it has too little, or ran on GPUs."""
+    """From the directory of a run on cores. Raises ConfigError where it has too little."""
+    seconds = iteration_seconds(rundir)
+    return learned(rundir.configuration(), read_spans(rundir.timeline_file), seconds, cores)
+
+
+def iteration_seconds(rundir: RunDirectory) -> list[float]:
+    """Of all iterations but the first. Raises ConfigError where there is none."""
     rows = [row for row in rundir.metrics() if row.get("kind") == "iteration"]
     seconds = [float(row["time/iteration_s"]) for row in rows[1:]]
     if not seconds:
         raise ConfigError(f"--from {rundir.path}: it has no iteration after the first")
-    return learned(rundir.configuration(), read_spans(rundir.timeline_file), seconds, cores)
+    return seconds
 
 
 def learned(
     config: RunConfig, spans: Sequence[Span], seconds: Sequence[float], cores: int | None = None
 ) -> Measured:
-    """From the spans of a run, and the seconds of its iterations but the first."""
-    if any(need.gpus for need in needs_of(config)):
-        why = "--from: a run on GPUs: only runs on the cores of one machine can be read so far"
-        raise ConfigError([why])
+    """From the spans of a run on cores, and the seconds of its iterations but the first."""
     capacity = float(cores or os.cpu_count() or 1)
     found = calibrated(config, spans, lambda span: "cores", capacity)
     hardware = Hardware({"cores": found.durations}, cores=capacity, together=found.together)
     goal = statistics.median(seconds)
-    return Measured(_with_driver(config, hardware, goal), goal, found.spans)
+    return Measured(with_driver(config, hardware, goal), goal, found.spans)
 
 
-def _with_driver(config: RunConfig, hardware: Hardware, goal: float) -> Hardware:
+def with_driver(config: RunConfig, hardware: Hardware, goal: float) -> Hardware:
     """With the driver's seconds for a call so that the run itself comes out as it was."""
 
     def at(driver_s: float) -> Hardware:
-        durations = replace(hardware.any_durations, driver_s=driver_s)
-        return replace(hardware, durations={"cores": durations})
+        durations = hardware.durations.items()
+        changed = {kind: replace(each, driver_s=driver_s) for kind, each in durations}
+        return replace(hardware, durations=changed)
 
     low, high = 0.0, MOST_DRIVER_S
     for _ in range(TRIES):
@@ -95,14 +100,19 @@ SAME = (
 
 def require_same(config: RunConfig, run: RunConfig) -> None:
     """Raises ConfigError, a line, where calls of ``config`` take something else than the run's."""
+    # which sample a step is given is of no account to what it takes
+    dealt = run.optimizer.model_copy(update={"deal": config.optimizer.deal})
+    both = [each.model_dump(mode="json") for each in (config, _with(run, dealt))]
     for key in SAME:
-        ours, theirs = config.model_dump(mode="json"), run.model_dump(mode="json")
+        ours, theirs = both
         for name in key.split("."):
             ours, theirs = ours[name], theirs[name]
         if ours != theirs:
             raise ConfigError(
                 f"--from: the run has another {key}: only sizes and layouts may differ from it"
             )
+    if on_gpus(run):
+        return
     theirs = _threads(run, kinds_of(config))
     for key, here in _threads(config, kinds_of(config)).items():
         if here != theirs[key]:
@@ -110,6 +120,15 @@ def require_same(config: RunConfig, run: RunConfig) -> None:
                 f"--from: the run has {key} = {theirs[key]}, here it is {here}: its timeline does"
                 " not tell what calls take with other numbers of threads"
             )
+
+
+def on_gpus(run: RunConfig) -> bool:
+    """Whether any actor of a run has a share of a GPU."""
+    return any(need.gpus for need in needs_of(run))
+
+
+def _with(run: RunConfig, optimizer: Optimizer) -> RunConfig:
+    return run.model_copy(update={"optimizer": optimizer})
 
 
 def _threads(config: RunConfig, kinds: Sequence[str]) -> dict[str, int]:
@@ -124,22 +143,34 @@ def _threads(config: RunConfig, kinds: Sequence[str]) -> dict[str, int]:
 
 def measured_lines(config: RunConfig, found: Simulated, model: Measured, name: str) -> list[str]:
     """What ``sol-rl plan --from`` adds."""
-    idle = ", ".join(f"{kind} {share:.0%}" for kind, share in found.idle.items())
-    path = critical_path(found.spans, found.spans_end)
-    chain = ", ".join(f"{work} {each:.2f} s" for work, each in path.items())
     learner = config.services.learner
     threads = f"learner {learner.threads}"
     if config.plan.regenerate:
         threads += f", {learner.regenerating} while it regenerates"
     return [
-        "",
-        f"simulated   {found.iteration:.2f} s per iteration, with calls as {name} had them"
-        f" ({model.spans} calls; its own iterations took {model.seconds:.2f} s)",
-        f"  idle      cores {found.mean_idle:.0%} without any work; of their time, actors: {idle}",
-        f"  critical  {chain}",
+        *simulated_lines(found, "cores", name, model.spans, model.seconds),
         f"  assumed   {model.hardware.cores:g} cores, each at {model.hardware.together:.0%} of its"
         f" speed while all are busy, as the run showed; threads as there: {threads}",
         *_crowded(config, model),
+    ]
+
+
+def simulated_lines(
+    found: Simulated, parts: str, name: str, spans: int, seconds: float
+) -> list[str]:
+    """A simulated iteration on ``parts``, with what ``spans`` of the run ``name`` took, whose own
+    iterations took ``seconds``.
+    """
+    idle = ", ".join(f"{kind} {share:.0%}" for kind, share in found.idle.items())
+    path = critical_path(found.spans, found.spans_end)
+    chain = ", ".join(f"{work} {each:.2f} s" for work, each in path.items())
+    return [
+        "",
+        f"simulated   {found.iteration:.2f} s per iteration, with calls as {name} had them"
+        f" ({spans} calls; its own iterations took {seconds:.2f} s)",
+        f"  idle      {parts} {found.mean_idle:.0%} without any work; of their time, actors:"
+        f" {idle}",
+        f"  critical  {chain}",
     ]
 
 
@@ -157,19 +188,27 @@ def _crowded(config: RunConfig, model: Measured) -> list[str]:
 def measured_json(config: RunConfig, found: Simulated, model: Measured) -> dict[str, object]:
     """What ``sol-rl plan --from --json`` prints."""
     hardware = model.hardware
+    where = {"mode": "by hand", "cores": hardware.cores}
+    bound_s = found.work / (hardware.cores * hardware.together)
+    return simulated_json(config, found, model.seconds, bound_s, where)
+
+
+def simulated_json(
+    config: RunConfig, found: Simulated, seconds: float, bound_s: float, where: Mapping[str, object]
+) -> dict[str, object]:
+    """A simulated iteration beside one of the run, which took ``seconds``; ``where`` it is."""
     return {
         "name": config.name,
         "arm": config.arm,
         "iteration_s": found.iteration,
-        "bound_s": found.work / (hardware.cores * hardware.together),
+        "bound_s": bound_s,
         "layout": {
-            "mode": "by hand",
-            "cores": hardware.cores,
+            **where,
             "explore_ahead": config.explore_ahead,
             "services": {kind: config.services.of(kind).count for kind in kinds_of(config)},
         },
         "idle_share": dict(found.idle),
         "arms": {config.arm: found.iteration},
         "critical_path_s": critical_path(found.spans, found.spans_end),
-        "measured_s": model.seconds,
+        "measured_s": seconds,
     }

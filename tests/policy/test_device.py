@@ -1,6 +1,7 @@
 """A process and its device: CUDA is replaced, so that a CPU can tell what is asked of it."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ def cuda(monkeypatch) -> list[float]:
         "set_per_process_memory_fraction": set_to.append,
         "get_device_name": lambda which: "NVIDIA H200",
         "get_device_capability": lambda which: (9, 0),
+        "get_device_properties": lambda which: SimpleNamespace(uuid="GPU-1f2e"),
         "mem_get_info": lambda: (4 * 10**9, 141 * 10**9),
         "memory_allocated": lambda: 60 * 10**9,
         "memory_reserved": lambda: 65 * 10**9,
@@ -84,6 +86,7 @@ def test_a_device_is_described_by_all_that_results_depend_on(cuda, machine):
         "torch": torch.__version__,
         "cuda": "13.0",
         "driver": "580.65.06",
+        "gpu": "GPU-1f2e",
     }
 
 
