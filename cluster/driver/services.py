@@ -46,6 +46,8 @@ HOLDING_S = 0.1
 """Between two looks at which actors hold their GPUs: Ray takes a second to give one, and tells
 nobody.
 """
+STOP_S = 20.0
+"""How long the end of a run waits for what a service has under way, before it kills the actors."""
 
 
 class ActorServices:
@@ -170,9 +172,23 @@ class ActorServices:
             await asyncio.sleep(HOLDING_S)
 
     async def stop(self) -> None:
-        """Kill all actors."""
-        await self.places.close()
-        await asyncio.gather(*(pool.stop() for pool in self.pools))
+        """Kill all actors, of every service, also where ending something else fails or hangs: what
+        is left would hold its GPUs. Then raises the first failure.
+        """
+        ends = [self.places.close(), *map(self._stop, self.pools)]
+        for failure in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(failure, BaseException):
+                raise failure
+
+    async def _stop(self, pool: ActorPool) -> None:
+        try:
+            async with asyncio.timeout(STOP_S):
+                await (self.learners if pool is self.learners.pool else pool).stop()
+        except TimeoutError:
+            why = f"{pool.kind}: what it had under way did not end within {STOP_S:g} s"
+            raise TimeoutError(why) from None
+        finally:
+            pool.supervisor.kill()
 
     async def scale(self, kind: str, size: int, partly: bool = False) -> str:
         """Bring a pool to ``size`` actors while it works; returns what was done. ``partly``: grow

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import time
+from functools import partial
 from pathlib import Path
 
 import ray
 
 from analysis.report.page import build_report
 from cluster.driver.checkpoints import Checkpoints, Position
+from cluster.driver.ending import End, end_all, reason_of
 from cluster.driver.extremes import Extremes
 from cluster.driver.held_out import HeldOut
 from cluster.driver.iteration import Iteration, Metrics
@@ -82,24 +85,31 @@ class Session:
             self.rundir.event("run_finished", iterations=self.position.next_iteration)
         except asyncio.CancelledError:
             raise await self._stopped() from None
-        except RunFailed as failure:
-            self.rundir.event("run_failed", why=str(failure))
+        except Exception as failure:
+            with contextlib.suppress(OSError):  # a full disk is why it failed
+                self.rundir.event("run_failed", why=reason_of(failure))
             raise
         finally:
-            # who asks ends before who is asked: a task of a pool that has stopped is never answered
-            self._stopping.over()
-            await self.ring.close()
-            await cancel_all([linked])
-            await cancel_all([self.scaling.running] if self.scaling.running else [])
-            await link.leave()
-            await self.extremes.close()
-            await self.services.stop()
+            await self._end(link, linked)
+
+    async def _end(self, link: Link, linked: asyncio.Task[None]) -> None:
+        self._stopping.over()
+        tasks = [linked, *([self.scaling.running] if self.scaling.running else [])]
+        # who asks ends before who is asked: a task of a pool that has stopped is never answered
+        ends: list[End] = [
+            ("exploring ahead", self.ring.close),
+            ("scaling", partial(cancel_all, tasks)),
+            ("leaving the board", link.leave),
+            ("images", self.extremes.close),
+            ("stopping actors", self.services.stop),
             # after the extremes, whose images go there
-            self.sinks.close()
-            await self.live_report.close()
-            self._timeline.write()
+            ("sinks", self.sinks.close),
+            ("the report of a run that goes on", self.live_report.close),
+            ("the timeline", self._timeline.write),
             # last: it is drawn from what all of these have written
-            self._report()
+            ("report.html", partial(build_report, self.rundir.path)),
+        ]
+        await end_all(ends, self.rundir.event, self.progress.note)
 
     def _event(self, name: str, **fields: object) -> None:
         self.rundir.event(name, **fields)
@@ -122,13 +132,6 @@ class Session:
             why = f"{why}: nothing keeps a second driver out of this directory"
             event("run_not_locked", why=why)
         return checkpoint
-
-    def _report(self) -> None:
-        """Write the report; a disk without room for it must not hide how the run itself ended."""
-        try:
-            build_report(self.rundir.path)
-        except OSError as error:
-            self.progress.note(f"report.html could not be written: {error.strerror or error}")
 
     async def _train(self, checkpoint: Path | None) -> None:
         self.progress.starting(sum(len(pool.members) for pool in self.services.pools))

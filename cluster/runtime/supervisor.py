@@ -7,13 +7,14 @@ weights, and one that hangs is never restarted. With one path for both there is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
 from actors.messages import ActorInfo
 from cluster.runtime.member import Member
 from cluster.runtime.starting import Gone, Spawn, start_actor
-from cluster.runtime.tasks import run_together
+from cluster.runtime.tasks import cancel_all, run_together
 from cluster.runtime.transport import Transport
 from configs.services import Service
 from records.errors import RunFailed
@@ -56,13 +57,15 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Close the slots and kill the actors."""
-        slots = [slot for member in self.members for slot in member.slots]
-        for slot in slots:
-            slot.cancel()
         # the slots first: one that still ran would take the kill for a loss, and replace the actor
-        await asyncio.gather(*slots, return_exceptions=True)
-        for member in self.members:
-            member.kill()
+        await cancel_all([slot for member in self.members for slot in member.slots])
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the actors that there are, each also where another's kill fails."""
+        with contextlib.ExitStack() as kills:
+            for member in reversed(self.members):  # the last one in goes first
+                kills.callback(member.kill)
 
     @property
     def alive(self) -> int:

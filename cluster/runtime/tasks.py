@@ -28,7 +28,12 @@ async def cancel_all(tasks: Collection[asyncio.Task[Value]]) -> None:
     """Cancel what still runs, and return when all have ended, however."""
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    if tasks:
+        # not ``gather``: who waits for it could not stop waiting for a task that does not end
+        await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # looked at, so that asyncio does not complain
 
 
 class BackgroundTasks:

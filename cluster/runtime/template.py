@@ -18,17 +18,19 @@ Python. What Ray starts instead of Python is ``cluster/runtime/launcher.py``.
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import json
 import os
-import runpy
 import select
 import shlex
+import shutil
+import signal
 import socket
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cluster.runtime import launcher
+from cluster.runtime.asked import Asked, accept
 
 if TYPE_CHECKING:
     from typing import IO
@@ -105,6 +107,8 @@ class Template:
             listener.listen(64)
             make = self._fork if fork else self._start
             self.pid, self.alive = make(config, listener)
+        # it removes its folder itself, unless it was killed
+        atexit.register(shutil.rmtree, os.path.dirname(self.path), ignore_errors=True)
 
     def _start(self, config: RunConfig, listener: socket.socket) -> tuple[int, IO[bytes]]:
         """(its process, what is closed when this one ends) of a Python process of its own."""
@@ -163,49 +167,53 @@ def main() -> None:
 
 def serve(listener: socket.socket, config: RunConfig, many: bool) -> None:
     """Import, then serve every Ray that asks by a template of its own (``many``), or the first one
-    from this process, until standard input ends.
+    from this process, until standard input ends. Leaves no folder behind.
     """
-    import shutil
-    import signal
+    folder, own = os.path.dirname(listener.getsockname()), os.getpid()
+    try:
+        import_for(config)
+        _unchanging()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork ended
+        (_serve_many if many else _serve_first)(listener, folder)
+    finally:
+        if os.getpid() == own:  # and not in a fork, whatever that has become
+            shutil.rmtree(folder, ignore_errors=True)
 
-    folder = os.path.dirname(listener.getsockname())
-    import_for(config)
-    _unchanging()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork ended
+
+def _serve_first(listener: socket.socket, folder: str) -> None:
+    """The first Ray that asks, from this process."""
+    while _waits(listener):
+        if asked := accept(listener):
+            asked.close_files()
+            asked.answer(listener.getsockname())
+            return _serve_one(listener, _of_ray(asked))
+
+
+def _serve_many(listener: socket.socket, folder: str) -> None:
+    """Each Ray by a template of its own, a fork that listens in the folder."""
     paths: dict[str, str] = {}
     while _waits(listener):
-        request, files, connection = _accept(listener)
-        _close(files)
-        its = _of_ray(request)
-        if not many:
-            connection.sendall(listener.getsockname().encode())
-            connection.close()
-            if not _serve_one(listener, its):
-                return
-            break
+        if (asked := accept(listener)) is None:
+            continue
+        asked.close_files()
+        its = _of_ray(asked)
         path = paths.setdefault(json.dumps(its, sort_keys=True), f"{folder}/{len(paths)}")
         if not os.path.exists(path):
             own = socket.socket(socket.AF_UNIX)
             own.bind(path)
             own.listen(64)
-            if not os.fork():
+            if _fork() == 0:
                 listener.close()
-                connection.close()
-                _serve_one(own, its)
-                return
+                asked.connection.close()
+                return _serve_one(own, its)
             own.close()
-        connection.sendall(path.encode())
-        connection.close()
-    shutil.rmtree(folder)
+        asked.answer(path)
 
 
-def _serve_one(listener: socket.socket, its: dict[str, str]) -> bool:
-    """Import Ray with its variables, then fork for every request, while that Ray is there.
-
-    True when it has ended; False in a fork that has been an actor.
+def _serve_one(listener: socket.socket, its: dict[str, str]) -> None:
+    """Import Ray with its variables, then fork for every request, while that Ray is there. Returns
+    when it has ended, and in a fork that has been an actor.
     """
-    import signal
-
     for name in [name for name in os.environ if name.startswith(RAY)]:
         del os.environ[name]
     os.environ.update(its)
@@ -213,24 +221,36 @@ def _serve_one(listener: socket.socket, its: dict[str, str]) -> bool:
     import ray  # noqa: F401
 
     _unchanging()
-    ends = [os.pidfd_open(int(its[RAYLET]))] if RAYLET in its else []
+    try:
+        ends = [os.pidfd_open(int(its[RAYLET]))] if RAYLET in its else []
+    except ProcessLookupError:  # it ended while this imported
+        return
     while _waits(listener, *ends):
-        request, files, connection = _accept(listener)
-        pid = os.fork() if _of_ray(request) == its else None
+        if (asked := accept(listener)) is None:
+            continue
+        pid = _fork() if _of_ray(asked) == its else None
         if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
-            connection.close()
-            _become(request, files)
-            return False
-        _close(files)
-        connection.sendall(str(pid or "").encode())
-        connection.close()
-    return True
+            asked.connection.close()
+            return asked.become()
+        asked.close_files()
+        asked.answer(str(pid or ""))
 
 
-def _of_ray(request: dict[str, Any]) -> dict[str, str]:
-    return {n: value for n, value in request["environment"].items() if n.startswith(RAY)}
+def _fork() -> int | None:
+    """As ``os.fork``; None where the machine has no process or no memory left. Who asked then
+    starts an ordinary one, or fails by itself.
+    """
+    try:
+        return os.fork()
+    except OSError:
+        return None
+
+
+def _of_ray(asked: Asked) -> dict[str, str]:
+    environment = asked.request["environment"]
+    return {name: value for name, value in environment.items() if name.startswith(RAY)}
 
 
 def _unchanging() -> None:
@@ -258,35 +278,3 @@ def import_for(config: RunConfig) -> None:
 
     family_for(config.model).import_parts()
     del sys.modules["triton"]
-
-
-def _become(request: dict[str, Any], files: list[int]) -> None:
-    """This process is from now on the one that Ray started: its environment, files and program."""
-    os.setpgrp()  # Ray ends an actor with its whole process group
-    for target, file in enumerate(files):
-        # the standard streams of the process in whose place it is: Ray reads its log there
-        os.dup2(file, target)
-        os.close(file)
-    os.environ.clear()
-    os.environ.update(request["environment"])
-    os.chdir(request["directory"])
-    os.setpriority(os.PRIO_PROCESS, 0, request["niceness"])
-    with contextlib.suppress(OSError):  # no Linux, or no right to
-        launcher.OOM_SCORE.write_text(request["oom_score"])
-    sys.argv[:] = request["arguments"]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def _accept(listener: socket.socket) -> tuple[dict[str, Any], list[int], socket.socket]:
-    """(a request, its standard streams, where the answer goes)."""
-    connection, _ = listener.accept()
-    head, files, _, _ = socket.recv_fds(connection, launcher.LENGTH, 3)
-    size, body = int.from_bytes(head, "big"), b""
-    while len(body) < size:
-        body += connection.recv(size - len(body))
-    return json.loads(body), files, connection
-
-
-def _close(files: list[int]) -> None:
-    for file in files:
-        os.close(file)

@@ -29,13 +29,13 @@ from tests.cluster.told import HERE, Told
 # ---- the group, with actors that only tell what they were asked
 
 
-def group_of(replicas: int, events: list[dict[str, Any]]) -> LearnerGroup:
+def group_of(replicas: int, events: list[dict[str, Any]], **more: Any) -> LearnerGroup:
     as_fork = runtime_env(load("quickstart"), "learner")
     remote = ray.remote(Told).options(num_cpus=0, runtime_env=as_fork)
     pool = ActorPool(
         "learner",
         lambda name: remote.remote(),
-        LearnerService(replicas=replicas, deadline_s=120),
+        LearnerService(replicas=replicas, deadline_s=120, **more),
         lambda name, **more: events.append({"event": name, **more}),
         stateful=True,
     )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -92,6 +93,61 @@ def test_it_ends_with_its_driver_and_leaves_nothing(tiny_sd3_dir, tmp_path, monk
     assert psutil.Process(made.pid).wait(60) == 0
     assert not os.path.exists(os.path.dirname(made.path))
     own.wait(60)
+
+
+def cut_short(path: str, sent: bytes) -> None:
+    """A launcher that is killed when it has sent so much."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        if sent:
+            socket.send_fds(connection, [sent], [0, 1, 2])
+
+
+def test_launchers_that_are_killed_neither_end_nor_keep_it(tiny_sd3_dir, tmp_path, monkeypatch):
+    """At any point of their request, and before its answer. Ray kills workers that it no longer
+    needs.
+    """
+    monkeypatch.setattr(template, "__name__", bare_template.__name__)
+    made = Template(tiny_config(tiny_sd3_dir, tmp_path, "killed"))
+    body = json.dumps({"environment": {}}).encode()
+    whole = len(body).to_bytes(launcher.LENGTH, "big") + body
+    for each in (b"", whole[:2], whole[: launcher.LENGTH], whole[:-1], whole):
+        cut_short(made.path, each)
+    for _ in range(2):  # the second one asks the template of its Ray, which the first one began
+        told, errors = launch(tmp_path, made.path)
+        assert (told["imported"], errors) == (["ray"], "")
+        cut_short(f"{os.path.dirname(made.path)}/0", whole[: launcher.LENGTH])
+    own = psutil.Process(told["parent"])
+    # standard streams that were sent along are closed
+    descriptors = len(os.listdir(f"/proc/{own.pid}/fd"))
+    cut_short(f"{os.path.dirname(made.path)}/0", whole[:-1])
+    launch(tmp_path, made.path)
+    assert len(os.listdir(f"/proc/{own.pid}/fd")) == descriptors
+    made.alive.close()
+    assert psutil.Process(made.pid).wait(60) == 0
+    own.wait(60)
+    assert not os.path.exists(os.path.dirname(made.path))
+
+
+CANNOT = """
+from cluster.runtime import template
+
+def main():
+    template.import_for = lambda config: 1 / 0
+    template.main()
+"""
+
+
+def test_one_that_cannot_import_leaves_no_folder(tiny_sd3_dir, tmp_path, monkeypatch):
+    """Each actor then imports by itself, and says what is wrong."""
+    (tmp_path / "cannot_import.py").write_text(CANNOT)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(template, "__name__", "cannot_import")
+    made = Template(tiny_config(tiny_sd3_dir, tmp_path, "cannot"))
+    assert psutil.Process(made.pid).wait(60) == 1
+    assert not os.path.exists(os.path.dirname(made.path))
+    told, errors = launch(tmp_path, made.path)
+    assert (told["imported"], errors.count("\n")) == ([], 1)
 
 
 def test_each_ray_has_a_template_of_its_own_that_ends_with_it(tiny_sd3_dir, tmp_path, monkeypatch):

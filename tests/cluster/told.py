@@ -36,6 +36,8 @@ class Told:
             if self.place[0] == 1:
                 os._exit(1)
             raise GroupBroken("replica 0 of 2 lost the others while waiting")
+        if path == "hang":
+            time.sleep(600)
         if path == "bad":
             raise ArithmeticError(f"on {self.place[0]}")
         return self.place, self.told

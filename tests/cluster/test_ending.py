@@ -1,0 +1,155 @@
+"""The end of a run: every actor ends, whatever else fails or hangs, and how the run itself ended is
+not hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from actors.calls import Task
+from cluster.driver import services as services_module
+from cluster.driver.ending import end_all
+from cluster.driver.live_report import LiveReport
+from cluster.driver.services import ActorServices
+from cluster.driver.session import Session
+from cluster.runtime.member import Member
+from records.errors import RunFailed
+from records.rundir import RunDirectory
+from tests.cluster.echo import Pool
+from tests.cluster.runs import run_here, tiny_config
+from tests.cluster.test_learner_group import group_of
+from tests.cluster.told import Told
+
+
+def test_the_rest_is_ended_though_something_fails():
+    done: list[str] = []
+    events: list[tuple[str, dict[str, object]]] = []
+
+    async def waits() -> None:
+        await asyncio.sleep(0)
+        done.append("waited for")
+
+    async def breaks() -> None:
+        raise RunFailed("no way")
+
+    def full(name: str, **fields: object) -> None:
+        events.append((name, fields))
+        raise OSError(28, "No space left on device")
+
+    ends = [("a", breaks), ("b", waits), ("c", lambda: 1 / 0), ("d", lambda: done.append("last"))]
+    notes: list[str] = []
+    asyncio.run(end_all(ends, full, notes.append))
+    assert done == ["waited for", "last"]
+    told = [("a", "no way"), ("c", "ZeroDivisionError: division by zero")]
+    assert events == [("end_failed", {"what": what, "why": why}) for what, why in told]
+    assert notes == [f"at the end of the run {what} failed: {why}" for what, why in told]
+
+
+def services_of(model: Path, root: Path, *pools: Any) -> ActorServices:
+    """The services of a run, with other pools in the place of their own."""
+    config = tiny_config(model, root, "ends")
+    made = ActorServices(config, RunDirectory.of(config), lambda *a, **k: None)
+    made.pools = list(pools)
+    return made
+
+
+def test_the_learners_replicas_end_though_one_hangs_and_stopping_a_service_fails(
+    ray_here, tiny_sd3_dir, tmp_path, monkeypatch
+):
+    """An update is under way on both, which the group waits for, and another pool cannot stop."""
+    events: list[dict[str, Any]] = []
+    monkeypatch.setattr(services_module, "STOP_S", 0.5, raising=False)
+
+    async def work() -> None:
+        group, other, stuck = group_of(2, events, shard="base"), Pool(1), Pool(1)
+        made = services_of(tiny_sd3_dir, tmp_path, other.pool, group.pool, stuck.pool)
+        made.learners = group
+
+        async def fails() -> None:
+            raise OSError("no way")
+
+        async def hangs() -> None:
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                await asyncio.sleep(600)
+
+        monkeypatch.setattr(made.places, "close", fails)
+        for each in (other.pool, group, stuck.pool):
+            await each.start()
+        handles: list[Any] = [
+            m.handle for p in (other.pool, group.pool, stuck.pool) for m in p.members
+        ]
+        monkeypatch.setattr(other.pool, "stop", fails)
+        stuck.pool._replacements.start(hangs())
+        task = Task[Any](("load", "hang"))
+        update = asyncio.create_task(group.client.every_replica.call(task, Told.load, "hang"))
+        while not all(member.sent for member in group.pool.members):
+            await asyncio.sleep(0.01)
+        with pytest.raises(OSError, match="no way"):
+            await made.stop()
+        for handle in handles:
+            with pytest.raises(RayActorError):
+                ray.get(handle.ready.remote(), timeout=60)
+        assert update.done()
+
+    asyncio.run(asyncio.wait_for(work(), 90))
+    # what was under way is not taken for a loss, and is not begun anew
+    assert [event["event"] for event in events if event["event"] != "actor_started"] == [
+        "replicas_met"
+    ]
+
+
+def test_an_actor_that_cannot_be_killed_keeps_no_other_alive(monkeypatch):
+    killed: list[int] = []
+
+    def kill(member: Member) -> None:
+        if member.index == 1:
+            raise ConnectionError("gone")
+        killed.append(member.index)
+
+    monkeypatch.setattr(Member, "kill", kill)
+    with pytest.raises(ConnectionError):
+        Pool(3).pool.supervisor.kill()
+    assert killed == [0, 2]
+
+
+def test_what_fails_at_the_end_does_not_hide_how_the_run_ended(
+    ray_here, tiny_sd3_dir, tmp_path, monkeypatch
+):
+    config = tiny_config(tiny_sd3_dir, tmp_path, "hidden")
+
+    async def fails(self: Any) -> None:
+        raise ConnectionError("gone")
+
+    async def cannot(self: Any, checkpoint: Any) -> None:
+        raise RunFailed("why it failed")
+
+    monkeypatch.setattr(LiveReport, "close", fails)
+    monkeypatch.setattr(Session, "_train", cannot)
+    with pytest.raises(RunFailed, match="why it failed"):
+        run_here(config)
+    run = RunDirectory.of(config)
+    told = [(row["event"], row.get("why")) for row in run.events()]
+    assert told[1:] == [("run_failed", "why it failed"), ("end_failed", "ConnectionError: gone")]
+    assert (run.path / "report.html").exists()
+
+
+def test_a_run_that_ends_by_a_defect_says_so_in_its_events(
+    ray_here, tiny_sd3_dir, tmp_path, monkeypatch
+):
+    async def defect(self: Any, checkpoint: Any) -> None:
+        raise KeyError("rollout")
+
+    monkeypatch.setattr(Session, "_train", defect)
+    config = tiny_config(tiny_sd3_dir, tmp_path, "defect")
+    with pytest.raises(KeyError):
+        run_here(config)
+    (told,) = [row for row in RunDirectory.of(config).events() if row["event"] == "run_failed"]
+    assert told["why"] == "KeyError: 'rollout'"
