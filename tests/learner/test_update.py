@@ -126,9 +126,11 @@ def test_only_the_adapters_change_and_the_averages_follow(tiny_sd3_dir):
     assert all(not p.requires_grad for p in frozen.values())
 
 
-def test_several_steps_deal_every_sample_once(tiny_sd3_dir):
+@pytest.mark.parametrize(("deal", "steps"), [("random", 4), ("even", 3)])
+def test_several_steps_deal_every_sample_once(tiny_sd3_dir, deal, steps):
     trainer = tiny_trainer(
-        tiny_sd3_dir, optimizer={"lr": 1e-3, "steps_per_iteration": 4, "batch_size": 3}
+        tiny_sd3_dir,
+        optimizer={"lr": 1e-3, "steps_per_iteration": steps, "batch_size": 3, "deal": deal},
     )
     seen: list[list[int]] = []
     original = trainer.updater._step
@@ -139,13 +141,13 @@ def test_several_steps_deal_every_sample_once(tiny_sd3_dir):
 
     trainer.updater._step = spy
     trainer.update(1, tiny_groups(2, 3))
-    assert sorted(map(len, seen)) == [1, 1, 2, 2]
+    assert sorted(map(len, seen)) == {"random": [1, 1, 2, 2], "even": [2, 2, 2]}[deal]
     assert sorted(i for part in seen for i in part) == list(range(6))
-    assert seen != [[0, 1], [2, 3], [4], [5]]  # shuffled
-    steps = [
-        t.item() for name, t in trainer.updater.trained.state().items() if name.startswith("step/")
-    ]
-    assert set(steps) == {4.0}
+    assert seen != [list(part) for part in np.array_split(np.arange(6), steps)]  # shuffled
+    if deal == "even":  # each step has a sample of each prompt
+        assert all(first < 3 <= second for first, second in seen)
+    state = trainer.updater.trained.state()
+    assert {t.item() for name, t in state.items() if name.startswith("step/")} == {float(steps)}
 
 
 def test_order_of_groups_and_global_random_state_do_not_matter(tiny_sd3_dir):
