@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from cli.common import DONE, USER_ERROR, add_config, require_positive, run_at, say
 from configs.load import ConfigError, load
@@ -20,10 +19,6 @@ if TYPE_CHECKING:
     from planning.placement import Node
     from records.rundir import RunDirectory
     from simulator.run import Simulated
-
-    AsMeasured: TypeAlias = tuple[Plan, Simulated, list[str], dict[str, object]]
-    """The plan, an iteration with calls as in a run, and what is printed of it: text and JSON."""
-
 HELP = (
     "dry run: placement, memory, bytes per broadcast, operations and simulated seconds; loads no"
     " weights"
@@ -103,7 +98,6 @@ def run(options: argparse.Namespace) -> int:
     require_positive(options, *names)
     config = load(options.config, options.overrides)
     from planning.assumptions import Assumptions
-    from planning.lines import json_of, lines_of
     from planning.make import make_plan
     from planning.steps import step_lines
 
@@ -120,7 +114,6 @@ def run(options: argparse.Namespace) -> int:
         return _from_run(options, config, assumed, nodes)
     from planning.layouts.choose import DoesNotFit
     from planning.savings import savings_lines
-    from simulator.outlook import simulated
 
     try:
         made = make_plan(config, assumed, nodes)
@@ -129,14 +122,7 @@ def run(options: argparse.Namespace) -> int:
         for line in chain(error.lines, savings_lines(config, assumed, nodes)):
             say(line)
         return USER_ERROR
-    plan, iteration = simulated(made)
-    if options.out:
-        draw(options.out, config.name, iteration)
-    if options.json:
-        print(json.dumps(json_of(plan), indent=2))
-    else:
-        print("\n".join([*lines_of(plan), *step_lines(plan.config)]))
-    return DONE
+    return _print(options, made, step_lines(made.config))
 
 
 def _from_run(
@@ -146,29 +132,27 @@ def _from_run(
     nodes: Sequence[Node] | None,
 ) -> int:
     """Print the plan with seconds as a run had them."""
-    from planning.lines import lines_of
     from simulator.measured import on_gpus
 
     rundir, recorded = run_at(options.from_run)
-    as_there = _as_on_gpus if on_gpus(recorded) else _as_on_cores
-    plan, found, lines, tree = as_there(config, rundir, recorded, assumed, nodes)
-    if options.out:
-        draw(options.out, config.name, found)
-    if options.json:
-        print(json.dumps(tree, indent=2))
-    else:
-        print("\n".join([*lines_of(plan), *lines]))
-    return DONE
+    if not on_gpus(recorded):
+        return _from_cores(options, config, rundir, recorded, assumed, nodes)
+    from simulator.measured_gpus import plan_from
+
+    plan, model = plan_from(config, rundir, assumed, nodes)
+    return _print(options, plan, [model.line(rundir.path.name)], {"measured_s": model.seconds})
 
 
-def _as_on_cores(
+def _from_cores(
+    options: argparse.Namespace,
     config: RunConfig,
     rundir: RunDirectory,
     recorded: RunConfig,
     assumed: Assumptions,
     nodes: Sequence[Node] | None,
-) -> AsMeasured:
+) -> int:
     from planning.layouts.threads import keep_threads
+    from planning.lines import lines_of
     from planning.make import make_plan
     from simulator.measured import measured, measured_json, measured_lines, require_same
 
@@ -176,42 +160,34 @@ def _as_on_cores(
     require_same(config, recorded)
     model = measured(rundir)
     found = model.predict(config)
-    lines = measured_lines(config, found, model, rundir.path.name)
-    plan = make_plan(config, assumed, nodes)
-    return plan, found, lines, measured_json(config, found, model)
+    if options.out:
+        draw(options.out, config.name, found)
+    if options.json:
+        print(json.dumps(measured_json(config, found, model), indent=2))
+    else:
+        lines = lines_of(make_plan(config, assumed, nodes))
+        print("\n".join([*lines, *measured_lines(config, found, model, rundir.path.name)]))
+    return DONE
 
 
-def _as_on_gpus(
-    config: RunConfig,
-    rundir: RunDirectory,
-    recorded: RunConfig,
-    assumed: Assumptions,
-    nodes: Sequence[Node] | None,
-) -> AsMeasured:
-    from planning.make import make_plan
-    from simulator.measured import require_same
-    from simulator.measured_gpus import (
-        gpu_json,
-        gpu_lines,
-        gpus_of_run,
-        measured_on_gpus,
-        require_predictable,
-    )
+def _print(
+    options: argparse.Namespace,
+    made: Plan,
+    lines: Sequence[str] = (),
+    more: Mapping[str, object] | None = None,
+) -> int:
+    """Simulate and print a plan; ``lines`` come after it, ``more`` into its object."""
+    from planning.lines import json_of, lines_of
+    from simulator.outlook import simulated
 
-    gpus = gpus_of_run(rundir)
-    if assumed.accelerator not in (None, gpus.kind):
-        raise ConfigError(
-            f"--accelerator {assumed.accelerator}: the run of --from was on {gpus.kind}, which does"
-            " not tell what calls take on others"
-        )
-    plan = make_plan(config, replace(assumed, accelerator=gpus.kind), nodes)
-    require_same(plan.config, recorded)
-    mine = plan.scenarios.mine if plan.scenarios else None
-    scenario = require_predictable(plan.config, recorded, mine)
-    model = measured_on_gpus(rundir, gpus, scenario.durations[gpus.kind].summing)
-    found = model.predict(scenario)
-    lines = gpu_lines(found, model, rundir.path.name)
-    return plan, found, lines, gpu_json(scenario, found, model)
+    plan, iteration = simulated(made)
+    if options.out:
+        draw(options.out, plan.config.name, iteration)
+    if options.json:
+        print(json.dumps(json_of(plan) | dict(more or {}), indent=2))
+    else:
+        print("\n".join([*lines_of(plan), *lines]))
+    return DONE
 
 
 def draw(out: str, name: str, iteration: Simulated | None) -> None:

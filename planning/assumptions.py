@@ -5,7 +5,9 @@ reached.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
@@ -13,6 +15,9 @@ from planning.placement import needs_of
 from policy.precision.accelerators import ACCELERATORS, HOST_LINK_GB_S
 from policy.precision.backends import BACKENDS, Backend, auto_backends
 from policy.precision.cost import Rates, rates
+
+if TYPE_CHECKING:
+    from planning.durations import Durations
 
 LINK_SHARE = 0.75
 """Of what NVLink carries, what gathering reaches. Not measured."""
@@ -59,6 +64,8 @@ class Assumptions:
     gpus: int | None = None  # None: those of [layout], or one node's
     node_gpus: int = 8
     node_cpus: int = 96
+    # what calls took in a run, by kind of GPU; None: what is counted
+    measured: Mapping[str, Durations] | None = None
 
 
 @dataclass(frozen=True)

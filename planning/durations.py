@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from configs.schema import RunConfig
 from planning.counting import Counts
@@ -109,6 +109,31 @@ def of_tasks(config: RunConfig, tasks: Tasks, counts: Counts, nodes: int) -> Dur
         },
         summing=Summing(config.optimizer.steps_per_iteration, counts.trained * 4 / LINK),
         gathering=tasks.gathering,
+    )
+
+
+def as_measured(config: RunConfig, counted: Tasks, calls: Durations) -> Tasks:
+    """An iteration as ``counted``, with what ``calls`` took in a run in the place of what is
+    counted of them.
+    """
+    explore, size, plan = config.plan.explore, config.explore.chunk_size, config.plan
+    pool = explore.pool_size if explore else 0
+    chunks = [min(size, pool - first) for first in range(0, pool, size)]
+    again = config.selection.keep + config.audit.random_seeds if plan.regenerate else 0
+    batches = [*chunks, *([again] if again else [])]
+    return replace(
+        counted,
+        chunk=sum(map(calls.explore.at, chunks)) / max(1, len(chunks)),
+        regenerate=calls.generate.at(again) if again else 0.0,
+        update=calls.update.at(config.selection.keep),
+        score={
+            kind: counted.prompts * sum(map(calls.score[kind].at, batches))
+            if kind in calls.score
+            else seconds
+            for kind, seconds in counted.score.items()
+        },
+        encode=calls.encode.at(counted.prompts),
+        move={**counted.move, **calls.move},
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from configs.load import ConfigError
@@ -143,34 +143,22 @@ def _threads(config: RunConfig, kinds: Sequence[str]) -> dict[str, int]:
 
 def measured_lines(config: RunConfig, found: Simulated, model: Measured, name: str) -> list[str]:
     """What ``sol-rl plan --from`` adds."""
+    idle = ", ".join(f"{kind} {share:.0%}" for kind, share in found.idle.items())
+    path = critical_path(found.spans, found.spans_end)
+    chain = ", ".join(f"{work} {each:.2f} s" for work, each in path.items())
     learner = config.services.learner
     threads = f"learner {learner.threads}"
     if config.plan.regenerate:
         threads += f", {learner.regenerating} while it regenerates"
     return [
-        *simulated_lines(found, "cores", name, model.spans, model.seconds),
+        "",
+        f"simulated   {found.iteration:.2f} s per iteration, with calls as {name} had them"
+        f" ({model.spans} calls; its own iterations took {model.seconds:.2f} s)",
+        f"  idle      cores {found.mean_idle:.0%} without any work; of their time, actors: {idle}",
+        f"  critical  {chain}",
         f"  assumed   {model.hardware.cores:g} cores, each at {model.hardware.together:.0%} of its"
         f" speed while all are busy, as the run showed; threads as there: {threads}",
         *_crowded(config, model),
-    ]
-
-
-def simulated_lines(
-    found: Simulated, parts: str, name: str, spans: int, seconds: float
-) -> list[str]:
-    """A simulated iteration on ``parts``, with what ``spans`` of the run ``name`` took, whose own
-    iterations took ``seconds``.
-    """
-    idle = ", ".join(f"{kind} {share:.0%}" for kind, share in found.idle.items())
-    path = critical_path(found.spans, found.spans_end)
-    chain = ", ".join(f"{work} {each:.2f} s" for work, each in path.items())
-    return [
-        "",
-        f"simulated   {found.iteration:.2f} s per iteration, with calls as {name} had them"
-        f" ({spans} calls; its own iterations took {seconds:.2f} s)",
-        f"  idle      {parts} {found.mean_idle:.0%} without any work; of their time, actors:"
-        f" {idle}",
-        f"  critical  {chain}",
     ]
 
 
@@ -188,27 +176,19 @@ def _crowded(config: RunConfig, model: Measured) -> list[str]:
 def measured_json(config: RunConfig, found: Simulated, model: Measured) -> dict[str, object]:
     """What ``sol-rl plan --from --json`` prints."""
     hardware = model.hardware
-    where = {"mode": "by hand", "cores": hardware.cores}
-    bound_s = found.work / (hardware.cores * hardware.together)
-    return simulated_json(config, found, model.seconds, bound_s, where)
-
-
-def simulated_json(
-    config: RunConfig, found: Simulated, seconds: float, bound_s: float, where: Mapping[str, object]
-) -> dict[str, object]:
-    """A simulated iteration beside one of the run, which took ``seconds``; ``where`` it is."""
     return {
         "name": config.name,
         "arm": config.arm,
         "iteration_s": found.iteration,
-        "bound_s": bound_s,
+        "bound_s": found.work / (hardware.cores * hardware.together),
         "layout": {
-            **where,
+            "mode": "by hand",
+            "cores": hardware.cores,
             "explore_ahead": config.explore_ahead,
             "services": {kind: config.services.of(kind).count for kind in kinds_of(config)},
         },
         "idle_share": dict(found.idle),
         "arms": {config.arm: found.iteration},
         "critical_path_s": critical_path(found.spans, found.spans_end),
-        "measured_s": seconds,
+        "measured_s": model.seconds,
     }

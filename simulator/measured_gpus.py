@@ -11,22 +11,16 @@ from dataclasses import dataclass, replace
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
+from planning.assumptions import Assumptions
 from planning.calibration import calibrated
 from planning.durations import Durations, Summing
 from planning.layouts.gpus import Laid
-from planning.layouts.scenario import Scenario
+from planning.make import Plan, make_plan
+from planning.placement import Node
 from policy.precision.accelerators import ACCELERATORS, accelerator_of
 from records.rundir import RunDirectory
 from records.timeline import Span, read_spans
-from simulator.measured import (
-    COUNT,
-    iteration_seconds,
-    simulated_json,
-    simulated_lines,
-    with_driver,
-)
-from simulator.outlook import run
-from simulator.run import Simulated
+from simulator.measured import iteration_seconds, require_same, with_driver
 from simulator.services import Hardware
 
 JOINS = ("actor_started", "actor_added", "actor_replaced")
@@ -89,13 +83,14 @@ class MeasuredOnGpus:
     seconds: float
     spans: int
 
-    def predict(self, scenario: Scenario) -> Simulated:
-        """Iterations in another layout on the same kind of GPU. Moves that the run did not make
-        take what is counted.
-        """
-        counted = scenario.durations[self.gpus.kind]
-        durations = replace(self.durations, move={**counted.move, **self.durations.move})
-        return run(replace(scenario, durations={self.gpus.kind: durations}), COUNT)
+    def line(self, name: str) -> str:
+        """What a plan with these calls says of the run, which is called ``name``."""
+        count = sum(each.count for each in self.gpus.laid())
+        return (
+            f"from        calls take what they took in {name} ({self.spans} calls on {count} x"
+            f" {self.gpus.kind}, in iterations of {self.seconds:.2f} s), and so does publishing;"
+            " operations and adding up gradients as counted"
+        )
 
 
 def measured_on_gpus(rundir: RunDirectory, gpus: RunGpus, summing: Summing) -> MeasuredOnGpus:
@@ -112,20 +107,47 @@ def measured_on_gpus(rundir: RunDirectory, gpus: RunGpus, summing: Summing) -> M
     return MeasuredOnGpus(fitted, gpus, seconds, found.spans)
 
 
-def require_predictable(config: RunConfig, ran: RunConfig, scenario: Scenario | None) -> Scenario:
-    """The scenario of ``config``. Raises ConfigError where a run ``ran`` does not tell its seconds:
-    without a layout on GPUs, or where replicas share a base and there are more or fewer of them.
+def plan_from(
+    config: RunConfig, rundir: RunDirectory, given: Assumptions, nodes: Sequence[Node] | None
+) -> tuple[Plan, MeasuredOnGpus]:
+    """The plan of ``config`` with what calls took in a run on GPUs. Raises ConfigError, a line,
+    where the run does not tell it.
     """
-    if scenario is None:
+    gpus, ran = gpus_of_run(rundir), rundir.configuration()
+    if given.accelerator not in (None, gpus.kind):
+        raise ConfigError(
+            f"--accelerator {given.accelerator}: the run of --from was on {gpus.kind}, which does"
+            " not tell what calls take on others"
+        )
+    config = _recomputing_as(config, ran)
+    require_same(config, ran)
+    given = replace(given, accelerator=gpus.kind)
+    counted = make_plan(config, given, nodes).scenarios
+    if counted is None:
         raise ConfigError(f"--from: {config.name} has no layout on GPUs, as the run has")
-    ours, theirs = (each.services.learner for each in (scenario.config, ran))
+    model = measured_on_gpus(rundir, gpus, counted.mine.durations[gpus.kind].summing)
+    plan = make_plan(config, replace(given, measured={gpus.kind: model.durations}), nodes)
+    _require_as_many_sharing(plan.config, ran)
+    return plan, model
+
+
+def _recomputing_as(config: RunConfig, ran: RunConfig) -> RunConfig:
+    """With the run's share of recomputed blocks, where it is free to choose."""
+    if config.optimizer.gradient_checkpointing != "auto":
+        return config
+    share = {"gradient_checkpointing": ran.optimizer.gradient_checkpointing}
+    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=share)})
+
+
+def _require_as_many_sharing(config: RunConfig, ran: RunConfig) -> None:
+    """Raises ConfigError for other replicas that share a base than the run's."""
+    ours, theirs = (each.services.learner for each in (config, ran))
     if ours.shard != theirs.shard or (ours.shard == "base" and ours.replicas != theirs.replicas):
         raise ConfigError(
             f"--from: the run has {theirs.replicas} learner replicas with shard = {theirs.shard!r},"
             f" here there are {ours.replicas} with {ours.shard!r}: what they gather from each other"
             " is not known apart"
         )
-    return scenario
 
 
 def _without(span: Span, summed: float) -> Span:
@@ -146,19 +168,3 @@ def _moves(spans: Sequence[Span]) -> dict[str, float]:
 def _shards(spans: Sequence[Span]) -> int:
     """Pieces in which a version was published."""
     return 1 + max((int(s.unit[-1]) for s in spans if s.work == "shard" and s.unit), default=0)
-
-
-def gpu_lines(found: Simulated, model: MeasuredOnGpus, name: str) -> list[str]:
-    """What ``sol-rl plan --from`` adds."""
-    return [
-        *simulated_lines(found, "GPUs", name, model.spans, model.seconds),
-        f"  assumed   {model.gpus.kind} and publishing as there; the layout as above, by what is"
-        " counted, and so is adding up gradients; actors on one GPU take turns",
-    ]
-
-
-def gpu_json(scenario: Scenario, found: Simulated, model: MeasuredOnGpus) -> dict[str, object]:
-    """What ``sol-rl plan --from --json`` prints."""
-    count = sum(each.count for each in scenario.laid)
-    where = {"mode": "by counted seconds", "gpus": count, "kinds": {model.gpus.kind: count}}
-    return simulated_json(scenario.config, found, model.seconds, found.work / count, where)

@@ -49,10 +49,12 @@ class Arms:
 
 
 def arms_of(config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Assumptions) -> Arms:
-    """``config`` as each of the four arms, in that arm's own layout."""
+    """``config`` as each of the four arms, in that arm's own layout; as its own alone where calls
+    were measured, which other arms do not make alike.
+    """
     found: dict[str, Scenario] = {}
     why_not: dict[str, str] = {}
-    for arm in get_args(Arm):
+    for arm in (config.arm,) if given.measured else get_args(Arm):
         try:
             other = _as(config, arm)
             costs = costs_of(other, family, gpus, given)

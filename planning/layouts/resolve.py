@@ -21,7 +21,7 @@ from planning.assumptions import (
     with_format,
 )
 from planning.counting import Counts, counts_of
-from planning.durations import LINK
+from planning.durations import LINK, as_measured
 from planning.gathering import NOTHING, Gathering
 from planning.held import held_of, parts_of
 from planning.layouts.choose import Choice, choose
@@ -135,8 +135,12 @@ def costs_of(config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Ass
         held = held_of(config, counts, family, backend, dtype)
         parts[kind] = parts_of(config, counts, backend, held)
         move = {service: each.models / host_link(kind) for service, each in parts[kind].items()}
-        gathering = gathering_of(config, counts, kind, given.node_gpus)
-        tasks[kind] = replace(tasks_of(config, counts, device, move), gathering=gathering)
+        tasks[kind] = tasks_of(config, counts, device, move)
+        if given.measured:  # with what replicas gathered there
+            tasks[kind] = as_measured(config, tasks[kind], given.measured[kind])
+        else:
+            gathering = gathering_of(config, counts, kind, given.node_gpus)
+            tasks[kind] = replace(tasks[kind], gathering=gathering)
         memory[kind] = {
             service: float(sum(size or 0 for size in parts.values()))
             for service, parts in held.items()

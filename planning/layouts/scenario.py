@@ -71,6 +71,9 @@ def scenario_of(
     nodes = -(-sum(each.count for each in gpus) // NODE_GPUS)
     config = with_numbers(config, found.numbers)
     durations = {kind: of_tasks(config, costs.tasks[kind], counts[kind], nodes) for kind in kinds}
+    for kind, calls in (given.measured or {}).items():
+        summing, move = durations[kind].summing, durations[kind].move
+        durations[kind] = replace(calls, summing=summing, move=move)
     explores = config.plan.explore is not None
     sent = counts[kinds[0]].changing if explores else 0
     return Scenario(config, laid, durations, sent, found.prediction)

@@ -142,14 +142,18 @@ def test_other_layouts_come_out_as_they_are(slow_run, gpus, overrides, capsys):
     assert found["iteration_s"] == pytest.approx(wanted.iteration, rel=0.03)
     assert found["layout"]["gpus"] == gpus and found["layout"]["kinds"] == {"H200": gpus}
     assert 0.8 * found["iteration_s"] < found["bound_s"] <= found["iteration_s"]
+    assert list(found["arms"]) == ["sol_rl"]  # other arms make other calls
+    assert found["measured_s"] == pytest.approx(1.5 * scenario_on(4).prediction.iteration, rel=0.1)
 
 
 def test_it_prints_what_it_took_from_the_run(slow_run, capsys):
     assert main(["plan", PRESET, "--from", str(slow_run.path), "--gpus", "8"]) == 0
     out = capsys.readouterr().out
-    assert "layout      shared on 8 x H200" in out
-    assert "per iteration, with calls as run had them (" in out
-    assert "assumed   H200 and publishing as there" in out
+    assert "layout      shared on 8 x H200: the fastest by prediction" in out
+    assert (
+        "from        calls take what they took in run (" in out and "calls on 4 x H200, in" in out
+    )
+    assert "arms        on" not in out
 
 
 @pytest.mark.parametrize(
