@@ -7,6 +7,7 @@ import argparse
 from cli.common import DONE, run_at
 from configs.load import ConfigError
 from records import lock
+from records.errors import described
 
 HELP = "write report.html of a run again, from what is in its directory"
 
@@ -28,5 +29,9 @@ def run(options: argparse.Namespace) -> int:
     except OSError as error:
         page = rundir.path / "report.html"
         raise ConfigError(f"{page}: cannot be written ({error.strerror or error})") from None
+    except Exception as error:  # a record that says what no run writes: the run itself is not hurt
+        raise ConfigError(
+            f"{rundir.path}: no report can be drawn from what is there ({described(error, 200)})"
+        ) from None
     print(f"report: {file}")
     return DONE

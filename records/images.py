@@ -98,7 +98,8 @@ def save_images(
 def find_images(directory: Path) -> RunImages:
     """The images that ``save_images`` has written; prompts that cannot be read are numbered."""
     prompts: dict[int, str] = {}
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+    broken = OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError
+    with contextlib.suppress(*broken):
         prompts = {
             int(row["index"]): str(row["prompt"])
             for row in json.loads((directory / "prompts.json").read_text("utf-8"))

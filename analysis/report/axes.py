@@ -9,6 +9,9 @@ from html import escape
 
 from markupsafe import Markup
 
+LARGEST, SMALLEST = 1e300, 1e-300
+"""The difference of larger values may be no float; steps below that have no power of ten."""
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -38,22 +41,27 @@ class Frame:
 
 def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     """About ``count`` round values (1, 2, 2.5 or 5 times a power of ten) inside [low, high]."""
-    if not high > low:
-        return [low]
     raw = (high - low) / max(1, count)
-    power = 10 ** math.floor(math.log10(raw))
+    if not raw > SMALLEST:
+        return [low]
+    exponent = math.floor(math.log10(raw))
+    power = 10.0**exponent
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
     # an end that is a tick but for rounding is one
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
-    return [round(index * step, 12) for index in range(first, last + 1)]
+    # as fine as the step is: the KL of a first iteration may be 1e-15, and its ticks are not zero
+    digits = max(12, 4 - exponent)
+    return [round(index * step, digits) for index in range(first, last + 1)]
 
 
 def span(
     values: Sequence[float], include: Sequence[float] = (), pad: float = 0.06
 ) -> tuple[float, float]:
-    """An interval with all finite ``values``, padded, and ``include``, not padded; never empty."""
-    finite = [value for value in values if math.isfinite(value)]
+    """An interval with all finite ``values``, padded, and ``include``, not padded; never empty.
+    Values beyond ``LARGEST`` are left out.
+    """
+    finite = [value for value in values if abs(value) < LARGEST]
     everything = finite + list(include)
     if not everything:
         return 0.0, 1.0

@@ -72,7 +72,7 @@ def _source(run: RunData, index: int, prompt: str) -> list[Half]:
 
 def _half(run: RunData, title: str, step: StepImages, index: int, prompt: str) -> Half:
     scores = run.held_out.get(step.step, [])
-    row: Sequence[float] = scores[index] if index < len(scores) else ()
+    row: Sequence[float] = scores[index] if 0 <= index < len(scores) else ()
     seeds = run.images.seeds(index)
     rewards = [*row[: len(seeds)], *[math.nan] * (len(seeds) - len(row))]
     images = []

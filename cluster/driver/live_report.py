@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.runtime.tasks import cancel_all
+from records.errors import described
 from records.rundir import Event
 
 LONGEST_S = 600.0
@@ -59,9 +60,13 @@ class LiveReport:
                     await self._due.wait()
             self._due.clear()
             began = time.monotonic()
-            why = await self._write()
+            try:
+                why = await self._write()
+            except Exception as error:  # nobody waits for this task to raise it
+                why = described(error)
             if why and why != self._said:  # once for as long as it is the same
-                self._event("report_failed", why=why)
+                with contextlib.suppress(OSError):  # the disk may be full for the event as well
+                    self._event("report_failed", why=why)
                 self._note(f"the report is not written while the run goes on: {why}")
             self._said = why
             await asyncio.sleep(REST * (time.monotonic() - began))

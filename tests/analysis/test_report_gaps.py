@@ -4,6 +4,7 @@ nothing is made up.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -117,6 +118,30 @@ def test_numbers_that_are_none_and_nan(tmp_path: Path):
     ]
     # the line is broken where the value was not finite
     assert grad[: grad.index("</svg>")].count("<polyline") == 2
+
+
+@pytest.mark.parametrize("size", [1e-15, 1e-300, 5e-324, 1e308])
+def test_numbers_of_any_size_are_drawn(tmp_path: Path, size: float):
+    """The KL of a first iteration is often no more than rounding."""
+    run = write_run(tmp_path / "r", iterations=3)
+    counted = itertools.count()
+
+    def change(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+        found = {name: size * (next(counted) % 3 - 1) for name in ("loss/kl", "reward/train_mean")}
+        return [row | (found if row["kind"] == "iteration" else {}) for row in rows]
+
+    rewrite(run / "metrics.jsonl", change)
+    assert page_of(run).all("svg")
+
+
+def test_records_that_lack_a_part_are_drawn_without_it(tmp_path: Path):
+    run = write_run(tmp_path / "r", iterations=3)
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"time": 1763700099.0, "event": "pool_scaled", "kind": "rollout"}\n')
+    names = run / "images" / "prompts.json"
+    rows = json.loads(names.read_text())
+    names.write_text(json.dumps([rows[0] | {"index": -(10**9)}, *rows[1:]]))
+    assert "pool scaled" in page_of(run).text
 
 
 def test_a_lost_evaluation_reward_is_not_a_gain_of_zero(tmp_path: Path):

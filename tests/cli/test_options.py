@@ -128,6 +128,16 @@ def test_a_configuration_of_another_shape(tmp_path, capsys, command, text):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_report_that_cannot_be_drawn(rundir, capsys, monkeypatch):
+    def defect(run, live):
+        raise KeyError("before")
+
+    monkeypatch.setattr("analysis.report.page.render", defect)
+    assert main(["report", str(rundir.path)]) == 2
+    said = "no report can be drawn from what is there (KeyError: 'before')"
+    assert line(capsys) == f"{rundir.path}: {said}"
+
+
 def test_a_report_that_cannot_be_replaced(rundir, capsys):
     (rundir.path / "report.html").mkdir()
     assert main(["report", str(rundir.path)]) == 2

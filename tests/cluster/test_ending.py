@@ -141,6 +141,24 @@ def test_what_fails_at_the_end_does_not_hide_how_the_run_ended(
     assert (run.path / "report.html").exists()
 
 
+def test_a_run_whose_report_cannot_be_drawn_has_finished(
+    ray_here, tiny_sd3_dir, tmp_path, monkeypatch
+):
+    async def nothing(self: Any, checkpoint: Any) -> None: ...
+
+    def defect(path: Path) -> None:
+        raise KeyError("before")
+
+    monkeypatch.setattr(Session, "_train", nothing)
+    monkeypatch.setattr("cluster.driver.session.build_report", defect)
+    run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "undrawn"))
+    told = [(row["event"], row.get("what"), row.get("why")) for row in run.events()]
+    assert told[1:] == [
+        ("run_finished", None, None),
+        ("end_failed", "report.html", "KeyError: 'before'"),
+    ]
+
+
 def test_a_run_that_ends_by_a_defect_says_so_in_its_events(
     ray_here, tiny_sd3_dir, tmp_path, monkeypatch
 ):

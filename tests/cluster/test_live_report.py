@@ -122,6 +122,30 @@ def test_a_program_that_is_not_there_or_takes_too_long_is_a_failure_like_others(
     assert asyncio.run(go()).events == [("report_failed", {"why": why})]
 
 
+def test_it_goes_on_after_a_defect_and_where_no_event_can_be_written(tmp_path: Path):
+    async def go() -> Told:
+        one = Told(tmp_path, 0.01)
+
+        async def write() -> str:
+            one.written = getattr(one, "written", 0) + 1
+            if one.written > 3:
+                one.told.set()
+            raise KeyError(one.written)
+
+        def full(name: str, **fields: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        one.live._write, one.live._event = write, full
+        one.live.begin()
+        async with asyncio.timeout(60):
+            await one.told.wait()
+        await one.live.close()
+        return one
+
+    said = "the report is not written while the run goes on: KeyError: "
+    assert asyncio.run(go()).notes[:3] == [f"{said}{n}" for n in (1, 2, 3)]
+
+
 def test_the_program_writes_a_page_that_follows_the_run(tmp_path: Path):
     run = write_run(tmp_path / "r", iterations=3, ending=None)
 
