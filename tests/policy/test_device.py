@@ -112,3 +112,10 @@ def test_tf32_is_for_gpus_only(monkeypatch):
         assert not device.tf32_allowed() and not torch.backends.cudnn.allow_tf32
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_processes_on_one_gpu_name_the_same_one():
+    """``sol-rl plan --from`` puts actors with the same name on one GPU."""
+    told = [device.describe(torch.device("cuda"))["gpu"] for _ in range(2)]
+    assert told[0] == told[1] and len(told[0]) >= 32 and "object at" not in told[0]
