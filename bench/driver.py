@@ -21,7 +21,9 @@ from types import FrameType
 
 from bench.timing import Options, Ratio
 from configs.load import load
+from configs.schema import RunConfig
 from planning.assumptions import Assumptions
+from planning.layouts.choose import Choice
 from planning.layouts.gpus import Gpus
 from planning.layouts.scenario import Scenario, chosen
 from planning.make import described
@@ -49,18 +51,19 @@ def measure(options: Options) -> list[Ratio]:
     return [_row(case, count, options.repeats) for count in ACTORS for case in CASES]
 
 
-def scenario(count: int, model: str, *changes: str) -> Scenario:
-    """``count`` prompts on as many GPUs, in the layout that is chosen for them."""
-    config = load(f"{model}-sol_rl-hpsv2", [f"prompts.per_iteration={count}", *changes])
+def laid_out(config: RunConfig, count: int) -> tuple[Scenario, Choice]:
+    """The run on so many GPUs, in the layout that is chosen for them, and the choice."""
     given = Assumptions(gpus=count, accelerator=KIND)
     cpus = given.node_cpus / given.node_gpus
     gpus = [Gpus(KIND, count, ACCELERATORS[KIND].memory_gb, cpus)]
     with described(config) as (family, _):
-        return chosen(config, family, gpus, given)[0]
+        return chosen(config, family, gpus, given)
 
 
 def _row(case: str, count: int, iterations: int) -> Ratio:
-    found = scenario(count, *CASES[case])
+    model, *changes = CASES[case]
+    config = load(f"{model}-sol_rl-hpsv2", [f"prompts.per_iteration={count}", *changes])
+    found, _ = laid_out(config, count)
     meter = Meter()
     with tempfile.TemporaryDirectory() as scratch:
         timeline = Timeline(Path(scratch) / "timeline.jsonl")

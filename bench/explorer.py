@@ -111,14 +111,15 @@ def _ratios(case: Case, options: Options, device: torch.device) -> list[Ratio]:
     modes = ("eager", "compiled") if options.compile else ("eager",)
     runs: dict[str, Callable[[], object]] = {}
     memory: dict[str, int] = {}
-    peaks: dict[str, int | None] = {}
+    peaks: dict[str, int] = {}
     for name in names:
         transformer = explorer_transformer(case, BACKENDS[name], device)
         memory[name] = held_bytes(transformer)
         for mode in modes:
             denoiser = compiled(transformer, device) if mode == "compiled" else transformer
             runs[f"{case.name} {name} {mode}"] = one_step(case, denoiser, options.batch, device)
-        peaks[name] = _peak(runs[f"{case.name} {name} eager"], device)
+        if device.type == "cuda":  # a CPU does not count
+            peaks[name] = peak_bytes(runs[f"{case.name} {name} eager"], device)
     times = interleave(runs, options.repeats, warm_up=2)
     per_image = {
         what: [seconds / options.batch for seconds in values] for what, values in times.items()
@@ -140,7 +141,7 @@ def _ratio(
     base: str,
     mode: str,
     memory: dict[str, int],
-    peaks: dict[str, int | None],
+    peaks: dict[str, int],
     batch: int,
 ) -> Ratio:
     found = Ratio.of(times, f"{case.name} {name} {mode}", f"{case.name} {base} {mode}")
@@ -148,12 +149,9 @@ def _ratio(
         f"per image and step, batch {batch}, weights {memory[name] / 2**20:.1f} /"
         f" {memory[base] / 2**20:.1f} MiB"
     )
-    working, other = peaks[name], peaks[base]
-    if working is not None and other is not None:
-        note += (
-            f", beside them {working / 2**20:.1f} / {other / 2**20:.1f} MiB at the peak of an eager"
-            " step"
-        )
+    if peaks:
+        working, other = peaks[name] / 2**20, peaks[base] / 2**20
+        note += f", beside them {working:.1f} / {other:.1f} MiB at the peak of an eager step"
     backend = BACKENDS[name]
     if backend.quantizes and base == "bf16":
         share = quantizable_share(case, backend)
@@ -163,16 +161,13 @@ def _ratio(
     return Ratio(**{**vars(found), "note": note})
 
 
-def _peak(step: Callable[[], object], device: torch.device) -> int | None:
-    """Bytes that one step allocates on a GPU at its peak, on top of what was there; a CPU does not
-    count them.
-    """
-    if device.type != "cuda":
-        return None
-    step()
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Bytes that it allocates on a GPU at its peak, on top of what was there before."""
+    run()  # what libraries take once
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    step()
+    run()
+    synchronise(device)
     return torch.cuda.max_memory_allocated(device) - before
 
 

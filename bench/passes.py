@@ -133,7 +133,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{model:12} {row['pass']:13} {numbers}", flush=True)
     print(json.dumps(found, indent=1) if given.json else HOW_TO_READ)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -33,6 +33,8 @@ from policy.precision.swap import quantize_plan
 from records.rundir import RunDirectory
 from records.tables import markdown
 
+SEARCHED = {False: "none", True: "12 candidates"}
+
 
 @dataclass(frozen=True)
 class Update:
@@ -140,32 +142,21 @@ def survival(update: Update, backend: Backend, search: bool, frozen: bool) -> Ro
 
 def table(rows: Sequence[Row]) -> list[str]:
     """The rows for people, as Markdown."""
-    head = [
-        "format",
-        "scale search",
-        "amax",
-        "update",
-        "its size",
-        "cosine",
-        "codes changed",
-        "norm of the change",
-        "error",
-    ]
-    body = [
-        [
-            row.format,
-            "" if row.format != "nvfp4" else "12 candidates" if row.search else "none",
-            "frozen" if row.frozen else "own",
-            row.update,
-            f"{row.size:.2%}",
-            f"{row.cosine:.3f}",
-            f"{row.changed:.2%}",
-            f"{row.growth:.2f}x",
-            f"{row.error:.4f}",
-        ]
+    shown = [
+        {
+            "format": row.format,
+            "scale search": SEARCHED[row.search] if row.format == "nvfp4" else "",
+            "amax": "frozen" if row.frozen else "own",
+            "update": row.update,
+            "its size": f"{row.size:.2%}",
+            "cosine": f"{row.cosine:.3f}",
+            "codes changed": f"{row.changed:.2%}",
+            "norm of the change": f"{row.growth:.2f}x",
+            "error": f"{row.error:.4f}",
+        }
         for row in rows
     ]
-    return markdown(head, body)
+    return markdown(list(shown[0]), [list(cells.values()) for cells in shown])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

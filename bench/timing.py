@@ -62,17 +62,9 @@ class Ratio:
     ) -> Ratio:
         """From paired lists of seconds."""
         ratios = [a / b for a, b in zip(times[what], times[base], strict=True)]
-        return cls(
-            what=what,
-            base=base,
-            value=statistics.median(ratios),
-            low=min(ratios),
-            high=max(ratios),
-            seconds=statistics.median(times[what]),
-            base_seconds=statistics.median(times[base]),
-            goal=goal,
-            note=note,
-        )
+        value, low, high = statistics.median(ratios), min(ratios), max(ratios)
+        mine, theirs = (statistics.median(times[name]) for name in (what, base))
+        return cls(what, base, value, low, high, mine, theirs, goal, note)
 
     def line(self) -> str:
         """One line for people."""

@@ -6,6 +6,7 @@ machine.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ SAVE_EVERY = 60.0  # seconds
 
 class Budget:
     """``for done in Budget(...)``: one step each, ``done`` of ``minutes`` gone; goes on where
-    ``path`` says that it was, and writes there each minute and at the end, with ``also()``.
+    ``path`` says that it was, and writes there each minute and at the end, with ``also()``. No more
+    than ``most_steps`` in all.
     """
 
     def __init__(
@@ -29,18 +31,24 @@ class Budget:
         optimizer: torch.optim.Optimizer,
         minutes: float,
         also: Callable[[], None] = lambda: None,
+        most_steps: float = math.inf,
     ) -> None:
         self.path, self.model, self.optimizer, self.also = path, model, optimizer, also
         state = load_state(path, model, optimizer)
         self.step, self.spent = int(state.get("step", 0)), float(state.get("spent", 0.0))
-        self.first, self.seconds = self.step, minutes * 60
+        self.first, self.seconds, self.most_steps = self.step, minutes * 60, most_steps
+
+    @property
+    def left(self) -> bool:
+        """Whether there is another step to do."""
+        return self.spent < self.seconds and self.step < self.most_steps
 
     def __iter__(self) -> Iterator[float]:
         begin, saved = time.monotonic() - self.spent, time.monotonic()
-        while self.spent < self.seconds:
+        while self.left:
             yield self.spent / self.seconds
             self.step, self.spent = self.step + 1, time.monotonic() - begin
-            if time.monotonic() - saved > SAVE_EVERY or self.spent >= self.seconds:
+            if time.monotonic() - saved > SAVE_EVERY or not self.left:
                 counters = {"spent": self.spent, "step": self.step}
                 save_state(self.path, self.model, self.optimizer, counters)
                 self.also()

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from shapes.data import Pool
 from shapes.grammar import COLOURS, RELATIONS, SHAPES, Scene, Thing, flipped
 from shapes.render import SIZE, render
-from shapes.text import TOKENS, byte_pairs, clip_tokenizer
+from shapes.text import TOKENS, byte_pairs, caption_ids, clip_tokenizer
 
 if TYPE_CHECKING:
     import open_clip
@@ -169,19 +169,14 @@ def batches(
     """For ever: pixels [B, 3, 32, 32], token ids [B, 11], and [B, B] True where caption j is right
     for image i.
     """
-    pool, tokenizer = Pool(seed), clip_tokenizer()
+    pool = Pool(seed)
     while True:
         drawn = pool.rng.choice(len(pool.scenes), groups, p=pool.chances)
         scenes = []
         for scene in (pool.scenes[i] for i in drawn):
             scenes += [scene, *beside(scene, pool.rng)]
         images = spoil(render(scenes, pool.rng), pool.rng)
-        ids = tokenizer(
-            [scene.caption for scene in scenes],
-            padding="max_length",
-            max_length=TOKENS,
-            return_tensors="pt",
-        ).input_ids
+        ids = caption_ids([scene.caption for scene in scenes])
         yield to_pixels(images), ids, right_pairs(scenes)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,21 +17,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from shapes.budget import Budget
 from shapes.building import HERE, add_work, log, log_written, parser, replacing
 from shapes.clip import MOST_SCALE, batches, build_clip, loss_of, near_misses, save_clip, to_pixels
 from shapes.grammar import KINDS, Scene, scenes_of
 from shapes.render import render
 from shapes.state import load_state, save_state
-from shapes.text import TOKENS, clip_tokenizer
+from shapes.text import caption_ids
+from shapes.training import follow
 
 if TYPE_CHECKING:
     import open_clip
 
-PEAK_LR, DECAY, WARM_UP, EMA = 1e-3, 0.05, 100, 0.998
+PEAK_LR, DECAY, WARM_UP = 1e-3, 0.05, 100
 
 
 def train_clip(
-    minutes: float, work: Path, log: Callable[[str], None], most_steps: int | None = None
+    minutes: float, work: Path, log: Callable[[str], None], most_steps: float = math.inf
 ) -> open_clip.CLIP:
     """Train for ``minutes`` (counted over resumed runs), or ``most_steps``; returns the averaged
     weights.
@@ -44,39 +45,24 @@ def train_clip(
     rest = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.98))
-    state = load_state(work / "clip", model, optimizer)
+
+    def also() -> None:
+        save_state(work / "clip-average", average, None, {"step": budget.step})
+
+    budget = Budget(work / "clip", model, optimizer, minutes, also, most_steps)
     average.load_state_dict(model.state_dict())
     load_state(work / "clip-average", average, None)
-    step, spent = int(state.get("step", 0)), float(state.get("spent", 0.0))
-    begin, saved, mean, first = time.monotonic() - spent, time.monotonic(), 0.0, step
-    examples = batches(2000 + step)
-
-    def save() -> None:
-        save_state(work / "clip", model, optimizer, {"spent": spent, "step": step})
-        save_state(work / "clip-average", average, None, {"step": step})
-
-    while spent < minutes * 60 and (most_steps is None or step < most_steps):
+    examples, mean = batches(2000 + budget.step), 0.0
+    for gone in budget:
         for group in optimizer.param_groups:
-            group["lr"] = PEAK_LR * _rate(step, spent / (minutes * 60))
+            group["lr"] = PEAK_LR * _rate(budget.step, gone)
         loss = loss_of(model, next(examples))
         _learn(model, optimizer, loss)
-        step, spent = step + 1, time.monotonic() - begin
-        with torch.no_grad():  # or autograd would keep every step
-            torch._foreach_lerp_(
-                list(average.parameters()),
-                list(model.parameters()),
-                1 - min(EMA, (1 + step) / (20 + step)),
-            )
-        mean += (loss.item() - mean) / min(step - first, 100)
-        if step % 50 == 0:
-            log(
-                f"clip step {step} {spent:.0f}s loss {mean:.4f} scale"
-                f" {model.logit_scale.exp().item():.1f}"
-            )
-        if time.monotonic() - saved > 60:
-            save()
-            saved = time.monotonic()
-    save()
+        follow(average, model, budget.step)
+        mean += (loss.item() - mean) / min(budget.step + 1 - budget.first, 100)
+        if budget.step % 50 == 49:
+            scale = model.logit_scale.exp().item()
+            log(f"clip {budget.where} loss {mean:.4f} scale {scale:.1f}")
     return average.eval()
 
 
@@ -92,7 +78,7 @@ def _learn(model: open_clip.CLIP, optimizer: torch.optim.Optimizer, loss: torch.
 
 def _rate(step: int, gone: float) -> float:
     """Share of the peak rate after ``step`` steps, when so much of the time is ``gone``."""
-    return min((step + 1) / WARM_UP, (1 + math.cos(math.pi * min(1.0, gone))) / 2)
+    return min((step + 1) / WARM_UP, (1 + math.cos(math.pi * gone)) / 2)
 
 
 @torch.no_grad()
@@ -118,10 +104,7 @@ def accuracy(model: open_clip.CLIP, split: str) -> dict[str, float]:
 
 
 def _wins(model: open_clip.CLIP, image: torch.Tensor, captions: list[Scene]) -> bool:
-    texts = [scene.caption for scene in captions]
-    ids = clip_tokenizer()(
-        texts, padding="max_length", max_length=TOKENS, return_tensors="pt"
-    ).input_ids
+    ids = caption_ids([scene.caption for scene in captions])
     return int((model.encode_text(ids, normalize=True) @ image).argmax()) == 0
 
 
@@ -129,7 +112,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     found = parser("shapes.clip_build", __doc__, 25.0, "", HERE / "clip")
     add_work(found)
-    found.add_argument("--steps", type=int, default=None, help="stop after so many steps")
+    found.add_argument("--steps", type=int, default=math.inf, help="stop after so many steps")
     return found.parse_args()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from diffusers import AutoencoderKL, SD3Transformer2DModel
 from torch import nn
@@ -17,15 +18,7 @@ from torch import nn
 from shapes.data import Pool
 from shapes.grammar import COLOURS, SHAPES
 from shapes.state import kept
-from shapes.text import (
-    LONG_TOKENS,
-    TOKENS,
-    WIDTH,
-    clip_encoder,
-    clip_tokenizer,
-    t5_encoder,
-    t5_tokenizer,
-)
+from shapes.text import LONG_TOKENS, WIDTH, caption_ids, clip_encoder, t5_encoder, t5_tokenizer
 from shapes.training import Batch, Course, draw_times, train
 from shapes.vae import CHANNELS, encode
 
@@ -105,6 +98,24 @@ class Learner(nn.Module):
         return out[0], self.head(self.middle.pop())
 
 
+def made(
+    labelled: Callable[[int], tuple[np.ndarray, np.ndarray, np.ndarray]],
+    encoded: Callable[[np.ndarray], torch.Tensor],
+    count: int,
+    chunk: int,
+) -> dict[str, torch.Tensor]:
+    """``count`` examples, made ``chunk`` at a time: "latents", "which" scene, and uint8 "cells", as
+    ``labelled(number)`` gives them with images or clips, which are ``encoded``.
+    """
+    rows = []
+    for _ in range(max(1, count // chunk)):
+        drawn, scene, cell = labelled(min(chunk, count))
+        cell = torch.from_numpy(cell).to(torch.uint8)
+        rows.append((encoded(drawn), torch.from_numpy(scene), cell))
+    latents, which, cells = (torch.cat(column) for column in zip(*rows, strict=True))
+    return {"latents": latents, "which": which, "cells": cells}
+
+
 class Examples:
     """Latents and captions to train on: rendered and encoded once, and kept in the file ``cache``
     where one is given.
@@ -114,37 +125,17 @@ class Examples:
         self, vae: AutoencoderKL, seed: int, count: int = IMAGES, cache: Path | None = None
     ) -> None:
         pool = Pool(seed)
-        parts = kept(cache, lambda: self._made(vae, pool, count))
-        self.latents, self.which, self.cells = parts["latents"], parts["which"], parts["cells"]
-        tokenizer = clip_tokenizer()
-        captions = [scene.caption for scene in pool.scenes] + [""]
-        self.ids = tokenizer(
-            captions, padding="max_length", max_length=TOKENS, return_tensors="pt"
-        ).input_ids
+        parts = kept(
+            cache, lambda: made(pool.labelled, lambda images: encode(vae, images), count, CHUNK)
+        )
+        self.latents, self.which = parts["latents"], parts["which"]
+        self.cells = parts["cells"].flatten(1)
+        self.ids = caption_ids([scene.caption for scene in pool.scenes] + [""])
         ids = t5_tokenizer()(
             [""], padding="max_length", max_length=LONG_TOKENS, truncation=True, return_tensors="pt"
         ).input_ids
         with torch.no_grad():
             self.long = t5_encoder().eval()(ids).last_hidden_state
-
-    @staticmethod
-    def _made(vae: AutoencoderKL, pool: Pool, count: int) -> dict[str, torch.Tensor]:
-        rows = []
-        for _ in range(max(1, count // CHUNK)):
-            images, scene, cell = pool.labelled(min(CHUNK, count))
-            rows.append(
-                (
-                    encode(vae, images),
-                    torch.from_numpy(scene),
-                    torch.from_numpy(cell).flatten(1).to(torch.uint8),
-                )
-            )
-        return {
-            name: torch.cat(column)
-            for name, column in zip(
-                ("latents", "which", "cells"), zip(*rows, strict=True), strict=True
-            )
-        }
 
     def batch(self, generator: torch.Generator) -> Batch:
         """Random latents, with independent noise."""

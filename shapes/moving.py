@@ -39,9 +39,9 @@ def drift(layout: Layout, scenes: list[Scene], rng: np.random.Generator) -> np.n
     return tries[np.arange(len(scenes)), good.argmax(1)]
 
 
-def moments(layout: Layout, moved: np.ndarray, frames: int = FRAMES) -> Iterator[Layout]:
+def moments(layout: Layout, moved: np.ndarray) -> Iterator[Layout]:
     """The layout at each frame of a clip."""
-    for frame in range(frames):
+    for frame in range(FRAMES):
         yield replace(layout, centre=layout.centre + frame / (FRAMES - 1) * moved)
 
 

@@ -41,21 +41,10 @@ class Muon(torch.optim.Optimizer):
         other_lr: float,
         decay: float,
     ) -> None:
+        kinds = (("matrix", matrices, lr, decay), ("other", others, other_lr, 0.0))
         groups = [
-            {
-                "params": list(matrices),
-                "kind": "matrix",
-                "lr": lr,
-                "peak": lr,
-                "weight_decay": decay,
-            },
-            {
-                "params": list(others),
-                "kind": "other",
-                "lr": other_lr,
-                "peak": other_lr,
-                "weight_decay": 0.0,
-            },
+            {"params": list(params), "kind": kind, "lr": rate, "peak": rate, "weight_decay": shrink}
+            for kind, params, rate, shrink in kinds
         ]
         super().__init__(groups, {})
 

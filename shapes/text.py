@@ -9,6 +9,8 @@ Tokenizers are written once, with the weights, and only ever loaded afterwards.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from transformers import (
     CLIPTextConfig,
@@ -60,6 +62,15 @@ def clip_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(
         vocab=vocabulary, merges=merges, unk_token=END, pad_token=END, model_max_length=TOKENS
     )
+
+
+def caption_ids(captions: list[str]) -> torch.Tensor:
+    """Token ids [B, 11] of captions."""
+    padded = _tokenizer()(captions, padding="max_length", max_length=TOKENS, return_tensors="pt")
+    return padded.input_ids
+
+
+_tokenizer = cache(clip_tokenizer)  # for reading only: a pipeline is given one of its own
 
 
 def t5_tokenizer() -> T5Tokenizer:

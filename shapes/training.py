@@ -97,6 +97,13 @@ def matrices_apart(learner: nn.Module) -> Muon:
     return Muon(split[True], split[False], MATRIX_LR, OTHER_LR, DECAY)
 
 
+@torch.no_grad()  # or autograd would keep every step
+def follow(average: nn.Module, learner: nn.Module, step: int) -> None:
+    """Move the average towards the learner after ``step``, counted from 0."""
+    keep = min(EMA, (2 + step) / (21 + step))
+    torch._foreach_lerp_(list(average.parameters()), list(learner.parameters()), 1 - keep)
+
+
 @dataclass(frozen=True)
 class Course:
     """How long and how fast: ``flat`` of the time at ``rate`` of the full learning rates, then
@@ -142,9 +149,7 @@ def train(
         found = backward(learner, batches(generator, done), four_bits)
         torch.nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
         optimizer.step()
-        keep = min(EMA, (2 + step) / (21 + step))
-        with torch.no_grad():  # or autograd would keep every step
-            torch._foreach_lerp_(list(average.parameters()), list(learner.parameters()), 1 - keep)
+        follow(average, learner, step)
         mean += (found.velocity.item() - mean) / min(step + 1 - budget.first, 100)
         if step % 50 == 49:
             log(

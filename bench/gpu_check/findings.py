@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal
 
 from configs.section import Tree
@@ -73,16 +73,7 @@ class Results:
             if labels.items() <= found.labels.items()
         ]
 
-    def outcome(self, section: str) -> Outcome | None:
-        """What became of a section; None: it was not asked for."""
-        return next((each for each in self.outcomes if each.section == section), None)
-
-
-def as_tree(item: Item) -> Tree:
-    """A finding, or what was left out, as JSON."""
-    return asdict(item)
-
 
 def from_tree(tree: Tree) -> Item:
-    """The inverse of ``as_tree``."""
+    """The inverse of ``asdict``."""
     return LeftOut(**tree) if "why" in tree else Finding(**tree)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bench.architectures import Case
-from bench.gpu_check.findings import Finding, Item, LeftOut
-from bench.gpu_check.setting import FAMILIES, NEWER, Setting, change, free
+from bench.gpu_check.findings import Finding, Item
+from bench.gpu_check.setting import FAMILIES, NEWER, Setting, change, free, of_each
 from configs.section import Tree
 from configs.training import Lora
 from policy.attention import sound_gradients
@@ -31,13 +31,11 @@ def measure(setting: Setting) -> Iterator[Item]:
     """Of every family as a learner takes them; then once more with the attention that torch would
     choose, last, as reading foreign memory ends the process.
     """
-    for name in (*FAMILIES, *(NEWER if setting.gpu else ())):
-        if setting.gpu and setting.left < LEAST_S:
-            yield LeftOut(name, "no time was left")
-            continue
-        with setting.case(name) as case:
-            yield _finding(case, setting, "as trained", sound_gradients(setting.device))
-        free()
+
+    def as_trained(case: Case, _: str) -> Iterator[Item]:
+        yield _finding(case, setting, "as trained", sound_gradients(setting.device))
+
+    yield from of_each(setting, (*FAMILIES, *(NEWER if setting.gpu else ())), LEAST_S, as_trained)
     for name in FAMILIES if setting.gpu else ():
         with setting.case(name) as case:
             yield _finding(case, setting, "torch's own choice", nullcontext())

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bench.architectures import Case
-from bench.gpu_check.findings import Finding, Item, LeftOut
-from bench.gpu_check.setting import FAMILIES, Setting, autoencoder, free
+from bench.gpu_check.findings import Finding, Item
+from bench.gpu_check.setting import FAMILIES, Setting, autoencoder, of_each
 from bench.timing import Ratio, interleave
 from configs.training import Lora
 from policy.attention import sound_gradients
@@ -40,18 +40,11 @@ Run = Callable[[], object]
 
 def decode(setting: Setting) -> Iterator[Item]:
     """Seconds per image in FP32, in BF16, compiled, and by a tiny decoder, in turns."""
-    for name in setting.architectures:
-        if name == "sd3.5-large":  # its autoencoder is Medium's
-            continue
-        if setting.gpu and setting.left < 5.0:
-            yield LeftOut(name, "no time was left")
-            continue
-        with setting.case(name) as case:
-            yield from _decoding(case, name, setting)
-        free()
+    names = (name for name in setting.architectures if name != "sd3.5-large")  # it has Medium's
+    return of_each(setting, names, 5.0, partial(_decoding, setting))
 
 
-def _decoding(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
+def _decoding(setting: Setting, case: Case, name: str) -> Iterator[Finding]:
     latents = torch.randn(DECODED, *case.family.latent_shape)
     decoders: dict[str, Diffusers] = {
         form: autoencoder(name, setting.device, dtype, not setting.gpu)
@@ -97,16 +90,10 @@ def _tiny(case: Case, setting: Setting) -> Diffusers | None:
 
 def lora(setting: Setting) -> Iterator[Item]:
     """What a learner does, over the same passes of the bare denoiser."""
-    for name in FAMILIES:
-        if setting.gpu and setting.left < 10.0:
-            yield LeftOut(name, "no time was left")
-            continue
-        with setting.case(name) as case:
-            yield from _passes(case, setting)
-        free()
+    return of_each(setting, FAMILIES, 10.0, partial(_passes, setting))
 
 
-def _passes(case: Case, setting: Setting) -> Iterator[Finding]:
+def _passes(setting: Setting, case: Case, _: str) -> Iterator[Finding]:
     device = setting.device
     with torch.random.fork_rng(devices=[device] if setting.gpu else []):
         torch.manual_seed(0)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
 from bench.architectures import Case
+from bench.explorer import peak_bytes
 from bench.gpu_check.findings import Finding, Item, LeftOut
-from bench.gpu_check.setting import ARCHITECTURES, NEWER, Setting, autoencoder, free
+from bench.gpu_check.setting import ARCHITECTURES, NEWER, Setting, autoencoder, free, of_each
 from configs.training import Lora
 from planning import passes, sizes
 from policy import memory, meta
 from policy.attention import sound_gradients
-from policy.device import out_of_memory, synchronise
+from policy.device import out_of_memory
 from policy.families.base import Diffusers
 from policy.lora import add_adapters, use
 from policy.merging import merged
@@ -26,18 +28,17 @@ def measure(setting: Setting) -> Iterator[Item]:
     """Weights anywhere; the peaks of a step, of decoding and of a training pass on a GPU."""
     if not setting.gpu:
         yield LeftOut("peaks", "only a GPU's allocator keeps its peak")
-    for name in (*ARCHITECTURES, *NEWER) if setting.gpu else ("sd3.5-medium", *NEWER):
-        if setting.gpu and setting.left < 15.0:
-            yield LeftOut(name, "no time was left")
-            continue
-        with setting.case(name) as case:
-            try:
-                yield from _weights(case, setting)
-                if setting.gpu:
-                    yield from _peaks(case, name, setting)
-            except torch.OutOfMemoryError as error:
-                yield LeftOut(name, f"one GPU has no room for it: {out_of_memory(error)}")
-        free()
+    names = (*ARCHITECTURES, *NEWER) if setting.gpu else ("sd3.5-medium", *NEWER)
+    yield from of_each(setting, names, 15.0, partial(_against_plan, setting))
+
+
+def _against_plan(setting: Setting, case: Case, name: str) -> Iterator[Item]:
+    try:
+        yield from _weights(case, setting)
+        if setting.gpu:
+            yield from _peaks(case, name, setting)
+    except torch.OutOfMemoryError as error:
+        yield LeftOut(name, f"one GPU has no room for it: {out_of_memory(error)}")
 
 
 def _weights(case: Case, setting: Setting) -> Iterator[Finding]:
@@ -51,17 +52,19 @@ def _peaks(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
     family, device, dtype = case.family, setting.device, setting.dtype
     blank = meta.blank_denoiser(family, dtype)
     work = memory.sampling_work(family, blank, BATCH, dtype)
-    yield _against(case, "step", _peak(_step(case, setting), device), work.peak)
+    yield _against(case, "step", peak_bytes(_step(case, setting), device), work.peak)
     free()
     meta.adapt(blank, family, Lora())
     planned = sizes.adapted_bytes(blank) + work.peak
-    yield _against(case, "regenerating", _peak(_step(case, setting, merges=True), device), planned)
+    yield _against(
+        case, "regenerating", peak_bytes(_step(case, setting, merges=True), device), planned
+    )
     free()
     work = passes.training_work(family, blank, BATCH, dtype, recomputed=1.0)
-    yield _against(case, "training pass", _peak(_training(case, setting), device), work.peak)
+    yield _against(case, "training pass", peak_bytes(_training(case, setting), device), work.peak)
     free()
     _, work = passes.decoding_work(family, BATCH, gpu=True)
-    yield _against(case, "decoding", _peak(_decoding(case, name, setting), device), work.peak)
+    yield _against(case, "decoding", peak_bytes(_decoding(case, name, setting), device), work.peak)
 
 
 def _step(case: Case, setting: Setting, merges: bool = False) -> Callable[[], None]:
@@ -107,16 +110,6 @@ def _decoding(case: Case, name: str, setting: Setting) -> Callable[[], None]:
         case.family.pixels(vae, x).float().clamp(0, 1)
 
     return decode
-
-
-def _peak(run: Callable[[], None], device: torch.device) -> int:
-    """Bytes at the peak, on top of what was there before."""
-    run()  # what libraries take once
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    synchronise(device)
-    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _against(case: Case, what: str, measured: int, planned: int) -> Finding:

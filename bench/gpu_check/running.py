@@ -12,10 +12,11 @@ import os
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
-from bench.gpu_check.findings import Outcome, as_tree, from_tree
+from bench.gpu_check.findings import Outcome, from_tree
 from records.errors import described
 
 GRACE_S = 10.0
@@ -94,7 +95,7 @@ def _section(name: str, gpu: bool, until: float, to: Connection) -> None:
     allow_tf32(setting.device, True)  # as actors do
     try:
         for item in SECTIONS[name].measure(setting):
-            to.send_bytes(json.dumps(as_tree(item)).encode())
+            to.send_bytes(json.dumps(asdict(item)).encode())
     except Exception as error:
         to.send_bytes(json.dumps({"error": line_of(error)}).encode())
         return

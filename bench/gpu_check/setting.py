@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bench.architectures import Case, case_of
+from bench.gpu_check.findings import Item, LeftOut
 from configs.section import Tree
 from policy.families import Family
 from policy.families.architectures import build, published
@@ -109,6 +110,24 @@ def autoencoder(name: str, device: torch.device, dtype: torch.dtype, small: bool
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         return build(part, device, dtype)
+
+
+def of_each(
+    setting: Setting,
+    names: Iterable[str],
+    least_s: float,
+    measured: Callable[[Case, str], Iterable[Item]],
+) -> Iterator[Item]:
+    """What is measured of each architecture; on a GPU those are left out for which less than
+    ``least_s`` seconds are left.
+    """
+    for name in names:
+        if setting.gpu and setting.left < least_s:
+            yield LeftOut(name, "no time was left")
+            continue
+        with setting.case(name) as case:
+            yield from measured(case, name)
+        free()
 
 
 @contextmanager

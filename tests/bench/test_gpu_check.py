@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
@@ -20,7 +21,7 @@ import torch
 from bench.gpu_check import __main__ as command
 from bench.gpu_check import gpu_tests, iteration, running
 from bench.gpu_check.claims import CLAIMS, verdict
-from bench.gpu_check.findings import Finding, Item, LeftOut, Outcome, Results, as_tree, from_tree
+from bench.gpu_check.findings import Finding, Item, LeftOut, Outcome, Results, from_tree
 from bench.gpu_check.iteration import config_of, no_room, weight_bytes
 from bench.gpu_check.sections import SECTIONS, Section
 from bench.gpu_check.setting import FAMILIES as PAPERS
@@ -80,7 +81,7 @@ def checked(tmp_path_factory) -> tuple[Path, str]:
 def outcome_of(name: str) -> Outcome:
     outcome, until = Outcome(name), time.monotonic() + 600
     for item in SECTIONS[name].measure(Setting(False, until, once=True)):
-        outcome.add(from_tree(json.loads(json.dumps(as_tree(item)))))  # as between processes
+        outcome.add(from_tree(json.loads(json.dumps(asdict(item)))))  # as between processes
     return outcome
 
 
@@ -328,7 +329,7 @@ def test_what_is_missing_is_one_line_that_says_how_to_get_it(monkeypatch, capsys
 
 def test_findings_cross_processes_whole():
     for item in (Finding("a", 1.5, "s", {"b": "c"}, {"d": 2.0}, "e"), LeftOut("f", "g")):
-        assert from_tree(json.loads(json.dumps(as_tree(item)))) == item
+        assert from_tree(json.loads(json.dumps(asdict(item)))) == item
 
 
 def test_pytests_report_is_counted(tmp_path):

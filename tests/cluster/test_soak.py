@@ -116,7 +116,7 @@ def test_lines_and_the_summary():
 
 
 def test_a_run_that_a_full_disk_ended_is_resumed_when_there_is_room(tmp_path, monkeypatch):
-    soak, calls = Soak(tmp_path, 0, SERVICES, WAYS), []
+    soak, calls = Soak(tmp_path, 0, SERVICES, WAYS, tuple(VARIANTS), ()), []
     trial = Trial("plain", (Fault(RUN, "disk", 0, "begin"),))
     injector = FaultInjector(*trial.faults)
 

@@ -16,6 +16,9 @@ from records.rundir import RunDirectory
 from tools.cluster_demo.simulated import ROOT, Demo, Failed
 from tools.cluster_demo.timeline import lines_of
 
+LEFT_OUT = ("time", "event", "pid", "host", "why", "backend")
+"""Fields of an event that are not shown."""
+
 
 def disturbed(demo: Demo) -> RunDirectory:
     """A run that is scaled 1 -> 3 -> 2 and loses a node."""
@@ -66,15 +69,8 @@ def show(run: RunDirectory, iterations: int, say: Callable[[str], None]) -> None
     say("")
     for event, when in zip(data.events, times, strict=True):
         if event["event"] not in ("actor_started", "version_published", "checkpoint_saved"):
-            fields = {
-                key: value
-                for key, value in event.items()
-                if key not in ("time", "event", "pid", "host", "why", "backend")
-            }
-            say(
-                f"{when:8.1f} s  {event['event']}  "
-                + "  ".join(f"{key} {str(value)[:40]}" for key, value in fields.items())
-            )
+            fields = [f"{key} {str(event[key])[:40]}" for key in event if key not in LEFT_OUT]
+            say(f"{when:8.1f} s  {event['event']}  {'  '.join(fields)}")
     for path in sorted((run.checkpoints / f"step_{iterations:06d}").glob("*.safetensors")):
         say(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(run.path)}")
 
@@ -87,12 +83,8 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--iterations", type=int, default=24, help="of each run; 24 unless given")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=None,
-        help="directory of the two runs; runs/cluster-demo-TIME unless given",
-    )
+    text = "directory of the two runs; runs/cluster-demo-TIME unless given"
+    parser.add_argument("--out", type=Path, help=text)
     options = parser.parse_args()
     if options.iterations < 8:
         parser.error("--iterations: at least 8, or the run ends before it is disturbed")

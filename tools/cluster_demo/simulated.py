@@ -60,13 +60,9 @@ class Demo:
         from ray.cluster_utils import Cluster
 
         port = _free_port()
-        head = {
-            "labels": {"demo.node": "services"},
-            "include_dashboard": True,
-            "dashboard_host": "127.0.0.1",
-            "dashboard_port": port,
-        }
-        self.cluster = Cluster(initialize_head=True, head_node_args=_node(**head))
+        board = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
+        head = _node(labels={"demo.node": "services"}, **board)
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.nodes = [self.add_node() for _ in range(2)]
         self.url, self.address = f"http://127.0.0.1:{port}", str(self.cluster.address)
         self.tell(
@@ -98,13 +94,8 @@ class Demo:
         ``settings`` are given as ``--set`` options, and not printed.
         """
         self.tell(f"$ {shlex.join(['sol-rl', *arguments])}{' --set ...' if settings else ''}")
-        command = [
-            sys.executable,
-            "-m",
-            "cluster",
-            *arguments,
-            *(part for setting in settings for part in ("--set", setting)),
-        ]
+        given = [part for setting in settings for part in ("--set", setting)]
+        command = [sys.executable, "-m", "cluster", *arguments, *given]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         for said in done.stdout.splitlines():
             self.say(f"           {said}")
@@ -123,13 +114,8 @@ class Demo:
             "services.rollout.actors": rollout,
             **SETTINGS,
         }
-        output = self.sol_rl(
-            "submit",
-            "quickstart",
-            "--address",
-            self.url,
-            settings=[f"{key}={value}" for key, value in values.items()],
-        )
+        settings = [f"{key}={value}" for key, value in values.items()]
+        output = self.sol_rl("submit", "quickstart", "--address", self.url, settings=settings)
         return RunDirectory(self.out / name), output.splitlines()[0].removeprefix("submitted: ")
 
     def status_of(self, job: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tools.fuzz.inputs import json_values
+from tools.fuzz.inputs import json_values, spliced
 
 REMOVED = "\0removed"
 """In place of a value of a JSON file: the key, or the entry, is not there."""
@@ -46,10 +46,9 @@ class Change:
             path.write_bytes(_changed(data, self.how, self.what))
 
 
-def changes(folder: Path, names: Sequence[str] | None = None) -> st.SearchStrategy[Change]:
-    """One of the files in ``folder``, all that there are unless ``names`` are given."""
-    if names is None:
-        names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+def changes(folder: Path) -> st.SearchStrategy[Change]:
+    """One of the files in ``folder`` made wrong."""
+    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
     return st.sampled_from(names).flatmap(lambda name: _of_file(folder, name))
 
 
@@ -91,9 +90,7 @@ def _changed(data: bytes, how: str, what: Any) -> bytes:
         place, byte = what
         return data[:place] + bytes([byte]) + data[place + 1 :]
     if how == "splice":
-        for start, length, piece in what:
-            data = data[:start] + piece + data[start + length :]
-        return data
+        return spliced(data, what)
     (row, *keys), value = what
     rows = data.decode().splitlines() if row is not None else [data.decode()]
     root = [json.loads(rows[row or 0])]

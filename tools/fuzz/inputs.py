@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -44,18 +45,16 @@ def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
 
 def spoiled(text: bytes) -> st.SearchStrategy[bytes]:
     """``text`` with pieces cut out, doubled, overwritten or put in."""
-    size = len(text)
-    edit = st.tuples(
-        st.integers(0, size), st.integers(0, 40), st.binary(max_size=12) | st.just(text[:40])
-    )
+    pieces = st.binary(max_size=12) | st.just(text[:40])
+    edit = st.tuples(st.integers(0, len(text)), st.integers(0, 40), pieces)
+    return st.lists(edit, min_size=1, max_size=4).map(lambda edits: spliced(text, edits))
 
-    def apply(edits: list[tuple[int, int, bytes]]) -> bytes:
-        made = text
-        for start, length, piece in edits:
-            made = made[:start] + piece + made[start + length :]
-        return made
 
-    return st.lists(edit, min_size=1, max_size=4).map(apply)
+def spliced(text: bytes, edits: Iterable[tuple[int, int, bytes]]) -> bytes:
+    """``text`` with so many bytes from a place on replaced by a piece, edit after edit."""
+    for start, length, piece in edits:
+        text = text[:start] + piece + text[start + length :]
+    return text
 
 
 TOML = b"""layers = ["models/shapes", "rewards/shapes"]

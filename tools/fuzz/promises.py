@@ -66,20 +66,16 @@ def outcome(*arguments: str, codes: tuple[int, ...] = (0, 2)) -> tuple[int | Non
     return code, out.getvalue()
 
 
-def refused(*kinds: type[Exception]) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def refused(*kinds: type[Exception]) -> Iterator[None]:
     """These errors are right, where they are a line each."""
-
-    @contextlib.contextmanager
-    def guarded() -> Iterator[None]:
-        try:
-            with in_time():
-                yield
-        except kinds as error:
-            lines = getattr(error, "lines", [str(error)])
-            if not all(line.strip() and "\n" not in line for line in lines):
-                raise Wrong(f"not a line each: {lines!r}") from error
-
-    return guarded()
+    try:
+        with in_time():
+            yield
+    except kinds as error:
+        lines = getattr(error, "lines", [str(error)])
+        if not all(line.strip() and "\n" not in line for line in lines):
+            raise Wrong(f"not a line each: {lines!r}") from error
 
 
 def finite(tree: object, where: str = "") -> None:
@@ -94,13 +90,13 @@ def finite(tree: object, where: str = "") -> None:
             finite(value, where)
 
 
-def digest(folder: Path, leaving_out: tuple[str, ...] = ("report.html", "lock")) -> dict[str, str]:
-    """What every path below ``folder`` is, to the byte."""
+def digest(folder: Path) -> dict[str, str]:
+    """What every path below ``folder`` is, to the byte; any report and lock is left out."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
             found[str(path)] = f"-> {path.readlink()}"
-        elif path.is_file() and path.name not in leaving_out:
+        elif path.is_file() and path.name not in ("report.html", "lock"):
             found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
         elif path.is_dir():
             found[str(path)] = "directory"

@@ -36,11 +36,13 @@ class Soak:
         seed: int,
         kinds: Sequence[str],
         ways: Sequence[str],
-        variants: Sequence[str] = tuple(VARIANTS),
-        overrides: Sequence[str] = (),
+        variants: Sequence[str],
+        overrides: Sequence[str],
     ):
         self.out, self.seed, self.overrides = out, seed, list(overrides)
         self.kinds, self.ways, self.variants = list(kinds), list(ways), list(variants)
+        drawn_from = ("seed", "kinds", "ways", "variants", "overrides")
+        self._drawn_from = {name: getattr(self, name) for name in drawn_from}
         self.machines: Machines | None = None
         self.machine = Machine(out)
         self.model = out / "model"
@@ -68,16 +70,6 @@ class Soak:
                 )
             rows[row["index"]] = row
         return rows
-
-    @property
-    def _drawn_from(self) -> dict[str, object]:
-        return {
-            "seed": self.seed,
-            "kinds": self.kinds,
-            "ways": self.ways,
-            "variants": self.variants,
-            "overrides": self.overrides,
-        }
 
     def prepare(self) -> None:
         """Train the undisturbed run of every variant."""
