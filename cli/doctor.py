@@ -29,9 +29,9 @@ def declare(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print a line per check; exit code 2 where one failed."""
-    if options.overrides and not options.config:
+    if options.overrides and options.config is None:
         raise ConfigError("--set: give the configuration that it belongs to")
-    config = load(options.config, options.overrides) if options.config else None
+    config = load(options.config, options.overrides) if options.config is not None else None
     address = address_given(options.address)
     if is_dashboard(address):
         from cluster.jobs.submit import check_through_job

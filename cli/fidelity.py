@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         )
     require_positive(options, "prompts", "steps", "threads")
     rundir = None
-    if options.run:
+    if options.run is not None:
         rundir, config = run_at(options.run)
         config = measured(config, options.overrides)
     else:

@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
             nodes = free_nodes()
     numbers = {name: getattr(options, name) for name in names}
     assumed = Assumptions(accelerator=options.accelerator, **numbers)
-    if options.from_run:
+    if options.from_run is not None:
         return _from_run(options, config, assumed, nodes)
     from planning.layouts.choose import DoesNotFit
     from planning.savings import savings_lines

@@ -70,6 +70,8 @@ def read_prompts(name: str) -> list[Prompt]:
         raise ConfigError(
             f"prompts: {name}: not UTF-8 at byte {error.start}; save the file as UTF-8"
         ) from None
+    except ValueError:  # a zero byte
+        raise ConfigError(f"prompts: {name!r} is no name of a file") from None
     in_json, folder = path.suffix in (".jsonl", ".json"), path.absolute().parent
     # JSON's strings may hold what ``splitlines`` takes for ends of lines, such as U+2028
     lines = text.split("\n") if in_json else text.splitlines()

@@ -39,15 +39,21 @@ def step_directory(root: str | Path, step: int) -> Path:
 
 def latest_checkpoint(root: str | Path) -> Path | None:
     """The whole checkpoint of the highest step under ``root``, or None. What was left unfinished
-    has another name.
+    has another name. Raises CheckpointError where nobody can know.
     """
     found = _whole(Path(root))
     return found[-1] if found else None
 
 
 def find(rundir: RunDirectory, step: int | None) -> Path:
-    """The checkpoint of ``step``, or the last one, of a run. Raises ConfigError: there is none."""
-    root, whole = rundir.checkpoints, _whole(rundir.checkpoints)
+    """The checkpoint of ``step``, or the last one, of a run. Raises ConfigError: there is none, or
+    nobody can know.
+    """
+    root = rundir.checkpoints
+    try:
+        whole = _whole(root)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
     if step is None:
         path = whole[-1] if whole else None
     else:
@@ -89,7 +95,10 @@ def write(
             body = {"format": FORMAT, "files": digests, "state": dict(state)}
             (beside / STATE).write_text(json.dumps(body, indent=1), encoding="utf-8")
     except OSError as error:
-        last = latest_checkpoint(path.parent)
+        try:
+            last = latest_checkpoint(path.parent)
+        except CheckpointError:
+            last = None
         kept = (
             f"the last whole checkpoint is {last.name}"
             if last
@@ -186,14 +195,23 @@ def require_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what
 
 def _whole(root: Path) -> list[Path]:
     """Whole checkpoints, lowest step first. A replaced one counts only while its replacement is not
-    in place.
+    in place. Raises CheckpointError where they cannot be looked at: a run without the right to
+    would go back to its beginning.
     """
     steps: dict[int, Path] = {}
-    # backwards: "step_000001.replaced" before "step_000001", which then takes its place
-    for path in sorted(root.glob("step_*"), reverse=True):
-        match = STEP.fullmatch(path.name)
-        if match and (path / STATE).is_file():
-            steps[int(match[1])] = path
+    try:
+        # not ``glob``, which passes over what it has no right to. Backwards: "step_000001.replaced"
+        # before "step_000001", which then takes its place
+        for name in sorted(os.listdir(root), reverse=True):
+            match = STEP.fullmatch(name)
+            if match and (root / name / STATE).is_file():
+                steps[int(match[1])] = root / name
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoints: {error.filename or root} cannot be read ({error.strerror or error})"
+        ) from None
     return [steps[step] for step in sorted(steps)]
 
 

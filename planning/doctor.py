@@ -60,10 +60,12 @@ def of_configuration(config: RunConfig) -> list[Check]:
             with socket.socket() as tried:
                 tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 tried.bind(at)
-        except OSError as error:
+        # TypeError, UnicodeError: what cannot be the name of a host
+        except (OSError, TypeError, UnicodeError) as error:
+            why = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"{at[0]}:{at[1]} cannot be served ({error.strerror}): set"
-                " logging.prometheus_port to a free one"
+                f"{at[0]}:{at[1]} cannot be served ({why}): set logging.prometheus_port to a free"
+                " one, logging.prometheus_host to an address of this machine"
             ) from None
 
     looked: dict[str, Callable[[RunConfig], None]] = {
@@ -100,9 +102,15 @@ def of_this_machine(config: RunConfig | None, facts: Facts) -> list[Check]:
 def of_run_root(config: RunConfig) -> Check:
     """Whether the driver can write runs, and has room for them."""
     path = Path(config.run_root or "runs").absolute()
-    there = next(each for each in (path, *path.parents) if each.exists())
-    free = shutil.disk_usage(there).free / GB
-    if not os.access(there, os.W_OK):
+    try:
+        there = next(each for each in (path, *path.parents) if each.exists())
+        free = shutil.disk_usage(there).free / GB
+    except OSError as error:  # no right to look, or a name that is too long
+        why = f"{str(path)[:200]}: {error.strerror or error}"
+        return Check("run root", "failed", why, "set run_root=DIR")
+    if not there.is_dir():
+        return Check("run root", "failed", f"{there} is no directory", "set run_root=DIR")
+    if not os.access(there, os.W_OK | os.X_OK):
         return Check("run root", "failed", f"{there} cannot be written", "set run_root=DIR")
     if free < LEAST_DISK_GB:
         return Check("run root", "failed", f"{free:.1f} GB free at {there}", "make room there")
@@ -207,14 +215,15 @@ def of_token(joined: bool, home: Path | None = None) -> Check:
     """Whether strangers may submit work to the cluster, which is to run code on it."""
     mode, name = os.environ.get("RAY_AUTH_MODE", ""), "token"
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or (home or Path.home()) / ".ray/auth_token")
+    there = os.path.isfile(file)  # False too where there is no right to look
     if mode and mode != "token":
         if not joined:
             return Check(name, "note", "Ray's token is off; a local Ray listens on loopback")
         advice = "RAY_AUTH_MODE=token, or a firewall around the head (docs/security.md)"
         return Check(name, "note", "off: anybody who reaches the dashboard runs code", advice)
-    if file.is_file() and stat.S_IMODE(file.stat().st_mode) & 0o077:
+    if there and stat.S_IMODE(file.stat().st_mode) & 0o077:
         return Check(name, "note", f"{file} can be read by other users", f"chmod 600 {file}")
-    return Check(name, "ok", "asked for" if file.is_file() else "none needed yet")
+    return Check(name, "ok", "asked for" if there else "none needed yet")
 
 
 def json_of(checks: Sequence[Check]) -> dict[str, object]:

@@ -48,6 +48,11 @@ def check_model(config: RunConfig) -> None:
         check_explorers(config)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError([" ".join(str(error).split())]) from None
+    except OSError as error:
+        raise ConfigError(
+            f"model.path: {error.filename or config.model.path}: cannot be read"
+            f" ({error.strerror or error})"
+        ) from None
     # diffusers and our families compute with what a file says: with other types anything may come
     except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         why = " ".join(str(error).split())[:200]

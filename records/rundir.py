@@ -161,8 +161,19 @@ class RunDirectory:
             ) from None
 
     def prompts(self) -> dict[str, str]:
-        """Digests of the prompts that the run was started with; none of an old run."""
-        return dict(json.loads(self.config_file.read_text()).get("prompts", {}))
+        """Digests of the prompts that the run was started with; none of an old run. Raises
+        ConfigError where they are none.
+        """
+        try:
+            kept = json.loads(self.config_file.read_text()).get("prompts", {})
+        except (RecursionError, OSError, ValueError, AttributeError):
+            kept = None
+        if not isinstance(kept, dict) or not all(isinstance(kept[key], str) for key in kept):
+            raise ConfigError(
+                f"{self.config_file}: 'prompts' does not say which prompts the run was started"
+                " with: put it back, or take 'prompts' out and they are not compared"
+            )
+        return kept
 
     def metric(self, row: Mapping[str, object]) -> None:
         """Append one object to metrics.jsonl; a number that is not finite becomes null."""

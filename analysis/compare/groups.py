@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from os.path import isfile
 from pathlib import Path
@@ -136,11 +137,9 @@ def _settings(config: RunConfig) -> dict[str, object]:
 def _run_directories(directories: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in directories:
-        inside = (
-            [path]
-            if isfile(path / "config.json")
-            else sorted(each.parent for each in path.glob("*/config.json"))
-        )
+        inside = [path] if isfile(path / "config.json") else []
+        with suppress(OSError):  # a name that is too long
+            inside = inside or sorted(each.parent for each in path.glob("*/config.json"))
         if not inside:
             raise ConfigError(
                 f"--runs {path}: no run here: give directories with a config.json, or one that"

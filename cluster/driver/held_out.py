@@ -70,9 +70,9 @@ class HeldOut:
         was no such evaluation. Raises RunFailed where its file is not what was written.
         """
         file, wanted = self._file(0), (len(self._prompts), self._config.evaluate.noises)
-        if not file.exists():
-            return None
         try:
+            if not file.exists():
+                return None
             rewards = np.array(json.loads(file.read_bytes())["rewards"], dtype=float)
             if rewards.shape != wanted:
                 raise ValueError(f"rewards of shape {rewards.shape}, not {wanted}")

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import re
+import tempfile
 from pathlib import Path
 
 import ray
@@ -21,7 +22,7 @@ from learner import checkpoint
 from planning.preflight import check_model, check_prompts, check_scorers
 from policy.lora import ADAPTERS
 from policy.lora_files import ENDING, adapter_file, save_diffusers_lora
-from records.errors import RunFailed
+from records.errors import InputsLost, RunFailed, StateLost
 from records.rundir import RunDirectory, write_json
 from records.tables import aligned
 
@@ -61,6 +62,9 @@ def evaluate_run(
 
     Also written to ``evaluations/compare_<step>.json`` in the run directory, with images beside;
     ``compare_<step>-<file>.json`` for a ``given`` prompt file, which is used whole.
+
+    Raises ConfigError for what is not there or cannot be written, RunFailed for a damaged
+    checkpoint and where the actors cannot do it.
     """
     path = checkpoint.find(rundir, step)
     prompts = _checked_prompts(config, given)
@@ -69,14 +73,43 @@ def evaluate_run(
         checkpoint.read(path)
     except checkpoint.CheckpointError as error:
         raise RunFailed(str(error)) from None
+    _require_writable(target)
     join_or_start_ray(config)
     try:
         results = asyncio.run(_evaluate_all(rundir, config, path, prompts))
+        return _written(config, path, prompts, given, target, results)
+    # there is no checkpoint of an evaluation to go back to
+    except (StateLost, InputsLost) as loss:
+        raise RunFailed(f"{loss}: the evaluation has to be made again") from None
+    except OSError as error:
+        raise RunFailed(f"{error.filename or rundir.path}: {error.strerror or error}") from None
     finally:
         ray.shutdown()  # pyright: ignore[reportUnknownMemberType]
+
+
+def _require_writable(target: Path) -> None:
+    """Raises ConfigError where ``target`` could not be written hours later."""
+    try:
+        target.parent.mkdir(exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".writable-"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{target.parent}: cannot be written ({error.strerror or error}): evaluate writes there"
+        ) from None
+
+
+def _written(
+    config: RunConfig,
+    path: Path,
+    prompts: list[Prompt],
+    given: str | None,
+    target: Path,
+    results: dict[str, Evaluation],
+) -> list[str]:
+    """Write scores and images; returns the lines of the table."""
     base = results["base"].rewards
     rows = {name: result.row(None if name == "base" else base) for name, result in results.items()}
-    target.parent.mkdir(exist_ok=True)
     saved_step = checkpoint.step_of(path)
     for name, result in results.items():
         result.save_images(target.with_suffix("") / name, saved_step, prompts, config.model)

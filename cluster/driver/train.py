@@ -81,8 +81,8 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
 
 def refuse_damaged(rundir: RunDirectory) -> None:
     """Raises RunFailed where the checkpoint to go on from is not what was written."""
-    newest = latest_checkpoint(rundir.checkpoints)
     try:
+        newest = latest_checkpoint(rundir.checkpoints)
         if newest is not None:
             saved_at(newest)
     except CheckpointError as error:

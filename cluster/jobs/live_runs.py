@@ -81,8 +81,10 @@ def require_listener(address: str, given_as: str = "--address") -> None:
     seconds, with a warning for each. Other addresses, such as ``auto``, are left to Ray.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
+    if not host:
         return
+    if not port.isdecimal():  # Ray would ask there for ever
+        raise ConfigError(f"{given_as} {address}: {port!r} is no port; give host:port of its head")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), LISTENER_S) as to:
             if os.environ.get("RAY_USE_TLS", "0") == "0" and not _speaks_http2(to):
@@ -93,7 +95,8 @@ def require_listener(address: str, given_as: str = "--address") -> None:
                 )
         if not address.startswith("ray://") and _refuses_token(address):
             raise ConfigError(f"{given_as} {address}: {TOKEN_WANTED}")
-    except (OSError, OverflowError, RuntimeError) as error:
+    # UnicodeError: what cannot be the name of a host
+    except (OSError, OverflowError, RuntimeError, UnicodeError) as error:
         raise ConfigError(
             f"{given_as} {address}: no Ray cluster answers there ({error}); give host:port of"
             " its head"
@@ -136,7 +139,7 @@ def states(name: str | None) -> dict[str, RunState]:
     Raises ConfigError when there is none, RunFailed when the cluster does not answer.
     """
     import ray
-    from ray.exceptions import GetTimeoutError, RayActorError
+    from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
     try:
         board = ray.get_actor(NAME, namespace=NAMESPACE)
@@ -147,6 +150,8 @@ def states(name: str | None) -> dict[str, RunState]:
         raise RunFailed(
             f"the cluster did not answer within {ANSWER_S:g} s: is its head alive?"
         ) from None
+    except RayError as error:
+        raise RunFailed(f"the cluster does not answer ({first_line(error)})") from None
     chosen = {key: state for key, state in found.items() if name in (None, state["run"])}
     if not chosen:
         there = ", ".join(sorted(state["run"] for state in found.values()))
@@ -166,21 +171,25 @@ def scale(name: str | None, sizes: Sizes, timeout_s: float = SCALE_S) -> str:
         RunFailed: the run ended, or did not do it within ``timeout_s``.
     """
     import ray
-    from ray.exceptions import GetTimeoutError, RayActorError
+    from ray.exceptions import RayError
 
     found = states(name)
     if len(found) > 1:
         there = ", ".join(sorted(state["run"] for state in found.values()))
         raise ConfigError(f"--run: which one? there are: {there}")
     (key,) = found
-    board = ray.get_actor(NAME, namespace=NAMESPACE)
-    number = ray.get(board.request.remote(key, sizes))
+    try:
+        board = ray.get_actor(NAME, namespace=NAMESPACE)
+        number = ray.get(board.request.remote(key, sizes), timeout=ANSWER_S)
+    except (RayError, ValueError) as error:  # it was there a moment ago
+        why = first_line(error)
+        raise RunFailed(f"the run's board was lost ({why}): see `sol-rl status`") from None
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
             outcome = cast(Outcome | None, ray.get(board.outcome.remote(number), timeout=ANSWER_S))
             alive = outcome is not None or key in ray.get(board.runs.remote(), timeout=ANSWER_S)
-        except (RayActorError, GetTimeoutError):
+        except RayError:
             outcome, alive = None, False
         if outcome is not None:
             done, words = outcome

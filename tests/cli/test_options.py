@@ -128,6 +128,50 @@ def test_a_configuration_of_another_shape(tmp_path, capsys, command, text):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+# ---- names that are none
+
+
+@pytest.mark.parametrize(
+    ("command", "wanted"),
+    [
+        (["fidelity", "--run", ""], "no readable run here"),
+        (["plan", "quickstart", "--from", ""], "no readable run here"),
+        (["doctor", ""], ": no preset of that name"),
+        (["compare", "--runs", "x" * 5000], ": no run here"),
+        (["status", "--address", "localhost:-1"], "'-1' is no port; give host:port of its head"),
+        (["scale", "--rollout", "2", "--address", f"{'a' * 70}:1"], "no Ray cluster answers there"),
+    ],
+)
+def test_names_that_are_none(command, wanted, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    assert main(command) == 2
+    assert wanted in line(capsys)
+
+
+def test_a_prompt_file_with_a_zero_byte(rundir, capsys):
+    assert main(["evaluate", str(rundir.path), "--prompts", "a\0b"]) == 2
+    assert line(capsys) == r"prompts: 'a\x00b' is no name of a file"
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ([f'run_root="{"x" * 5000}"'], "File name too long: set run_root=DIR"),
+        (['run_root="/etc/passwd/runs"'], "run root: /etc/passwd is no directory"),
+        (
+            ["logging.prometheus_port=9999", 'logging.prometheus_host="a\\u0000b"'],
+            "cannot be served (host name must not contain null character)",
+        ),
+    ],
+)
+def test_what_the_doctor_says_of_them(settings, wanted, capsys):
+    given = [part for each in settings for part in ("--set", each)]
+    assert main(["doctor", "quickstart", *given]) == 2
+    (failed,) = [said for said in capsys.readouterr().out.splitlines() if said[:6] == "failed"]
+    assert wanted in failed
+
+
 def test_a_report_that_cannot_be_drawn(rundir, capsys, monkeypatch):
     def defect(run, live):
         raise KeyError("before")

@@ -7,7 +7,9 @@ import json
 import pytest
 
 from cli.main import main
+from cluster.driver import offline, train
 from learner.trainer import Trainer
+from records.errors import InputsLost, StateLost
 from records.rundir import RunDirectory
 from tests.cluster.runs import tiny_config, write_toml
 from tests.rights import open_to_all
@@ -21,6 +23,12 @@ def trained(tiny_sd3_dir, tmp_path) -> RunDirectory:
     rundir.create(config)
     Trainer(config).save(rundir.checkpoints / "step_000002", {})
     return rundir
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    for module in (offline, train):
+        monkeypatch.setattr(module, "join_or_start_ray", lambda config: pytest.fail("started"))
 
 
 def said(capsys) -> str:
@@ -43,6 +51,22 @@ def test_evaluate_with_a_model_that_is_gone_or_another(trained, capsys, change, 
     assert main(["evaluate", str(trained.path)]) == 2
     assert wanted in said(capsys)
     assert not (trained.path / "evaluations").exists()
+
+
+def test_a_model_without_the_right_to_read(trained, tmp_path, nothing_starts, capsys):
+    closed = tmp_path / "model"
+    closed.mkdir(mode=0o700)
+    body = json.loads(trained.config_file.read_text())
+    body["config"]["model"]["path"] = str(closed)
+    trained.config_file.write_text(json.dumps(body))
+    open_to_all(tmp_path)
+    for folder in (tmp_path / "runs", trained.path):
+        folder.chmod(0o777)
+    closed.chmod(0)
+    with nobody():
+        assert main(["evaluate", str(trained.path)]) == 2
+    closed.chmod(0o755)
+    assert said(capsys).endswith("model_index.json: cannot be read (Permission denied)")
 
 
 def test_export_of_a_damaged_checkpoint(trained, tmp_path, capsys):
@@ -95,6 +119,81 @@ def test_a_damaged_checkpoint_is_told_before_ray_is_started(
     if name != "state.json":
         assert main(["evaluate", str(trained.path)]) == 3
         assert said(capsys).startswith("run failed: checkpoint ")
+
+
+@pytest.mark.parametrize("body", [[1, 2], "x", None, {"train": 3}])
+def test_digests_of_prompts_that_are_none(trained, tmp_path, nothing_starts, capsys, body):
+    kept = json.loads(trained.config_file.read_text())
+    trained.config_file.write_text(json.dumps(kept | {"prompts": body}))
+    config = write_toml(trained.configuration(), tmp_path)
+    assert main(["train", str(config), "--resume"]) == 2
+    assert "config.json: 'prompts' does not say which prompts" in said(capsys)
+
+
+@pytest.mark.parametrize("closed", ["", "step_000002"])
+def test_checkpoints_without_the_right_to_look_are_not_taken_for_none(
+    trained, tiny_sd3_dir, tmp_path, nothing_starts, capsys, closed
+):
+    """The run would go back to its beginning."""
+    config = write_toml(trained.configuration(), tmp_path)
+    open_to_all(tmp_path)
+    open_to_all(tiny_sd3_dir)
+    for folder in (tmp_path / "runs", trained.path):
+        folder.chmod(0o777)
+    there = trained.checkpoints / closed
+    there.chmod(0)
+    with nobody():
+        assert main(["train", str(config), "--resume"]) == 3
+        assert said(capsys).endswith(" cannot be read (Permission denied)")
+        for command in (["evaluate", trained.path], ["export", trained.path, tmp_path / "l"]):
+            assert main([str(part) for part in command]) == 2
+            assert said(capsys).endswith(" cannot be read (Permission denied)")
+    there.chmod(0o755)
+
+
+def test_an_evaluation_that_could_not_be_written_is_not_made(trained, nothing_starts, capsys):
+    (trained.path / "evaluations").write_text("")
+    assert main(["evaluate", str(trained.path)]) == 2
+    assert said(capsys).endswith(
+        "evaluations: cannot be written (File exists): evaluate writes there"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (StateLost("the learner was lost: it died"), "the learner was lost: it died: the eval"),
+        (InputsLost("images went with their node"), "images went with their node: the eval"),
+        (OSError(28, "No space left on device", "/runs/events.jsonl"), "events.jsonl: No space"),
+    ],
+)
+def test_an_evaluation_that_breaks_off_is_a_line(trained, monkeypatch, capsys, error, wanted):
+    async def breaks(*given):
+        raise error
+
+    monkeypatch.setattr(offline, "join_or_start_ray", lambda config: None)
+    monkeypatch.setattr(offline, "_evaluate_all", breaks)
+    monkeypatch.setattr(offline.ray, "shutdown", lambda: None)
+    assert main(["evaluate", str(trained.path)]) == 3
+    assert wanted in said(capsys)
+
+
+def test_a_held_out_evaluation_without_the_right_to_read(
+    trained, tiny_sd3_dir, tmp_path, nothing_starts, monkeypatch, capsys
+):
+    open_to_all(tiny_sd3_dir)
+    monkeypatch.setattr(train, "saved_at", lambda path: None)
+    config = write_toml(trained.configuration(), tmp_path)
+    folder = trained.path / "evaluations"
+    folder.mkdir()
+    open_to_all(tmp_path)
+    for each in (tmp_path / "runs", trained.path):
+        each.chmod(0o777)
+    folder.chmod(0)
+    with nobody():
+        assert main(["train", str(config), "--resume"]) == 3
+    folder.chmod(0o755)
+    assert "step_000000.json cannot be read (PermissionError" in said(capsys)
 
 
 @pytest.mark.parametrize("body", [b"{", b'{"rewards": [[1.0]]}', b'{"rewards": "x"}'])

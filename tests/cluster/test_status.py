@@ -198,6 +198,16 @@ def test_a_head_that_refuses_the_token_is_asked_once(command, capsys, monkeypatc
         assert asked == [CLUSTER_ID]
 
 
+def test_a_board_that_is_lost_while_it_is_asked_is_a_line(ray_here, monkeypatch):
+    def lost(name: str | None) -> Any:
+        ray.kill(board(), no_restart=True)
+        return {"a#1": STATE}
+
+    monkeypatch.setattr("cluster.jobs.live_runs.states", lost)
+    why = said(RunFailed, lambda: scale("a", {"rollout": 2}))
+    assert why.startswith("the run's board was lost (") and why.endswith("see `sol-rl status`")
+
+
 def test_a_run_is_found_and_asked_by_name(ray_here):
     runs = {"a#1": ("a", allow), "b#1": ("b", refuse)}
     assert with_runs(runs, lambda: scale("a", {"rollout": 3})) == "now 3"
