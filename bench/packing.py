@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,21 +32,10 @@ HOW_TO_READ = (
 )
 
 
-@dataclass(frozen=True)
-class Count:
-    """Kernels of a function, those of them that see single numbers only, and the bytes that all
-    read and write.
-    """
-
-    operations: int
-    small: int
-    read: int
-    written: int
-
-
 class Counting(TorchDispatchMode):
-    """Counts what runs inside. Views and allocations are free; an operand that is expanded is read
-    at the size that it has.
+    """Counts what runs inside: ``operations``, which are kernels, those of them that see single
+    numbers only (``small``), and the bytes ``read`` and ``written``. Views and allocations are
+    free; an operand that is expanded is read at the size that it has.
     """
 
     def __init__(self) -> None:
@@ -81,11 +69,11 @@ class Counting(TorchDispatchMode):
         return result
 
 
-def count(do: Callable[[], object]) -> Count:
+def count(do: Callable[[], object]) -> Counting:
     """What ``do`` runs."""
     with Counting() as counting:
         do()
-    return Count(counting.operations, counting.small, counting.read, counting.written)
+    return counting
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -112,7 +100,7 @@ FORMATS: dict[str, Callable[[Tensor], object]] = {
 """By wire format: what its layers do to activations [M, K] before the product."""
 
 
-def table() -> list[tuple[str, str, Count]]:
+def table() -> list[tuple[str, str, Counting]]:
     """(format, form, count) of bfloat16 [1024, 3072], form "eager" or "kernels"."""
     found = []
     for name, pack in FORMATS.items():
@@ -124,7 +112,7 @@ def table() -> list[tuple[str, str, Count]]:
     return found
 
 
-def moved(counted: Count) -> float:
+def moved(counted: Counting) -> float:
     """Bytes read and written per element."""
     return (counted.read + counted.written) / (ROWS * COLUMNS)
 

@@ -126,26 +126,24 @@ def measure(options: Options) -> list[Ratio]:
     the memory that it once used.
     """
     ratios = []
-    for broadcast in options.broadcasts:
-        one = dataclasses.replace(options, broadcasts=(broadcast,))
-        with _ray(one):
-            ratios += asyncio.run(_all(one))
+    for nbytes, counts in options.broadcasts:
+        with _ray(options, nbytes):
+            ratios += asyncio.run(_to_each(options, nbytes, counts))
     return ratios
 
 
 @contextmanager
-def _ray(options: Options) -> Iterator[None]:
-    """Ray as the caller left it, the cluster of RAY_ADDRESS, or one with a store that the largest
-    version fits into.
+def _ray(options: Options, nbytes: int) -> Iterator[None]:
+    """Ray as the caller left it, the cluster of RAY_ADDRESS, or one with a store that a version
+    fits into.
     """
     import ray
 
-    largest = max(nbytes for nbytes, _ in options.broadcasts)
     if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
         with ray_for(options.config):
             yield
         return
-    store = store_size(min(largest, psutil.virtual_memory().available))
+    store = store_size(min(nbytes, psutil.virtual_memory().available))
     ray.init(
         "local",
         num_cpus=4,
@@ -160,36 +158,31 @@ def _ray(options: Options) -> Iterator[None]:
         ray.shutdown()
 
 
-async def _all(options: Options) -> list[Ratio]:
-    ratios = []
-    for nbytes, counts in options.broadcasts:
-        sender, available = None, psutil.virtual_memory().available
-        for count in counts:
-            name = f"{nbytes / 1e9:.3g} GB to {count}"
-            if why := no_room(nbytes, count, available):
-                print(f"publish  {name}: left out: {why}", flush=True)
-                continue
-            if sender is None:
-                sender = learner(nbytes, options.config.publish.shard_mb * 2**20)
-                await sender.start()
-            ratios.append(await _one(options, sender, name, nbytes, count))
-        if sender is not None:
-            await sender.stop()
+async def _to_each(options: Options, nbytes: int, counts: Sequence[int]) -> list[Ratio]:
+    """A ratio for each of these numbers of receivers."""
+    import ray
+
+    ratios, sender, available = [], None, psutil.virtual_memory().available
+    store = ray.cluster_resources().get("object_store_memory", 0.0)
+    for count in counts:
+        name = f"{nbytes / 1e9:.3g} GB to {count}"
+        if why := no_room(nbytes, count, available, store):
+            print(f"publish  {name}: left out: {why}", flush=True)
+            continue
+        if sender is None:
+            sender = learner(nbytes, options.config.publish.shard_mb * 2**20)
+            await sender.start()
+        ratios.append(await _one(options, sender, name, nbytes, count))
+    if sender is not None:
+        await sender.stop()
     return ratios
 
 
-def no_room(
-    nbytes: int, count: int, available: float | None = None, store: float | None = None
-) -> str | None:
-    """Why a version of ``nbytes`` cannot be sent to ``count`` explorers here, with ``KEPT_FREE``
-    left to others; None: it can.
-
-    ``available`` memory and the object ``store`` in bytes; None: what there is.
+def no_room(nbytes: int, count: int, available: float, store: float) -> str | None:
+    """Why a version of ``nbytes`` cannot be sent to ``count`` explorers where there is so much
+    ``available`` memory and object ``store``, in bytes, with ``KEPT_FREE`` left to others; None: it
+    can.
     """
-    import ray
-
-    available = psutil.virtual_memory().available if available is None else available
-    store = ray.cluster_resources().get("object_store_memory", 0.0) if store is None else store
     if store * SPILLS_AT < nbytes:
         return (
             f"the object store has {store / 1e9:.3g} GB: ray start"

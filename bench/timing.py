@@ -135,8 +135,6 @@ def ray_for(config: RunConfig) -> Iterator[None]:
 
 
 def _amount(value: float, unit: str) -> str:
-    return _duration(value) if unit == "s" else f"{value:.0f} {unit}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{seconds * 1e3:.3f} ms"
+    if unit != "s":
+        return f"{value:.0f} {unit}"
+    return f"{value:.3f} s" if value >= 0.1 else f"{value * 1e3:.3f} ms"

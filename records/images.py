@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -127,16 +128,11 @@ def load_step(directory: Path, step: int) -> np.ndarray:
     if found is None:
         raise FileNotFoundError(f"no images of step {step} in {directory}")
     rows, columns = (sorted({key[axis] for key in found.files}) for axis in (0, 1))
-    missing = [
-        f"{row}_{column}.png"
-        for row in rows
-        for column in columns
-        if (row, column) not in found.files
-    ]
-    if missing:
-        raise FileNotFoundError(
-            f"{missing[0]} is missing from the images of step {step} in {directory}"
-        )
+    for row, column in itertools.product(rows, columns):
+        if (row, column) not in found.files:
+            raise FileNotFoundError(
+                f"{row}_{column}.png is missing from the images of step {step} in {directory}"
+            )
     try:
         return np.stack(
             [np.stack([read_image(found.files[row, column]) for column in columns]) for row in rows]
@@ -181,15 +177,12 @@ def _animated(frames: list[Image.Image], durations: list[int], **how: object) ->
     return buffer.getvalue()
 
 
-def grid(images: np.ndarray, gap: int = 2, scale: int = 1, background: int = 255) -> np.ndarray:
-    """``images`` uint8 [R, C, 3, H, W] as one [3, H', W']; ``scale`` and ``gap`` in pixels."""
+def grid(images: np.ndarray, gap: int = 2, scale: int = 1) -> np.ndarray:
+    """``images`` uint8 [R, C, 3, H, W] as one [3, H', W'] on white; scale and gap in pixels."""
     rows, columns, _, height, width = images.shape
     height, width = height * scale, width * scale
-    sheet = np.full(
-        (3, rows * height + (rows - 1) * gap, columns * width + (columns - 1) * gap),
-        background,
-        np.uint8,
-    )
+    tall, wide = rows * (height + gap) - gap, columns * (width + gap) - gap
+    sheet = np.full((3, tall, wide), 255, np.uint8)
     for row, column in np.ndindex(rows, columns):
         top, left = row * (height + gap), column * (width + gap)
         sheet[:, top : top + height, left : left + width] = (

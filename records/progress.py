@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -72,20 +71,12 @@ class Progress:
     def __enter__(self) -> Progress:
         if self.live:
             self._live = Live(
-                get_renderable=self.render,
-                console=self.console,
-                refresh_per_second=4,
-                transient=False,
+                get_renderable=self.render, console=self.console, refresh_per_second=4
             )
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._running, self._actors = False, None
         self._phase = "" if kind is None else "stopped"
         if self._live is not None:

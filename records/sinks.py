@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
@@ -19,7 +18,7 @@ from records.errors import described
 from records.extremes import Extreme, sheet
 from records.metrics import declared
 from records.prometheus import PrometheusExporter
-from records.rundir import Event, RunDirectory
+from records.rundir import Event, RunDirectory, finite
 
 Row = Mapping[str, object]
 SHEET = "images/best_and_worst"
@@ -199,13 +198,8 @@ def caption(shown: Sequence[Extreme]) -> str:
 def numbers(row: Row) -> Iterator[tuple[str, float]]:
     """The finite numbers of a row by name, without its iteration."""
     for name, value in row.items():
-        if (
-            name != "iteration"
-            and not isinstance(value, bool)
-            and isinstance(value, int | float)
-            and math.isfinite(value)
-        ):
-            yield name, float(value)
+        if name != "iteration" and (number := finite(value)) is not None:
+            yield name, number
 
 
 def _iteration(row: Row) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from analysis.compare.cells import Request, read_comparison
@@ -51,14 +51,9 @@ def compare(request: Request, out: Path | None, say: Say) -> list[str]:
     )
     configs = {c.title: parse(c.tree_of(comparison.seeds[0], out)) for c in comparison.running}
     by_name = {c.name: configs[c.title] for c in comparison.running}
-    found = Compared(
-        comparison.name,
-        comparison.baseline,
-        results,
-        settings_that_differ(configs),
-        counted(by_name, results, comparison.baseline, comparison.operations),
-    )
-    text = _write(found, out)
+    settings = settings_that_differ(configs)
+    found = counted(by_name, results, comparison.baseline, comparison.operations)
+    text = _write(out, comparison.name, comparison.baseline, results, settings, found)
     if failed := [each for each in ended if each.why is not None]:
         for line in text:
             say(line)
@@ -94,7 +89,7 @@ def compare_existing(
     make_output(out)
     found = counted(configs, results, baseline, operations)
     settings = settings_that_differ(configs)
-    return _write(Compared(out.name, baseline, results, settings, found), out)
+    return _write(out, out.name, baseline, results, settings, found)
 
 
 def counted(
@@ -113,43 +108,30 @@ def counted(
     return costs(results, baseline, found, ratios)
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A comparison's results, as they are written."""
-
-    name: str
-    baseline: str
-    results: Sequence[Result]
-    settings: dict[str, dict[str, object]]
-    costs: dict[str, list[Cost]]
-
-
-def _write(compared: Compared, out: Path) -> list[str]:
+def _write(
+    out: Path,
+    name: str,
+    baseline: str,
+    results: Sequence[Result],
+    settings: dict[str, dict[str, object]],
+    costs: dict[str, list[Cost]],
+) -> list[str]:
     """compare.json and compare.html; returns the lines for people."""
-    results, baseline, settings = compared.results, compared.baseline, compared.settings
-    found = tables(results, baseline, compared.costs)
-    said = remarks(results, baseline)
+    found, said = tables(results, baseline, costs), remarks(results, baseline)
+    numbers = {
+        "name": name,
+        "baseline": baseline,
+        "versions": versions(),
+        "settings": settings,
+        "remarks": said,
+        "cells": [
+            asdict(result) | {"operations": list(map(asdict, costs.get(result.name, ())))}
+            for result in results
+        ],
+    }
     with writing(out):
-        write_json(
-            out / NUMBERS,
-            _plain(
-                {
-                    "name": compared.name,
-                    "baseline": baseline,
-                    "versions": versions(),
-                    "settings": settings,
-                    "remarks": said,
-                    "cells": [
-                        asdict(result) | {"operations": list(map(asdict, cell))}
-                        for result in results
-                        for cell in [compared.costs.get(result.name, [])]
-                    ],
-                }
-            ),
-        )
-        write_text(
-            out / REPORT, render(compared.name, results, found, said, settings, compared.costs)
-        )
+        write_json(out / NUMBERS, _plain(numbers))
+        write_text(out / REPORT, render(name, results, found, said, settings, costs))
     return [*lines(found, said), "", f"written: {out / REPORT}, {NUMBERS}"]
 
 

@@ -17,7 +17,7 @@ from analysis.compare.statistics import (
     speed_up,
     time_to,
 )
-from analysis.report.data import Row, RunData, finite, read_run, reason, step_of, values
+from analysis.report.data import Row, RunData, finite, or_nan, read_run, reason, step_of, values
 
 REWARD = "reward/eval_mean"
 SCORER = "reward/eval/"
@@ -86,10 +86,8 @@ def measure(path: Path, seed: int, why: str | None = None) -> Run:
         )
     if len(scores.get(REWARD, ())) < 2:
         return Run(seed, path, "it has no finite held-out reward before and after training", scores)
-    within = finite(run.after.get("eval/gain_stderr")) if run.after else None
-    return Run(
-        seed, path, None, scores, _stages(run.iterations), math.nan if within is None else within
-    )
+    within = or_nan((run.after or {}).get("eval/gain_stderr"))
+    return Run(seed, path, None, scores, _stages(run.iterations), within)
 
 
 def _scores(run: RunData) -> dict[str, list[tuple[int, float, float]]]:
@@ -118,8 +116,8 @@ def _training_seconds(rows: Sequence[Row]) -> dict[int, float]:
     """Seconds of all iterations before a number of updates, without starting and evaluating."""
     spent = {0: 0.0}
     for row in rows:
-        index, seconds = step_of(row), finite(row.get("time/iteration_s"))
-        spent[index + 1] = spent.get(index, math.nan) + (math.nan if seconds is None else seconds)
+        before = spent.get(step_of(row), math.nan)
+        spent[step_of(row) + 1] = before + or_nan(row.get("time/iteration_s"))
     return spent
 
 
@@ -128,16 +126,11 @@ def _stages(rows: Sequence[Row]) -> dict[str, float]:
     the first iteration, which warms up.
     """
     rows = rows[1:] if len(rows) > 2 else rows
-
-    def mean(name: str) -> float:
-        found = values(rows, name)
-        return math.fsum(found) / len(found) if found else math.nan
-
-    parts = {stage: mean(f"time/{stage}_s") for stage in STAGES}
-    whole = mean("time/iteration_s")
+    parts = {stage: mean_of(values(rows, f"time/{stage}_s")).mean for stage in STAGES}
+    whole = mean_of(values(rows, "time/iteration_s")).mean
     known = math.fsum(seconds for seconds in parts.values() if math.isfinite(seconds))
-    ahead = mean(AHEAD)
-    rollout = parts["explore"] + parts["regenerate"] + (ahead if math.isfinite(ahead) else 0.0)
+    ahead = mean_of(values(rows, AHEAD) or [0.0]).mean
+    rollout = parts["explore"] + parts["regenerate"] + ahead
     return {**parts, "other": max(0.0, whole - known), "rollout": rollout, "iteration": whole}
 
 
@@ -173,7 +166,7 @@ def _alone(name: str, title: str, refused: str | None, runs: tuple[Run, ...]) ->
         base={score: mean_of([run.scores[score][0][2] for run in counted]) for score in names},
         score={score: mean_of([run.scores[score][-1][2] for run in counted]) for score in names},
         gain={score: mean_of([run.gain(score) for run in counted]) for score in names},
-        within=math.fsum(within) / len(within) if within else math.nan,
+        within=mean_of(within).mean,
         stages={
             stage: mean_of(
                 [run.stages[stage] for run in counted if math.isfinite(run.stages[stage])]

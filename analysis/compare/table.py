@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from analysis.compare.data import REWARD, SCORER, Result
 from analysis.compare.operations import Cost
@@ -77,8 +77,7 @@ def seconds(results: Sequence[Result], baseline: Result) -> Table:
                 *(_seconds(stages.get(part, NOTHING).mean) for part in PARTS),
                 _seconds(stages.get("rollout", NOTHING).mean),
                 _times(result.speed_ups.get("rollout", math.nan)),
-                _seconds(whole.mean)
-                + (f" ± {_seconds(whole.error)}" if math.isfinite(whole.error) else ""),
+                _with_error(_seconds(whole.mean), whole, _seconds),
                 _times(result.speed_ups.get("iteration", math.nan)),
             )
         )
@@ -166,23 +165,20 @@ def _title(name: str) -> str:
 
 def _score(result: Result, name: str) -> str:
     score, gain = result.score.get(name, NOTHING), result.gain.get(name, NOTHING)
-    return f"{_with_error(score)} ({_signed(gain)})" if score.count else NONE
-
-
-def _with_error(value: Mean) -> str:
-    return _value(value.mean) + (f" ± {_value(value.error)}" if math.isfinite(value.error) else "")
+    return f"{_with_error(_value(score.mean), score)} ({_signed(gain)})" if score.count else NONE
 
 
 def _signed(value: Mean) -> str:
-    if not value.count:
-        return NONE
-    return f"{value.mean:+.4f}" + (
-        f" ± {_value(value.error)}" if math.isfinite(value.error) else ""
-    )
+    return _with_error(f"{value.mean:+.4f}", value) if value.count else NONE
 
 
 def _value(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else NONE
+
+
+def _with_error(said: str, value: Mean, text: Callable[[float], str] = _value) -> str:
+    """What is ``said`` of a mean, and its error where that is known."""
+    return said + (f" ± {text(value.error)}" if math.isfinite(value.error) else "")
 
 
 def _seconds(value: float) -> str:

@@ -115,23 +115,13 @@ def tables(summary: Tree) -> list[str]:
             f" reward for all seeds: {summary['constant_prompts']}"
         ),
     ]
-    lines += [
-        "",
-        *_table(
-            summary,
-            "agreement",
-            [("Kendall tau", ("kendall_tau",)), ("Spearman rho", ("spearman_rho",))],
-            3,
-        ),
-    ]
-    for title, measure, digits in (
-        ("mean true percentile", "percentile", 1),
-        ("mean true rank", "rank", 1),
-    ):
+    agreement = [("Kendall tau", ("kendall_tau",)), ("Spearman rho", ("spearman_rho",))]
+    lines += ["", *_table(summary, "agreement", agreement, 3)]
+    for measure in ("percentile", "rank"):
         columns = [
             (f"top/bottom-{k}", (f"top{k}_{measure}", f"bottom{k}_{measure}")) for k in HALVES
         ]
-        lines += ["", *_table(summary, title, columns, digits)]
+        lines += ["", *_table(summary, f"mean true {measure}", columns, 1)]
     columns = [(f"best-{k} less worst-{k}", (f"contrast{k}",)) for k in HALVES]
     return [*lines, "", *_table(summary, "share of the true contrast that is found", columns, 3)]
 
@@ -141,20 +131,16 @@ def _table(
 ) -> list[str]:
     rows = [(f"{row['backend']}, {row['steps']} steps", row["measures"]) for row in summary["rows"]]
     rows.append(("the truth itself", summary["perfect"]))
-    body: list[list[str]] = []
-    for name, measures in rows:
-        cells = (
-            " / ".join(_cell(Estimate(**measures[key]), digits) for key in keys)
-            for _, keys in columns
-        )
-        body.append([name, *cells])
+    told = [
+        (name, {key: _cell(Estimate(**each), digits) for key, each in measures.items()})
+        for name, measures in rows
+    ]
     chance = summary["no_information"]
-    body.append(
-        [
-            "random",
-            *(" / ".join(f"{chance[key]:.{digits}f}" for key in keys) for _, keys in columns),
-        ]
-    )
+    told.append(("random", {key: f"{each:.{digits}f}" for key, each in chance.items()}))
+    body = [
+        [name, *(" / ".join(said[key] for key in keys) for _, keys in columns)]
+        for name, said in told
+    ]
     return markdown([title, *(head for head, _ in columns)], body)
 
 

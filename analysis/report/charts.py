@@ -8,6 +8,7 @@ break their line, so a gap in the data is a gap in the chart. Values can be read
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -136,17 +137,14 @@ def stacked_bars(stacks: Sequence[Stack], order: Sequence[tuple[str, int]], *, l
 
 
 def scatter(
-    pairs: Sequence[Point], *, label: str, x_label: str, y_label: str, names: Sequence[str] = ()
+    pairs: Sequence[Point], *, label: str, x_label: str, y_label: str, names: Sequence[str]
 ) -> str:
     """Points on equal scales with the diagonal x = y; colours tell those above from those below.
 
     ``names`` say what each point is.
     """
-    finite = [
-        (x, y, name)
-        for (x, y), name in zip(pairs, list(names) or [""] * len(pairs), strict=True)
-        if math.isfinite(x + y)
-    ]
+    named = zip(pairs, names, strict=True)
+    finite = [(x, y, name) for (x, y), name in named if math.isfinite(x + y)]
     both = span([value for x, y, _ in finite for value in (x, y)])
     frame = Frame(*SIZE, x_span=both, y_span=both)
     body = [
@@ -157,7 +155,7 @@ def scatter(
         ),
     ]
     for x, y, name in finite:
-        title = f"{name}: {number(x)} → {number(y)}" if name else f"{number(x)} → {number(y)}"
+        title = f"{name}: {number(x)} → {number(y)}"
         body.append(
             f'<circle class="point fill-{2 if y > x else 5 if y < x else 8}" cx="{frame.x(x):.2f}"'
             f' cy="{frame.y(y):.2f}" r="3.2"><title>{escape(title)}</title></circle>'
@@ -174,13 +172,8 @@ def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
 
 def _pieces(points: Sequence[Point]) -> list[list[Point]]:
     """The points cut where one is not finite."""
-    pieces: list[list[Point]] = [[]]
-    for point in points:
-        if math.isfinite(point[1]):
-            pieces[-1].append(point)
-        elif pieces[-1]:
-            pieces.append([])
-    return [piece for piece in pieces if piece]
+    runs = itertools.groupby(points, lambda point: math.isfinite(point[1]))
+    return [list(run) for known, run in runs if known]
 
 
 def _line(frame: Frame, series: Series) -> str:

@@ -153,7 +153,7 @@ def step_of(row: Row) -> int:
 
 def mean_in(row: Row, name: str, error: str) -> Mean:
     """A mean of the row and its standard error, NaN for what it does not have."""
-    return Mean(_number(row.get(name)), _number(row.get(error)), 0)
+    return Mean(or_nan(row.get(name)), or_nan(row.get(error)), 0)
 
 
 def held_out_reward(row: Row) -> Mean:
@@ -163,10 +163,8 @@ def held_out_reward(row: Row) -> Mean:
 
 def points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
     """(iteration, value) of every row, NaN where it has none; nothing when no row has one."""
-    found = [(float(step_of(row)), finite(row.get(name))) for row in rows]
-    if all(value is None for _, value in found):
-        return []
-    return [(x, math.nan if value is None else value) for x, value in found]
+    found = [(float(step_of(row)), or_nan(row.get(name))) for row in rows]
+    return found if any(math.isfinite(y) for _, y in found) else []
 
 
 def values(rows: Sequence[Row], name: str) -> list[float]:
@@ -257,10 +255,10 @@ def _grid(found: object) -> Grid:
     """A table of numbers as it was written; empty when it is none."""
     if not isinstance(found, list) or not all(isinstance(row, list) for row in found):
         return []
-    return [[_number(cell) for cell in row] for row in found]
+    return [[or_nan(cell) for cell in row] for row in found]
 
 
-def _number(found: object) -> float:
+def or_nan(found: object) -> float:
     """A finite number, or NaN."""
     value = finite(found)
     return math.nan if value is None else value

@@ -216,12 +216,9 @@ def _table(run: RunData, scores: Sequence[Score]) -> Table:
         for score in scores
     ]
     heads = ["score", "", "before", "after", "change"]
-    labels = [None, *(score.label for score in scores)]
-    lost = [sum(values([before, after], f"{UNSCORED}{label}")) if label else 0 for label in labels]
-    speeds = [
-        values([*run.iterations, *run.evaluations], f"{SPEED}{label}") if label else []
-        for label in labels
-    ]
+    everything = [*run.iterations, *run.evaluations]
+    lost = [0.0, *(sum(values([before, after], UNSCORED + score.label)) for score in scores)]
+    speeds = [[], *(values(everything, SPEED + score.label) for score in scores)]
     if any(lost):
         heads.append("not scored")
         rows = [

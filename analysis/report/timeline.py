@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 from analysis.report.charts import thin
@@ -141,7 +142,8 @@ def drawing(chart: Chart) -> Drawing:
 
 def write_page(path: Path, name: str, spans: Sequence[Span], end: float) -> None:
     """The drawing of spans from 0 to ``end`` seconds, as a page of its own. Raises OSError."""
-    lanes = {span.who: Lane(lives=[(0.0, end)]) for span in sorted(spans, key=_by_service)}
+    by_service = attrgetter("service", "actor")
+    lanes = {span.who: Lane(lives=[(0.0, end)]) for span in sorted(spans, key=by_service)}
     text = render(
         "plan.html",
         name=name,
@@ -150,10 +152,6 @@ def write_page(path: Path, name: str, spans: Sequence[Span], end: float) -> None
         seconds=duration(end),
     )
     write_text(path, text)
-
-
-def _by_service(span: Span) -> tuple[str, int]:
-    return span.service, span.actor
 
 
 def last_iteration(spans: Sequence[Span]) -> tuple[float, float] | None:

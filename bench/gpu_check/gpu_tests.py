@@ -64,13 +64,10 @@ def _file(file: str, report: Path, seconds: float) -> Item:
 def finding_of(file: str, report: Path) -> Finding:
     """From pytest's report in JUnit's form."""
     cases = list(ElementTree.parse(report).iter("testcase"))
-    failed = [case for case in cases if case.find("failure") is not None or _error(case)]
+    ends = ("failure", "error")
+    failed = [case for case in cases if any(case.find(end) is not None for end in ends)]
     skipped = [case for case in cases if case.find("skipped") is not None]
     named = ", ".join(str(case.get("name")) for case in failed)
     counts = {"passed": len(cases) - len(failed) - len(skipped), "skipped": len(skipped)}
     beside = {name: float(count) for name, count in counts.items()}
     return Finding(file, float(len(failed)), "failed", {"file": file}, beside, named)
-
-
-def _error(case: ElementTree.Element) -> bool:
-    return case.find("error") is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from torch import nn
@@ -26,17 +26,6 @@ COMPILING_S = 45.0
 """Seconds that compiling the blocks of two models may take; not begun with less left."""
 REPEATS = (2, 7)
 Run = Callable[[], object]
-
-
-@contextmanager
-def packed_by_torch() -> Iterator[None]:
-    """Layers pack activations by operations of torch, as where there is no Triton."""
-    before = kernels.missing
-    kernels.missing = lambda device: "left out, to compare with it"
-    try:
-        yield
-    finally:
-        kernels.missing = before
 
 
 def measure(setting: Setting) -> Iterator[Item]:
@@ -132,8 +121,10 @@ def _auto(case: Case, setting: Setting, batch: int, speeds: dict[str, float]) ->
 
 
 def _by_torch(step: Run) -> Run:
+    """With layers that pack activations by operations of torch, as where there is no Triton."""
+
     def run() -> None:
-        with packed_by_torch():
+        with mock.patch.object(kernels, "missing", lambda device: "left out, to compare with it"):
             step()
 
     return run

@@ -13,9 +13,9 @@ from configs.load import load
 from learner.trainer import Trainer
 from planning.make import make_plan
 from tools.rehearsal import gpu
+from tools.rehearsal.__main__ import table
 from tools.rehearsal.measuring import Measured, held, memory_of
 from tools.rehearsal.pipeline import config_of
-from tools.rehearsal.table import table
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -165,19 +166,13 @@ class Lab:
 
     def run(self, name: str, injector: FaultInjector, **changes: Any) -> Any:
         """Digests of what came out of a run, to which ``injector`` may do something."""
+        from cluster.runtime import launcher
         from tests.cluster.outcomes import outcome
         from tests.cluster.runs import run_here
 
-        forked = {"py_executable": _launcher()}
+        # in Python's place; which template forks, each node's environment says
+        command = shlex.join([sys.executable, "-IS", os.path.abspath(launcher.__file__)])
+        forked = {"py_executable": command}
         with mock.patch("cluster.runtime.template.runtime_env", lambda config, kind: forked):
             run = run_here(self.config(name, **changes), progress=injector)
         return outcome(run, 3)
-
-
-def _launcher() -> str:
-    """Ray starts this in Python's place; which template forks says each node's environment."""
-    import shlex
-
-    from cluster.runtime import launcher
-
-    return shlex.join([sys.executable, "-IS", os.path.abspath(launcher.__file__)])

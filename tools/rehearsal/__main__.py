@@ -9,23 +9,25 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 import ray
 
 from analysis.compare.table import lines
-from configs.schema import RunConfig
-from planning.make import make_plan
+from analysis.report.parts import Table
+from planning.make import Plan, make_plan
 from planning.object_store import store_size
 from records.errors import RunFailed
 from tools.rehearsal import __doc__ as about
-from tools.rehearsal.measuring import Watch
+from tools.rehearsal.measuring import Measured, Watch
 from tools.rehearsal.pipeline import config_of, write_pipeline
-from tools.rehearsal.table import table
 
 MODELS = ("sana-1.6b", "sd3.5-medium")
+TOLERANCE = 0.05
+GB = 1e9
 
 
 def rehearse(name: str, root: Path, pixels: int) -> list[str]:
@@ -52,8 +54,11 @@ def rehearse(name: str, root: Path, pixels: int) -> list[str]:
     )
     watch = Watch(config)
     watch.start()
+    # the run takes this Ray, whose object store has the size that the plan says
+    there = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     try:
-        run_here(config, train)
+        with mock.patch.dict(os.environ, there), mock.patch.object(ray, "init"):
+            train(config, resume=False)
     finally:
         watch.ended.set()
     watch.found.seconds = time.monotonic() - start
@@ -66,15 +71,30 @@ def rehearse(name: str, root: Path, pixels: int) -> list[str]:
     return off
 
 
-def run_here(config: RunConfig, train: Callable[..., object]) -> None:
-    """``train`` on the Ray that is there, whose object store has the size that the plan says."""
-    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-    real, ray.init = ray.init, lambda *given, **named: None  # it is there
-    try:
-        train(config, resume=False)
-    finally:
-        ray.init = real
-        del os.environ["RAY_ADDRESS"]
+def table(plan: Plan, found: Measured) -> tuple[Table, list[str]]:
+    """(measured against planned, lines about what is more than the tolerance away)."""
+    rows, off = [], []
+
+    def row(what: str, measured: int, planned: int, process: str = "") -> None:
+        share = measured / planned if planned else float("nan")
+        if not abs(share - 1) <= TOLERANCE:
+            off.append(f"{what}: {share:.3f} of the plan")
+        numbers = (f"{measured / GB:.3f}", f"{planned / GB:.3f}", f"{share:.3f}", process)
+        rows.append((what, *numbers))
+
+    for kind, parts in plan.memory.items():
+        if kind in found.tensors:
+            own = max(0, found.process.get(kind, 0) - found.libraries) / GB
+            kept = {what: size or 0 for what, size in parts.items() if "passes" not in what}
+            passes = sum(size or 0 for what, size in parts.items() if "passes" in what) / GB
+            beside = f"{own:.3f}, planned with passes {sum(kept.values()) / GB + passes:.3f}"
+            row(kind, found.tensors[kind], sum(kept.values()), beside)
+    row("broadcast", found.broadcast, plan.broadcast)
+    row("object store, at most", found.store, sum(plan.store.values()))
+    heads = ("", "measured, GB", "planned, GB", "measured / planned", "process, GB")
+    took = f"in {found.seconds / 60:.1f} minutes, at most {found.at_once / GB:.1f} GB at once"
+    title = f"Measured and planned, {took}"
+    return Table(heads, rows, words=(0, 4), title=title), off
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

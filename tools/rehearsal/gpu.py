@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from analysis.compare.table import lines
@@ -101,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--iterations", type=int, default=2)
     options = parser.parse_args(arguments)
     root = Path(options.dir).absolute()
-    for name, write in (("sana", _write_sana), ("hpsv2", write_scorer)):
+    writing = {"sana": partial(write_pipeline, "sana-1.6b"), "hpsv2": write_scorer}
+    for name, write in writing.items():
         if not (root / name).exists():
             (root / name).mkdir(parents=True)
             write(root / name)
@@ -112,10 +114,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found[arm] = seconds_of(root / "runs" / f"rehearsal-{arm}")
     print("\n".join(lines([table(found)], [])))
     return 0
-
-
-def _write_sana(directory: Path) -> None:
-    write_pipeline("sana-1.6b", directory)
 
 
 if __name__ == "__main__":

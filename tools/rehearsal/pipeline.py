@@ -54,8 +54,8 @@ def config_of(name: str, model: Path, root: Path, pixels: int) -> RunConfig:
     return parse(tree)
 
 
-def write_pipeline(name: str, directory: Path) -> Path:
-    """A pipeline directory with random weights."""
+def write_pipeline(name: str, directory: Path) -> None:
+    """A pipeline directory of SANA or SD3.5 Medium with random weights."""
     import torch
 
     model = published(name)
@@ -71,17 +71,12 @@ def write_pipeline(name: str, directory: Path) -> Path:
     index["scheduler"] = scheduler["class"].split(".")
     (directory / "scheduler").mkdir()
     (directory / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler["config"]))
-    index |= write_text_encoders(model["family"], directory)
+    index |= _gemma(directory) if model["family"] == "sana" else _sd3(directory)
     (directory / "model_index.json").write_text(json.dumps(index))
-    return directory
-
-
-def write_text_encoders(family: str, directory: Path) -> dict[str, list[str]]:
-    """Encoders and tokenizers of SANA or SD3.5 Medium with one layer; their rows of the index."""
-    return _gemma(directory) if family == "sana" else _sd3(directory)
 
 
 def _gemma(directory: Path) -> dict[str, list[str]]:
+    """Encoder and tokenizer of SANA with one layer; their rows of the index."""
     from transformers import Gemma2Config, Gemma2Model
 
     from tests.tiny_sana import gemma_tokenizer
@@ -99,6 +94,7 @@ def _gemma(directory: Path) -> dict[str, list[str]]:
 
 
 def _sd3(directory: Path) -> dict[str, list[str]]:
+    """The same of SD3.5 Medium, which has three of each."""
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
     from tests.tiny_sd3 import tiny_clip_tokenizer, tiny_t5_tokenizer
