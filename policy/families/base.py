@@ -262,9 +262,9 @@ class Family(Pipeline, ABC):
         """Classifier-free guidance of the prompt's velocity against the negative prompt's."""
         return against + scale * (along - against)
 
-    @abstractmethod
     def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
         """Latents [B, *latent] as the autoencoder's decoder takes them: often [B, C, H/f, W/f]."""
+        return self.spatial(latents) / vae.config.scaling_factor + vae.config.shift_factor
 
 
 def widened(velocity: Tensor) -> Tensor:

@@ -97,6 +97,3 @@ class Flux(joint.PackedLatents):
         from diffusers import FluxPipeline
 
         return FluxPipeline._pack_latents(spatial, *spatial.shape)
-
-    def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
-        return self.spatial(latents) / vae.config.scaling_factor + vae.config.shift_factor

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from policy.families.base import Diffusers, Family
-from policy.families.schedule import even_spacing, flow_match_sigmas
+from policy.families.schedule import (
+    TIMESTEPS,
+    even_spacing,
+    flow_match_sigmas,
+    multistep_sigmas,
+    whole_timestep,
+)
 from policy.types import Conditioning
 
 COMPONENTS: dict[str, tuple[str, ...]] = {
@@ -21,6 +27,13 @@ IMAGE_QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
 TEXT_QKV = ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
 ATTENTION = (*IMAGE_QKV, "attn.to_out.0", *TEXT_QKV, "attn.to_add_out")
 """The attention projections of both streams, which LoRA trains."""
+SELF_AND_CROSS = tuple(
+    f"{attention}.{part}"
+    for attention in ("attn1", "attn2")
+    for part in ("to_q", "to_k", "to_v", "to_out.0")
+)
+"""Those of blocks that attend to the image and then to the text, which LoRA trains there."""
+SELF_AND_CROSS_FUSE = (("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v"))
 UNQUANTIZED = (
     "time_text_embed.*",
     "context_embedder",
@@ -50,6 +63,34 @@ def sigmas(
     return flow_match_sigmas(
         config, steps, model.shift, calculate_shift, tokens, model.schedule, spacing
     )
+
+
+class Multistep(Family):
+    """Drawn by one of diffusers' multistep schedulers, whose timesteps are whole numbers; neither
+    with ``FlowMatchEulerDiscreteScheduler`` nor with the schedule "uniform".
+    """
+
+    euler_schedule = "own"
+    """``model.schedule`` by which the stock pipeline asks Euler's scheduler."""
+
+    @cached_property
+    def multistep(self) -> str | None:
+        """The multistep scheduler's class, where its schedule is asked for."""
+        name = self.index["scheduler"][-1]
+        euler = name == "FlowMatchEulerDiscreteScheduler" or self.model.schedule == "uniform"
+        return None if euler else name
+
+    def sigmas(self, steps: int) -> Tensor:
+        """The pipeline's own."""
+        config, model = self.part_config("scheduler"), self.model
+        if self.multistep is not None:
+            return multistep_sigmas(config, steps, model.shift, self.multistep)
+        schedule = self.euler_schedule if model.schedule == "own" else model.schedule
+        return flow_match_sigmas(config, steps, model.shift, schedule=schedule)
+
+    def timestep(self, sigma: Tensor) -> Tensor:
+        """float32 in [0, 1000], whole where the scheduler's are."""
+        return sigma.float() * TIMESTEPS if self.multistep is None else whole_timestep(sigma)
 
 
 class PackedLatents(Family):

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from configs.sections import Guidance, Model
-from policy.families.base import Diffusers, Family, widened
+from policy.families import joint
+from policy.families.base import Diffusers, widened
 from policy.families.sana_native import native_state
-from policy.families.schedule import TIMESTEPS, flow_match_sigmas, multistep_sigmas, whole_timestep
 from policy.types import Conditioning
 
 PIPELINE_UNIT = 32
 """The stock pipeline takes multiples of this only, with any autoencoder."""
 
 
-class Sana(Family):
+class Sana(joint.Multistep):
     """``SanaPipeline`` as a policy: latents [C, H/f, W/f], f = 32 in the published models.
 
     With its own ``DPMSolverMultistepScheduler`` the schedule starts below sigma = 1 and the
@@ -38,15 +38,10 @@ class Sana(Family):
         "transformer": ("SanaTransformer2DModel",),
         "vae": ("AutoencoderDC",),
         "scheduler": ("DPMSolverMultistepScheduler", "FlowMatchEulerDiscreteScheduler"),
-        "text_encoder": (),
-        "tokenizer": (),
+        **joint.text_encoders(1),
     }
     native = True
-    trained = tuple(
-        f"{attention}.{part}"
-        for attention in ("attn1", "attn2")
-        for part in ("to_q", "to_k", "to_v", "to_out.0")
-    )
+    trained = joint.SELF_AND_CROSS
     modules_to_not_convert = (
         "time_embed.*",
         "caption_projection.*",
@@ -54,7 +49,7 @@ class Sana(Family):
         "*.ff.conv_depth",
         "proj_out",
     )
-    fuse = (("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v"))
+    fuse = joint.SELF_AND_CROSS_FUSE
 
     @cached_property
     def latent_shape(self) -> tuple[int, ...]:
@@ -93,23 +88,9 @@ class Sana(Family):
         call = getattr(diffusers, self.pipeline_class).__call__
         return inspect.signature(call).parameters["complex_human_instruction"].default
 
-    @cached_property
-    def _whole_timesteps(self) -> bool:
-        multistep = self.index["scheduler"][-1] == "DPMSolverMultistepScheduler"
-        return multistep and self.model.schedule != "uniform"
-
-    def sigmas(self, steps: int) -> Tensor:
-        """The pipeline's flow sigmas; for the Euler scheduler of linspace(1, 1/steps, steps)."""
-        config = self.part_config("scheduler")
-        if not self._whole_timesteps:
-            return flow_match_sigmas(config, steps, self.model.shift, schedule=self.model.schedule)
-        return multistep_sigmas(config, steps, self.model.shift, self.index["scheduler"][-1])
-
     def timestep(self, sigma: Tensor) -> Tensor:
         """float32 in [0, 1000], whole where the scheduler's are, or the native code's."""
-        if self._whole_timesteps:
-            return whole_timestep(sigma)
-        told = sigma.float() * TIMESTEPS
+        told = super().timestep(sigma)
         return told if self.model.native_path is None else told.floor()
 
     def load_transformer(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:

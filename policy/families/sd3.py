@@ -83,6 +83,3 @@ class SD3(Family):
                 return_dict=False,
             )[0]
         )
-
-    def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
-        return latents / vae.config.scaling_factor + vae.config.shift_factor

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -12,11 +10,10 @@ from policy.experts import EXPERTS, experts_of
 from policy.families import joint
 from policy.families.base import Diffusers, Scale, widened
 from policy.families.clips import Clips
-from policy.families.schedule import TIMESTEPS, flow_match_sigmas, multistep_sigmas, whole_timestep
 from policy.types import Conditioning
 
 
-class Wan(Clips):
+class Wan(Clips, joint.Multistep):
     """``WanPipeline`` as a policy.
 
     With a multistep scheduler, as published, the transformer is told whole timesteps; with
@@ -40,13 +37,10 @@ class Wan(Clips):
         **joint.text_encoders(1),
     }
     optional = {EXPERTS[1]: components[EXPERTS[0]]}
-    trained = tuple(
-        f"{attention}.{part}"
-        for attention in ("attn1", "attn2")
-        for part in ("to_q", "to_k", "to_v", "to_out.0")
-    )
+    trained = joint.SELF_AND_CROSS
     modules_to_not_convert = ("condition_embedder.*", "proj_out")
-    fuse = (("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v"))
+    fuse = joint.SELF_AND_CROSS_FUSE
+    euler_schedule = "scheduler"  # the pipeline asks it for nothing but their number
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
@@ -71,21 +65,6 @@ class Wan(Clips):
         )
         return Conditioning({"prompt_embeds": embeds})
 
-    @cached_property
-    def _multistep(self) -> str | None:
-        """The multistep scheduler's class, where its schedule is asked for."""
-        name = self.index["scheduler"][-1]
-        euler = name == "FlowMatchEulerDiscreteScheduler" or self.model.schedule == "uniform"
-        return None if euler else name
-
-    def sigmas(self, steps: int) -> Tensor:
-        """The scheduler's own, which the pipeline asks for nothing but their number."""
-        config, model = self.part_config("scheduler"), self.model
-        if self._multistep is not None:
-            return multistep_sigmas(config, steps, model.shift, self._multistep)
-        schedule = "scheduler" if model.schedule == "own" else model.schedule
-        return flow_match_sigmas(config, steps, model.shift, schedule=schedule)
-
     def velocity(
         self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
     ) -> Tensor:
@@ -94,19 +73,16 @@ class Wan(Clips):
         return widened(
             transformer(
                 hidden_states=x.to(dtype),
-                timestep=self._timestep(sigma.to(x.device)).expand(len(x)),
+                timestep=self.timestep(sigma.to(x.device)).expand(len(x)),
                 encoder_hidden_states=cond.tensors["prompt_embeds"].to(x.device, dtype),
                 return_dict=False,
             )[0]
         )
 
-    def _timestep(self, sigma: Tensor) -> Tensor:
-        return sigma.float() * TIMESTEPS if self._multistep is None else whole_timestep(sigma)
-
     def guidance_scale(self, sigma: Tensor, scale: float, low_noise: float | None) -> Scale:
         if low_noise is None or self.boundary is None:
             return scale
-        below = self._timestep(sigma) < self.boundary
+        below = self.timestep(sigma) < self.boundary
         # by the timestep that the transformer is told: rows of one batch may be on both sides
         found = torch.where(below, low_noise, scale)
         return found.view(-1, *[1] * len(self.latent_shape)) if sigma.ndim else found

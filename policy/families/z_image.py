@@ -102,6 +102,3 @@ class ZImage(Family):
     def guided(self, along: Tensor, against: Tensor, scale: float) -> Tensor:
         """The pipeline's own formula, whose strength is scale - 1."""
         return along + (scale - 1) * (along - against)
-
-    def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
-        return latents / vae.config.scaling_factor + vae.config.shift_factor
