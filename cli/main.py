@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import importlib
 import sys
 from collections.abc import Sequence
@@ -11,6 +13,7 @@ from typing import Protocol
 from cli.common import DONE, RUN_FAILED, STOPPED, USER_ERROR
 from configs.load import ConfigError
 from records.errors import RunFailed, Stopped
+from records.output import drop_unread
 
 COMMANDS = (
     "train",
@@ -54,20 +57,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     options.own_process = arguments is None  # not a test's, or another program's
-    command: Command = options.command
+    code = _code(options.command, options)
+    drop_unread()  # or Python, which flushes them at its end, would end with another code
+    return code
+
+
+def _code(command: Command, options: argparse.Namespace) -> int:
     try:
         return command.run(options)
     except ConfigError as error:
-        print(error, file=sys.stderr)
-        return USER_ERROR
+        return _told(USER_ERROR, str(error))
     except RunFailed as error:
-        print(f"run failed: {error}", file=sys.stderr)
-        return RUN_FAILED
+        return _told(RUN_FAILED, f"run failed: {error}")
     except (Stopped, KeyboardInterrupt) as error:
-        print(str(error) or "stopped", file=sys.stderr)
-        return STOPPED
-    except BrokenPipeError:
-        return DONE
+        return _told(STOPPED, str(error) or "stopped")
+    except OSError as error:
+        # its output was all that was left to do, and nobody reads it
+        if error.errno in (errno.EPIPE, errno.EIO) and drop_unread():
+            return DONE
+        raise
+
+
+def _told(code: int, why: str) -> int:
+    """``code``, once the user knows why, who may have closed the terminal."""
+    with contextlib.suppress(OSError):
+        print(why, file=sys.stderr, flush=True)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,12 +6,13 @@ told in advance are learned from the iteration before.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from types import TracebackType
+from typing import IO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from records.output import Outliving
 from records.rundir import finite
 from records.words import decimals, duration, plus_minus
 
@@ -53,6 +55,11 @@ class Progress:
         self.title, self._clock = title, clock
         self.on_closed: Callable[[str], None] = lambda why: None
         self.console = console or Console()
+        # the reader of a pipe ends, a terminal is closed, a disk is full: the run is worth more
+        # than its lines
+        self.console.file = cast(
+            IO[str], Outliving(self.console.file, lambda why: self.on_closed(why))
+        )
         self.live = self.console.is_terminal
         self._live: Live | None = None
         self.total = self.first = self.iteration = 0
@@ -136,7 +143,7 @@ class Progress:
             "evaluating held-out prompts" if self.first + self._finished >= self.total else ""
         )
         if not self.live:
-            self._print(self._line(metrics))
+            self.note(self._line(metrics))
 
     def evaluation_finished(self, metrics: Mapping[str, object]) -> None:
         """An evaluation's row of metrics.jsonl is complete."""
@@ -158,7 +165,7 @@ class Progress:
         if self.live:
             self.console.print(Text(text), highlight=False)
         else:
-            self._print(text)
+            print(" ".join(text.splitlines()), file=self.console.file, flush=True)
 
     # ---- what is shown
 
@@ -280,20 +287,11 @@ class Progress:
         ahead = "…" if left is None else duration(left)
         return "  ".join([*parts, duration(self._durations[-1]), f"{ahead} left"])
 
-    def _print(self, text: str) -> None:
-        try:
-            print(" ".join(text.splitlines()), file=self.console.file, flush=True)
-        except OSError as error:
-            # the reader of a pipe has ended, a disk is full: the run is worth more than its lines
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.console.file.fileno())
-            os.close(nowhere)
-            self.on_closed(error.strerror or str(error))
-
 
 @contextmanager
 def waiting(text: str, console: Console | None = None) -> Iterator[None]:
     """A moving line with ``text`` on a terminal, for what is over before ``Progress`` begins."""
     shown = console or Console()
+    shown.file = cast(IO[str], Outliving(shown.file, lambda why: None))  # ``Progress`` tells it
     with shown.status(text) if shown.is_terminal else nullcontext():
         yield

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import ray
 from ray import ObjectRef
+from ray.exceptions import ObjectLostError
 
 from actors.clients import EncoderClient
+from cluster.runtime.pool import ActorPool
 from configs.prompts import Prompt, prompts_of_iteration
 from configs.schema import RunConfig
 from policy.types import Conditioning
-from records.errors import RunFailed
+from records.errors import RunFailed, described
 
 Asked = tuple[str, Path | None]
 """Of a prompt all that is encoded: its text, and the file of the image that it edits."""
 AT_ONCE = 32
 """Groups of prompts in a call, which has the encoder's deadline."""
 Group = tuple[Asked, ...]
+Start = Callable[[], Awaitable[None]]
+LOST = (ObjectLostError, TimeoutError)
+"""What comes of a reference behind which there is nothing any more."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +36,58 @@ class EncodedOnce(EncoderClient):
         default_factory=dict[Group, ObjectRef[Conditioning]]
     )
 
-    async def fill(self, groups: Iterable[list[Prompt]]) -> None:
-        """Encode each of ``groups``, as one by one they would be."""
+    async def fill_from(self, pool: ActorPool, start: Start, groups: Iterable[list[Prompt]]) -> int:
+        """``fill`` by actors of ``pool`` that ``start`` starts, and that leave when it is done."""
+        await start()
+        count = await self.fill(groups, pool.service.max_attempts, pool.service.deadline_s)
+        await pool.supervisor.resize(0)
+        return count
+
+    async def fill(self, groups: Iterable[list[Prompt]], tries: int, within_s: float) -> int:
+        """Encode those of ``groups`` that are not known, as one by one they would be; how many.
+
+        Raises RunFailed where what was encoded is lost with its node ``tries`` times, or is not
+        here within ``within_s`` seconds.
+        """
         asked = {asked_of(group): group for group in groups}
         new = [group for key, group in asked.items() if key not in self.known]
         for first in range(0, len(new), AT_ONCE):
-            some = new[first : first + AT_ONCE]
-            found = await super().encode(f"once-{first}", some)
-            for group, reference in zip(some, found, strict=True):
-                # put anew from here: what an actor made would be lost with its node
-                self.known[asked_of(group)] = _put(await reference)
+            await self._fill(f"once-{first}", new[first : first + AT_ONCE], tries, within_s)
+        return len(new)
+
+    async def _fill(
+        self, what: str, groups: list[list[Prompt]], tries: int, within_s: float
+    ) -> None:
+        why = ""
+        for _ in range(tries):
+            found = await super().encode(what, groups)
+            try:
+                async with asyncio.timeout(within_s):
+                    for group, reference in zip(groups, found, strict=True):
+                        # put anew from here: what an actor made would be lost with its node
+                        self.known[asked_of(group)] = _put(await reference)
+                return
+            except LOST as error:
+                why = described(error)
+        raise RunFailed(
+            f"prompts.encode_once: prompts were encoded {tries} times and lost before they were"
+            f" here, last: {why}; continue with --resume"
+        )
+
+    async def forget_lost(self, within_s: float) -> int:
+        """Forget what is no longer in the object store, such as what Ray had written to a disk
+        that is gone; how many groups. Each may take ``within_s`` seconds to come.
+        """
+        lost: list[Group] = []
+        for group, reference in self.known.items():
+            try:
+                async with asyncio.timeout(within_s):
+                    await reference
+            except LOST:
+                lost.append(group)
+        for group in lost:
+            del self.known[group]
+        return len(lost)
 
     async def encode(
         self, what: int | str, groups: list[list[Prompt]]

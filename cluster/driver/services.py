@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -18,7 +17,8 @@ from actors.learner import LearnerActor
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
-from cluster.driver.encoded import EncodedOnce, groups_of
+from cluster.driver.encoded import EncodedOnce, Start, groups_of
+from cluster.driver.environment import environment
 from cluster.driver.learners import LearnerGroup
 from cluster.driver.places import Places
 from cluster.driver.scoring import RewardService
@@ -32,16 +32,11 @@ from cluster.runtime.transport import RAY, Handle, Transport
 from configs.load import ConfigError
 from configs.prompts import Prompt
 from configs.schema import RunConfig
-from configs.services import SCALABLE, ScorerService, Service
+from configs.services import SCALABLE, ScorerService
 from records.errors import RunFailed
 from records.rundir import Event, RunDirectory
 from records.timeline import Span
 
-GPU_ENVIRONMENT = {
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # batches of several sizes leave no gaps
-    "TORCH_NCCL_BLOCKING_WAIT": "1",  # a silent replica raises where it is waited for
-}
-"""Of actors with a share of a GPU."""
 HOLDING_S = 0.1
 """Between two looks at which actors hold their GPUs: Ray takes a second to give one, and tells
 nobody.
@@ -126,16 +121,31 @@ class ActorServices:
         """Where that is configured: start the encoder alone, have it encode all that the run will
         ask for, and let it go, before anything else is started.
         """
-        if not isinstance(self.encoder, EncodedOnce) or self.encoder.known:
-            return
+        if isinstance(self.encoder, EncodedOnce) and not self.encoder.known:
+            await self._choose_places()
+            await self._encode(self.encoder, self.encoder_pool.start, train, test)
+
+    async def encode_lost(self, train: Sequence[Prompt], test: Sequence[Prompt]) -> None:
+        """Where what ``encode_once`` encoded is lost, have it encoded again by an encoder that
+        comes back. Raises RunFailed where it finds no room.
+        """
+        settings = self.config.services.encoder
+        if isinstance(self.encoder, EncodedOnce) and await self.encoder.forget_lost(
+            settings.deadline_s
+        ):
+            self.pools.append(self.encoder_pool)
+            start = partial(self.encoder_pool.supervisor.resize, settings.count)
+            await self._encode(self.encoder, start, train, test)
+
+    async def _encode(
+        self, encoder: EncodedOnce, start: Start, train: Sequence[Prompt], test: Sequence[Prompt]
+    ) -> None:
         began = time.monotonic()
-        await self._choose_places()
-        await self.encoder_pool.start()
-        await self.encoder.fill(groups_of(self.config, train, test))
-        await self.encoder_pool.supervisor.resize(0)
+        count = await encoder.fill_from(
+            self.encoder_pool, start, groups_of(self.config, train, test)
+        )
         self.pools = [pool for pool in self.pools if pool is not self.encoder_pool]
-        seconds = round(time.monotonic() - began, 3)
-        self._event("prompts_encoded", groups=len(self.encoder.known), seconds=seconds)
+        self._event("prompts_encoded", groups=count, seconds=round(time.monotonic() - began, 3))
 
     async def _choose_places(self) -> None:
         if not self._chosen:
@@ -285,11 +295,3 @@ class ActorServices:
             ).remote(*args)
 
         return spawn
-
-
-def environment(service: Service) -> dict[str, str]:
-    """Variables that an actor is born with. Those of the driver's own go before ours on GPUs."""
-    found = {"OMP_NUM_THREADS": str(service.threads)}
-    if service.gpus:  # read when CUDA starts
-        found |= {name: os.environ.get(name, value) for name, value in GPU_ENVIRONMENT.items()}
-    return found

@@ -145,6 +145,8 @@ class Session:
                 # its lost state could make again
                 self._has_learner = False
                 checkpoint = await self._restore(str(loss))
+                if isinstance(loss, InputsLost):
+                    await self.services.encode_lost(*self._prompts)
 
     async def _restore(self, why: str) -> Path | None:
         """Replace the learner and go back to the newest checkpoint, as ``--resume`` does.

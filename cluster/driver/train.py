@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from functools import partial
 
 import ray
 
@@ -60,9 +59,8 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
             joined = join_or_start_ray(config)
         try:
             check_run_root(config, joined)
-            tell = partial(print, flush=True)
-            config = on_this_cluster(config, tell)
-            check_store(config, asyncio.run(unless_stopped(find_room(config, tell=tell))))
+            config = on_this_cluster(config, _tell)
+            check_store(config, asyncio.run(unless_stopped(find_room(config, tell=_tell))))
             if not resume:
                 # not sooner: holding it makes the directory, and so far the run could be refused
                 alone.enter_context(rundir.held())
@@ -77,6 +75,12 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
         finally:
             ray.shutdown()  # pyright: ignore[reportUnknownMemberType]
     return rundir
+
+
+def _tell(line: str) -> None:
+    """Print it; where nobody reads that, the run says so in its events once it has some."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)
 
 
 def refuse_damaged(rundir: RunDirectory) -> None:

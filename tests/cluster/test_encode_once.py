@@ -6,7 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import ObjectLostError
 
+from cluster.driver import encoded
 from cluster.driver.encoded import EncodedOnce, asked_of, groups_of
 from configs.prompts import Prompt
 from configs.sections import Model
@@ -15,6 +18,7 @@ from planning.layouts.gpus import Laid
 from planning.layouts.numbers import Group, Numbers
 from planning.make import make_plan
 from records.errors import RunFailed
+from records.progress import Progress
 from tests.cluster.outcomes import outcome
 from tests.cluster.runs import run_here, tiny_config
 
@@ -53,6 +57,85 @@ def test_the_encoder_is_gone_before_the_others_come_and_the_weights_are_the_same
     assert started == ["encoder"] and ("prompts_encoded", None) in told[at:]
     (event,) = [event for event in run.events() if event["event"] == "prompts_encoded"]
     assert event["groups"] == 4 + 2  # the prompts are the same in training and evaluation
+
+
+GONE = ObjectLostError("ab" * 28, None, "")
+
+
+class Encoding:
+    """Stands for the encoder's pool: of what it makes, the first ``lost`` are ``broken``."""
+
+    def __init__(self, lost: int, broken: Any = GONE):
+        self.left, self.broken, self.asked = lost, broken, 0
+
+    async def call_parts(self, task: Any, returns: int, method: Any, groups: Any) -> Any:
+        self.asked += 1
+        found = [asyncio.get_running_loop().create_future() for _ in groups]
+        for each, group in zip(found, groups, strict=True):
+            if not self.left:
+                each.set_result(group)
+            elif self.broken:
+                each.set_exception(self.broken)
+        self.left = max(0, self.left - 1)
+        return [0.0, *found]
+
+
+def filled(monkeypatch: pytest.MonkeyPatch, pool: Any) -> list[Any]:
+    monkeypatch.setattr(encoded, "_put", lambda value: value)
+
+    async def fill() -> EncodedOnce:
+        once = EncodedOnce(pool, Model(path="x"))
+        assert await once.fill([[Prompt("a")], [Prompt("b")]], 3, 0.1) == 2
+        return once
+
+    return list(asyncio.run(fill()).known.values())
+
+
+def test_what_is_lost_with_the_encoders_node_is_encoded_again(monkeypatch):
+    pool = Encoding(2)
+    assert filled(monkeypatch, pool) == [["a"], ["b"]] and pool.asked == 3
+
+
+@pytest.mark.parametrize(("broken", "why"), [(GONE, "ObjectLostError: "), (None, "TimeoutError")])
+def test_what_is_lost_again_and_again_ends_the_run_and_is_not_waited_for(monkeypatch, broken, why):
+    with pytest.raises(RunFailed, match=f"encoded 3 times and lost .* last: {why}"):
+        filled(monkeypatch, Encoding(9, broken))
+
+
+class Owner:
+    """What it owns is lost with it."""
+
+    def own(self, value: Any) -> list[Any]:
+        return [ray.put(value)]
+
+
+class Losing(Progress):
+    """Loses all that was encoded when the second iteration is explored."""
+
+    session: Any = None
+
+    def advanced(self, stage: str, n: int = 1) -> None:
+        super().advanced(stage, n)
+        if stage == "scored" and self.iteration == 1 and self.session:
+            known, owner = self.session.services.encoder.known, ray.remote(Owner).remote()
+            for group, reference in known.items():
+                (known[group],) = ray.get(owner.own.remote(reference))
+            ray.kill(owner)
+            self.session = None
+
+
+def test_what_is_lost_in_the_store_is_encoded_again(ray_here, tiny_sd3_dir, tmp_path, undisturbed):
+    once = {"prompts__encode_once": True}
+    config = tiny_config(tiny_sd3_dir, tmp_path, "lost", **once)
+    run = run_here(config, progress=Losing())
+    assert outcome(run, 3) == outcome(undisturbed, 3)
+    told = [row["groups"] for row in run.events() if row["event"] == "prompts_encoded"]
+    assert told == [4 + 2, 4 + 2]
+    (restored,) = [row for row in run.events() if row["event"] == "learner_restored"]
+    encoders = [row for row in run.events() if row.get("kind") == "encoder"]
+    assert [row["event"] for row in encoders] == [
+        *("actor_started", "actor_removed", "actor_added", "actor_removed")
+    ]
 
 
 def test_the_encoder_takes_no_room_beside_the_others_and_prompts_stay_in_the_store(

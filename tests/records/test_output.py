@@ -1,0 +1,92 @@
+"""Output that nobody reads any more ends nothing, and does not change how a command ends."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cluster.driver.train import _tell
+from records.output import drop_unread
+from records.progress import Progress, waiting
+
+ROOT = Path(__file__).parents[2]
+
+
+def closed_terminal() -> int:
+    """A descriptor of a terminal that is no longer there: writing to it fails."""
+    ours, its = pty.openpty()
+    os.close(ours)
+    return its
+
+
+def command(*given: str, **streams: int) -> int:
+    """The exit code of ``sol-rl``."""
+    return subprocess.run([sys.executable, "-m", "cluster", *given], cwd=ROOT, **streams).returncode
+
+
+def test_a_terminal_that_is_closed_ends_no_display():
+    """Its thread writes too, four times a second; both go on."""
+    told: list[str] = []
+    ours, its = pty.openpty()
+    with os.fdopen(its, "w") as file:
+        progress = Progress(console=Console(file=file, force_terminal=True, width=80))
+        progress.on_closed = told.append
+        assert progress.live
+        with progress:
+            progress.start(3)
+            progress.note("somebody reads this")
+            os.close(ours)
+            deadline = time.monotonic() + 60
+            while not told:  # by the thread or by a note
+                assert time.monotonic() < deadline
+                progress.note("nobody reads this")
+            progress.note("nor this")
+    assert told == ["Input/output error"]
+
+
+def test_lines_before_a_run_has_events_end_nothing(monkeypatch):
+    for make in (closed_terminal, lambda: _pipe()):
+        with os.fdopen(make(), "w") as file:
+            monkeypatch.setattr(sys, "stdout", file)
+            _tell("waiting for nodes")
+            with waiting("starting Ray", Console(file=file, force_terminal=True)):
+                pass
+            drop_unread()
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("make", [closed_terminal, lambda: _pipe()])
+def test_a_command_ends_as_it_would_where_nobody_reads_what_it_says(make):
+    stream = make()
+    try:
+        assert command("config", "no_such_preset", stderr=stream) == 2
+        assert command("config", "--list", stdout=stream) == 0
+        assert command("config", "--list", stdout=stream, stderr=stream) == 0
+    finally:
+        os.close(stream)
+
+
+def test_nothing_is_said_of_a_reader_that_has_ended():
+    """As ``| head`` is one."""
+    stream = _pipe()
+    made = subprocess.run(
+        [sys.executable, "-m", "cluster", "config", "--list"],
+        cwd=ROOT,
+        stdout=stream,
+        stderr=subprocess.PIPE,
+    )
+    os.close(stream)
+    assert (made.returncode, made.stderr) == (0, b"")
+
+
+def _pipe() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
