@@ -41,8 +41,9 @@ class PrometheusExporter:
             return
         try:
             self._server = start_http_server(port, addr=host, registry=self.registry)
-        except OSError as error:
-            address, why = f"{host}:{port}", error.strerror or str(error)
+        # TypeError, UnicodeError: what cannot be the name of a host
+        except (OSError, TypeError, UnicodeError) as error:
+            address, why = f"{host}:{port}", getattr(error, "strerror", None) or str(error)
             log.warning(
                 f"metrics are not served: {address}: {why}; training goes on (choose another with"
                 " --set logging.prometheus_port=PORT, 0 for none)"

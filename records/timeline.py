@@ -8,11 +8,13 @@ was done with the one before, whichever is later.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -142,11 +144,11 @@ class Timeline:
     """Appends spans to a file, those of a second together: with a thousand actors, to open the file
     for each span would take the driver longer than the rest of a call.
 
-    Where the file cannot be written, the timeline ends with a warning and the run goes on.
+    Where the file cannot be written, the timeline ends, ``ended`` is told why, and the run goes on.
     """
 
-    def __init__(self, path: Path):
-        self._path = path
+    def __init__(self, path: Path, ended: Callable[[str], None] = lambda why: None):
+        self._path, self._ended = path, ended
         self._held: list[Span] = []  # not written yet
         self._written = 0.0  # when, monotonic
         self.problem: str | None = None
@@ -171,6 +173,8 @@ class Timeline:
                 f"{self._path}: {error.strerror or error}; the timeline ends here, training goes on"
             )
             log.warning(self.problem)
+            with contextlib.suppress(OSError):  # a full disk has no room for an event either
+                self._ended(error.strerror or str(error))
 
 
 def read_spans(path: Path, remarks: list[str] | None = None) -> list[Span]:

@@ -19,7 +19,7 @@ TONES = {
         *("chunk_reissued", "run_resumed", "run_stopped", "stopped_early", "scaling_refused"),
         *("metrics_unavailable", "metric_undeclared", "sink_failed", "report_failed"),
         *("images_missed", "actor_waits", "audit_low", "backend_moved", "backend_kept"),
-        *("scorer_constant", "output_closed", "board_failed", "end_failed"),
+        *("scorer_constant", "output_closed", "board_failed", "end_failed", "timeline_ended"),
     ),
 }
 """Events by tone; all others are plain."""

@@ -120,7 +120,9 @@ class LearnerGroup:
             return None
         # without one it is the first to know, and its own words are the cause
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.pool.failed.wait(), HINDSIGHT_S)
+            # not wait_for: it may swallow a cancellation, and the slot would then serve for ever
+            async with asyncio.timeout(HINDSIGHT_S):
+                await self.pool.failed.wait()
         return str(raised)
 
 

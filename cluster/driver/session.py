@@ -52,7 +52,9 @@ class Session:
         self.config, self.rundir = config, rundir
         self.progress = progress or Progress(title=f"Sol-RL: {config.name}")
         self.position, self._prompts = Position(), (train_prompts, test_prompts)
-        self._timeline = Timeline(rundir.timeline_file)
+        self._timeline = Timeline(
+            rundir.timeline_file, lambda why: rundir.event("timeline_ended", why=why)
+        )
         self.services = ActorServices(config, rundir, self._event, self._timeline.record)
         event, note = rundir.event, self.progress.note
         self.progress.on_closed = lambda why: rundir.event("output_closed", why=why)

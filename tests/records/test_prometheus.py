@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from records.prometheus import PrometheusExporter
 from tests.cluster.runs import run_here, tiny_config
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
@@ -155,3 +156,12 @@ def test_every_panel_of_the_dashboard_has_data(ray_here, tiny_sd3_dir, tmp_path)
     assert set(empty) == set(NOT_IN_THIS_RUN), empty
     logged = [row["reward/train_mean"] for row in run.metrics() if row["kind"] == "iteration"]
     assert set(reward) <= set(logged) and len(reward) >= 2  # what it saw is what the file has
+
+
+@pytest.mark.parametrize("host", ["a\0b", "a" * 70])
+def test_a_host_that_is_none_is_an_event(host):
+    events: list[tuple[str, dict[str, Any]]] = []
+    exporter = PrometheusExporter(9, host, lambda name, **more: events.append((name, more)))
+    exporter.close()
+    ((name, told),) = events
+    assert name == "metrics_unavailable" and told["address"] == f"{host}:9" and told["why"]

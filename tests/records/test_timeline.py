@@ -122,10 +122,13 @@ def test_the_lines_of_a_second_are_written_together(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_ends_the_timeline_and_nothing_else(tmp_path):
-    timeline = Timeline(tmp_path / "no such directory" / "timeline.jsonl")
+    told: list[str] = []
+    timeline = Timeline(tmp_path / "no such directory" / "timeline.jsonl", told.append)
     timeline.record(span("explore", 1, 2))
     assert timeline.problem and "training goes on" in timeline.problem
     timeline.record(span("explore", 1, 2))
+    timeline.write()
+    assert told == ["No such file or directory"]
 
 
 def test_a_pool_writes_down_every_attempt_and_units_of_one_actor_follow_each_other(
