@@ -114,7 +114,7 @@ def seeds_of(config: RunConfig, prompts: int, count: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def setup() -> Iterator[None]:
-    """A ValueError of a model or a backend within the block becomes a ConfigError."""
+    """A ValueError of a model or a backend within the block, or function, becomes a ConfigError."""
     try:
         yield
     except ValueError as error:
@@ -198,6 +198,7 @@ def encoded(config: RunConfig, prompts: list[Prompt]) -> list[Conditioning]:
     ]
 
 
+@setup()
 def trainer_of(config: RunConfig, checkpoint: Path | None = None) -> Trainer:
     """A learner of the base model, or of a checkpoint."""
     trainer = Trainer(config, device=device())
@@ -206,6 +207,7 @@ def trainer_of(config: RunConfig, checkpoint: Path | None = None) -> Trainer:
     return trainer
 
 
+@setup()
 def explorer_of(config: RunConfig, trainer: Trainer, backend: Backend) -> Explorer:
     """An explorer that has loaded the learner's sampling policy in the backend's format."""
     settings, dtype = config.explore, DTYPES[config.regenerate.precision]

@@ -14,21 +14,16 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from bench.plain import PlainLoop
-from bench.ring import Quiet, one_rollout_actor
+from bench.ring import one_rollout_actor, quiet_ring
 from bench.timing import Options, Ratio, ray_for
-from cluster.driver.loop import Ring
-from cluster.driver.services import ActorServices
 from configs.load import parse
-from configs.prompts import read_prompts
 from configs.schema import RunConfig
 from learner.checkpoint import STATE
 from planning.layouts.threads import with_threads
-from records.rundir import RunDirectory
 
 RING, PLAIN, TOGETHER = "ring", "plain process", "plain process, one batch"
 GOAL = 0.8
@@ -52,10 +47,8 @@ def of_plain_arm(config: RunConfig) -> RunConfig:
 
 
 async def _alternate(config: RunConfig, repeats: int, scratch: Path) -> dict[str, list[float]]:
-    prompts = read_prompts(config.prompts.train)
-    services = ActorServices(config, RunDirectory(scratch), lambda *args, **fields: None)
-    quiet: Any = Quiet()
-    ring = Ring(config, services, prompts, quiet, lambda *args, **fields: None)
+    ring, prompts = quiet_ring(config, scratch)
+    services = ring.services
     times: dict[str, list[float]] = {RING: [], PLAIN: [], TOGETHER: []}
     await services.start()
     threads = torch.get_num_threads()

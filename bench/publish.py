@@ -25,7 +25,7 @@ import xxhash
 
 from actors.messages import ActorInfo, Exported, WeightsId
 from actors.runtime import identity
-from bench.timing import Options, Ratio, ray_for
+from bench.timing import Options, Ratio, ray_for, silent
 from cluster.driver.learners import LearnerGroup
 from cluster.driver.weights import WeightChannel
 from cluster.runtime.pool import ActorPool
@@ -210,9 +210,7 @@ async def _one(options: Options, sender: LearnerGroup, name: str, nbytes: int, c
             for first in range(0, nbytes, COPIED_AT_ONCE):
                 np.copyto(target[: nbytes - first], source[: nbytes - first])
             copied = time.perf_counter()
-            await WeightChannel(lambda *args, **fields: None).publish(
-                turn, sender.client, receivers
-            )
+            await WeightChannel(silent).publish(turn, sender.client, receivers)
             published = time.perf_counter()
             if turn >= WARM_UP:  # before that memory is touched for the first time
                 times["memcpy"].append(copied - start)
@@ -235,9 +233,4 @@ def _pool(kind: str, service: Service, actor: type, *args: Any) -> ActorPool:
     import ray
 
     remote = ray.remote(actor)
-    return ActorPool(
-        kind,
-        lambda name: remote.options(num_cpus=0).remote(*args),
-        service,
-        lambda *a, **fields: None,
-    )
+    return ActorPool(kind, lambda name: remote.options(num_cpus=0).remote(*args), service, silent)

@@ -18,11 +18,11 @@ import psutil
 import torch
 
 from bench.plain import PlainLoop
-from bench.timing import Options, Ratio, ray_for
+from bench.timing import Options, Ratio, ray_for, silent
 from cluster.driver.loop import Ring
 from cluster.driver.services import ActorServices
 from configs.load import parse
-from configs.prompts import read_prompts
+from configs.prompts import Prompt, read_prompts
 from configs.schema import RunConfig
 from records.rundir import RunDirectory
 
@@ -63,13 +63,19 @@ def one_rollout_actor(config: RunConfig) -> RunConfig:
     return parse(tree | {"name": f"{config.name[:80]}-bench-ring"})
 
 
+def quiet_ring(config: RunConfig, scratch: Path) -> tuple[Ring, list[Prompt]]:
+    """A ring that says nothing, its services not yet started; and its prompts."""
+    prompts = read_prompts(config.prompts.train)
+    services = ActorServices(config, RunDirectory(scratch), silent)
+    quiet: Any = Quiet()
+    return Ring(config, services, prompts, quiet, silent), prompts
+
+
 async def _alternate(
     config: RunConfig, repeats: int, scratch: Path
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    prompts = read_prompts(config.prompts.train)
-    services = ActorServices(config, RunDirectory(scratch), lambda *args, **fields: None)
-    quiet: Any = Quiet()
-    ring = Ring(config, services, prompts, quiet, lambda *args, **fields: None)
+    ring, prompts = quiet_ring(config, scratch)
+    services = ring.services
     wall: dict[str, list[float]] = {"ring": [], "plain process": []}
     cpu: dict[str, list[float]] = {"ring (CPU time)": [], "plain process (CPU time)": []}
     await services.start()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.messages import ChunkKey, ExploreChunk
-from bench.timing import Options, Ratio, ray_for
+from bench.timing import Options, Ratio, ray_for, silent
 from cluster.driver.services import ActorServices
 from configs.load import parse
 from configs.prompts import prompts_of_iteration, read_prompts
@@ -41,12 +41,8 @@ def _with_actors(config: RunConfig, count: int) -> RunConfig:
 
 
 async def _alternate(options: Options, scratch: Path) -> dict[str, list[float]]:
-    groups = [
-        ActorServices(
-            _with_actors(options.config, n), RunDirectory(scratch), lambda *args, **fields: None
-        )
-        for n in (1, 2)
-    ]
+    configs = (_with_actors(options.config, n) for n in (1, 2))
+    groups = [ActorServices(config, RunDirectory(scratch), silent) for config in configs]
     one, two = groups
     one.only("encoder", "learner", "rollout")
     two.only("rollout")
@@ -83,11 +79,6 @@ async def _tasks(services: ActorServices) -> list[tuple[ExploreChunk, Any]]:
     for p, cond in enumerate(conditioning):
         seeds = tuple(stream_seed(config.seed, "explore", 0, p, n) for n in range(plan.pool_size))
         for number, first in enumerate(range(0, len(seeds), size)):
-            key = ChunkKey(0, p, number, 0)
-            tasks.append(
-                (
-                    ExploreChunk(key, seeds[first : first + size], plan.steps, plan.solver, False),
-                    cond,
-                )
-            )
+            key, part = ChunkKey(0, p, number, 0), seeds[first : first + size]
+            tasks.append((ExploreChunk(key, part, plan.steps, plan.solver, False), cond))
     return tasks

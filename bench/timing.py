@@ -134,6 +134,10 @@ def ray_for(config: RunConfig) -> Iterator[None]:
         ray.shutdown()
 
 
+def silent(name: str, /, **fields: object) -> None:
+    """An event that nobody writes down."""
+
+
 def _amount(value: float, unit: str) -> str:
     if unit != "s":
         return f"{value:.0f} {unit}"

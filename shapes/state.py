@@ -46,9 +46,7 @@ def save_state(
         partial.write_text(json.dumps(counters))
 
 
-def kept(
-    cache: Path | None, make: Callable[[], dict[str, torch.Tensor]]
-) -> dict[str, torch.Tensor]:
+def kept(cache: Path | None, make: Callable[[], Tensors]) -> Tensors:
     """What ``make`` gives, made once and kept in the file ``cache`` where one is given."""
     if cache and cache.exists():
         return load_file(cache)
@@ -71,7 +69,7 @@ def load_state(
     )
     if optimizer is None:
         return json.loads(path.with_suffix(".json").read_text())
-    slots: dict[int, dict[str, torch.Tensor]] = {}
+    slots: dict[int, Tensors] = {}
     for name, value in tensors.items():
         if name.startswith("optimizer."):
             _, index, slot = name.split(".")

@@ -28,7 +28,6 @@ from analysis.measuring import (
     explorer_of,
     measuring,
     regenerated,
-    setup,
     trainer_of,
 )
 from configs.load import ConfigError
@@ -91,13 +90,11 @@ def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: 
         )
         return found
 
-    with setup():
-        trainer = trainer_of(config, wanted.checkpoint)
+    trainer = trainer_of(config, wanted.checkpoint)
     truth, proxies = rewards("truth", partial(regenerated, trainer)), {}
     found = backends(wanted.backends, say)
     for (name, backend), weights in itertools.product(found.items(), wanted.weights):
-        with setup():
-            explorer = published(config, trainer, backend, weights)
+        explorer = published(config, trainer, backend, weights)
         label = name if weights == "merged" else f"{name}, {SAID[weights]}"
         for steps in dict.fromkeys(wanted.steps):
             proxies[label, steps] = rewards(

@@ -16,7 +16,6 @@ from analysis.measuring import (
     explored,
     explorer_of,
     rewards_of,
-    setup,
     trainer_of,
 )
 from analysis.signal.files import EXPLORED, digest, read
@@ -108,10 +107,8 @@ class Exploring:
 
     def _explore(self, config: RunConfig, name: str, steps: int, batch: Batch) -> np.ndarray:
         if name not in self._explorers:
-            with setup():
-                self._explorers[name] = explorer_of(
-                    self.config, trainer_of(self.config), self._backends[name]
-                )
+            trainer = trainer_of(self.config)
+            self._explorers[name] = explorer_of(self.config, trainer, self._backends[name])
         rows = []
         for p, prompt in enumerate(batch.prompts):
             seeds = seeds_of(self.config, batch, p, self.pool)

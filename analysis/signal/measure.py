@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from analysis.measuring import Say, backends, measuring, setup, trainer_of
+from analysis.measuring import Say, backends, measuring, trainer_of
 from analysis.signal.drawing import drawing
 from analysis.signal.exploring import Batch, Exploring, batches_of, seeds_of
 from analysis.signal.files import ROWS, digest, read, rows_of, table, title
@@ -125,8 +125,7 @@ class Measuring:
                     self.say(f"{label}, {choice.label}: is there already")
                     continue
                 if trainer is None:
-                    with setup():
-                        trainer = trainer_of(config)
+                    trainer = trainer_of(config)
                 self._add(self._row(label, trainer, choice) | {"digest": name})
 
     def _name(self, config: RunConfig, choice: Choice) -> str:

@@ -37,17 +37,12 @@ def run(config: RunConfig, tree: Tree, wanted: Wanted, out: Path, say: Say) -> l
             "tune: explore.paths: previews of paths are not measured: use explore.paths = false"
         )
     check_model(config)
-    own_name = config.explore.backend
-    found = backends(wanted.backends or (own_name,), say)
-    own_backend = next(iter(backends((own_name,))))
-    own = Setting(
-        own_backend,
-        config.explore.steps,
-        config.explore.pool_size,
-        config.selection.keep,
-        wanted.sizes[0],
-    )
-    settings = _settings(config, wanted, list(found), own)
+    explore = config.explore
+    found = backends(wanted.backends or (explore.backend,), say)
+    (own_backend,) = backends((explore.backend,))
+    keep, size = config.selection.keep, wanted.sizes[0]
+    own = Setting(own_backend, explore.steps, explore.pool_size, keep, size)
+    settings = _settings(wanted, list(found), own)
     configs = {setting: _parsed(tree, setting) for setting in settings}
     found |= backends((own_backend,))
     kinds = {kind_of(setting) for setting in settings} | {
@@ -70,9 +65,7 @@ def run(config: RunConfig, tree: Tree, wanted: Wanted, out: Path, say: Say) -> l
     ]
 
 
-def _settings(
-    config: RunConfig, wanted: Wanted, names: Sequence[str], own: Setting
-) -> list[Setting]:
+def _settings(wanted: Wanted, names: Sequence[str], own: Setting) -> list[Setting]:
     """The settings to measure, the configuration's own first. Raises ConfigError for impossible
     ones.
     """

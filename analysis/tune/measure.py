@@ -16,7 +16,6 @@ from analysis.measuring import (
     explored,
     explorer_of,
     regenerated,
-    setup,
     trainer_of,
 )
 from configs.prompts import Prompt
@@ -61,14 +60,12 @@ def measure(
         say(f"{title}: {found.size} images, {seconds * 1e3:.1f} ms each")
         return found, seconds
 
-    with setup():
-        trainer = trainer_of(config)
+    trainer = trainer_of(config)
     truth, seconds = rewards("truth", partial(regenerated, trainer))
     found = Found(truth, truth_s=seconds, update_s=_update_seconds(scored, trainer))
     for size, sized in sizes.items():
         for name, backend in backends.items():
-            with setup():
-                explorer = explorer_of(sized, trainer, backend)
+            explorer = explorer_of(sized, trainer, backend)
             mine = [kind for kind in kinds if (kind[0], kind[2]) == (name, size)]
             for kind in sorted(mine, key=lambda kind: (kind[1], kind[3] or kind[1])):
                 _, steps, _, upto = kind

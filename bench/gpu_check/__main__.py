@@ -71,7 +71,7 @@ def write(results: Results, directory: Path) -> None:
 
     directory.mkdir(parents=True, exist_ok=True)
     found = tables(results)
-    verdicts = {claim.text: asdict(verdict(results, claim)) for claim in CLAIMS}
+    verdicts = {text: asdict(verdict(results, check)) for text, check in CLAIMS.items()}
     sections = [asdict(outcome) for outcome in results.outcomes]
     write_json(
         directory / "gpu.json",

@@ -44,22 +44,14 @@ PUBLISHED = "published weights"
 Check = Callable[[Results], Verdict]
 
 
-@dataclass(frozen=True)
-class Claim:
-    """``text`` is the first column of its row in docs/gpu.md."""
-
-    text: str
-    check: Check
-
-
 def not_here(why: str) -> Verdict:
     """Nothing is said."""
     return Verdict("not checkable here", why)
 
 
-def verdict(results: Results, claim: Claim) -> Verdict:
+def verdict(results: Results, check: Check) -> Verdict:
     """Without a GPU nothing is said of a GPU."""
-    found = claim.check(results)
+    found = check(results)
     return not_here("there is no GPU") if not results.gpu and found.said != "refuted" else found
 
 
@@ -205,85 +197,66 @@ def quick_to_publish(results: Results) -> Verdict:
 
 BLACKWELL = (10, 0)
 RUN = "a training run on GPUs, with Ray"
-CLAIMS = (
-    Claim(
-        "`fp8` layers compute the product of their dequantized operands",
-        tests(FP8, capability=(8, 9)),
+CLAIMS: dict[str, Check] = {
+    "`fp8` layers compute the product of their dequantized operands": tests(FP8, capability=(8, 9)),
+    "`torch_nvfp4` layers equal the emulation": tests(NVFP4, capability=BLACKWELL),
+    '`te_nvfp4` layers (`explore.activation_amax = "exact"`) equal the emulation': tests(
+        NVFP4, capability=BLACKWELL, engine=True
     ),
-    Claim("`torch_nvfp4` layers equal the emulation", tests(NVFP4, capability=BLACKWELL)),
-    Claim(
-        '`te_nvfp4` layers (`explore.activation_amax = "exact"`) equal the emulation',
-        tests(NVFP4, capability=BLACKWELL, engine=True),
+    "an image's latents do not depend on the other images of its batch": tests(
+        FP8, NVFP4, capability=(8, 9)
     ),
-    Claim(
-        "an image's latents do not depend on the other images of its batch",
-        tests(FP8, NVFP4, capability=(8, 9)),
+    "the Triton kernels that pack activations give the bits of the eager functions": bits,
+    "new weights are loaded in place, so a captured CUDA graph stays valid": tests(
+        NVFP4, capability=BLACKWELL
     ),
-    Claim("the Triton kernels that pack activations give the bits of the eager functions", bits),
-    Claim(
-        "new weights are loaded in place, so a captured CUDA graph stays valid",
-        tests(NVFP4, capability=BLACKWELL),
-    ),
-    Claim(
-        "`torch.compile` works with every backend and gives the eager images up to rounding",
-        compiles,
-    ),
-    Claim("`auto` takes the best backend of the GPU", auto),
-    Claim(
+    "`torch.compile` works with every backend and gives the eager images up to rounding": compiles,
+    "`auto` takes the best backend of the GPU": auto,
+    (
         "a rollout actor and the learner on GPUs of one kind compute equal bits from the same"
-        " packed weights",
-        needs(RUN),
-    ),
-    Claim(
-        "on H200, a step with `fp8` reaches at least 80 % of the bound (a goal, not a result)",
-        near_the_bound,
-    ),
-    Claim(
+        " packed weights"
+    ): needs(RUN),
+    (
+        "on H200, a step with `fp8` reaches at least 80 % of the bound (a goal, not a result)"
+    ): near_the_bound,
+    (
         "packing by kernels moves the bytes that"
         " [performance.md](performance.md#what-packing-activations-costs) counts, and takes little"
-        " of a step",
-        packing,
-    ),
-    Claim("peak memory of an actor is what `sol-rl plan` says", peaks),
-    Claim(
+        " of a step"
+    ): packing,
+    "peak memory of an actor is what `sol-rl plan` says": peaks,
+    (
         "weights that leave a GPU between turns come back bit for bit, leave nothing behind, and"
-        " take as long as `sol-rl plan` says",
-        leaving,
-    ),
-    Claim(
+        " take as long as `sol-rl plan` says"
+    ): leaving,
+    (
         "a process keeps to its share of a GPU's memory; a full GPU and missing CUDA are each told"
-        " in one line",
-        needs(RUN),
-    ),
-    Claim("gradients in BF16 are those of FP32 up to rounding, in every family", gradients),
-    Claim("the predicted seconds of a step, by which `auto` chooses", predicted),
-    Claim(
-        "regenerating costs at most 10 % and training at most 25 % beside the bare model's passes",
-        passes,
-    ),
-    Claim("decoding proxies in BF16 or by a tiny decoder ranks as well and is quicker", decoding),
-    Claim("seconds of `sol-rl plan`", needs(RUN)),
-    Claim("exploring in 4 or 8 bits makes an iteration shorter", needs(RUN)),
-    Claim(
+        " in one line"
+    ): needs(RUN),
+    "gradients in BF16 are those of FP32 up to rounding, in every family": gradients,
+    "the predicted seconds of a step, by which `auto` chooses": predicted,
+    (
+        "regenerating costs at most 10 % and training at most 25 % beside the bare model's passes"
+    ): passes,
+    "decoding proxies in BF16 or by a tiny decoder ranks as well and is quicker": decoding,
+    "seconds of `sol-rl plan`": needs(RUN),
+    "exploring in 4 or 8 bits makes an iteration shorter": needs(RUN),
+    (
         "`explore_ahead = 1` makes an iteration as long as its longer part where rollout actors"
-        " and learner have GPUs of their own",
-        needs("two GPUs"),
-    ),
-    Claim(
-        "packing and publishing a model of 12 billion parameters takes seconds", quick_to_publish
-    ),
-    Claim("speed of learned scorers", needs("the scorers' released files")),
-    Claim("pool size and faults do not change a bit of the trained weights", needs(RUN)),
-    Claim("several learners take the steps of one, with NCCL", needs("two GPUs")),
-    Claim(
+        " and learner have GPUs of their own"
+    ): needs("two GPUs"),
+    "packing and publishing a model of 12 billion parameters takes seconds": quick_to_publish,
+    "speed of learned scorers": needs("the scorers' released files"),
+    "pool size and faults do not change a bit of the trained weights": needs(RUN),
+    "several learners take the steps of one, with NCCL": needs("two GPUs"),
+    (
         "a base in shards over learners changes no bit with NCCL, and its memory is what the plan"
-        " says",
-        needs("two GPUs"),
-    ),
-    Claim("4-bit proxy images rank the seeds of a large model well enough", needs(PUBLISHED)),
-    Claim("the published weights of SD3.5, FLUX.1 and SANA load and train", needs(PUBLISHED)),
-    Claim("SANA's released checkpoint with linear feed-forwards loads", needs("this file")),
-    Claim("the released files of the four learned scorers load", needs("these files")),
-    Claim("the paper's FLUX.1 table", needs(f"{PUBLISHED}, and days on eight GPUs")),
-)
-"""In the order of docs/gpu.md; a test holds the two together."""
+        " says"
+    ): needs("two GPUs"),
+    "4-bit proxy images rank the seeds of a large model well enough": needs(PUBLISHED),
+    "the published weights of SD3.5, FLUX.1 and SANA load and train": needs(PUBLISHED),
+    "SANA's released checkpoint with linear feed-forwards loads": needs("this file"),
+    "the released files of the four learned scorers load": needs("these files"),
+    "the paper's FLUX.1 table": needs(f"{PUBLISHED}, and days on eight GPUs"),
+}
+"""By the first column of its row in docs/gpu.md, in that order; a test holds the two together."""

@@ -83,14 +83,9 @@ class Setting:
         """Small ones of one family are all alike."""
         return ARCHITECTURES if self.gpu else FAMILIES
 
-    @property
-    def pixels(self) -> int | None:
-        """None: as published."""
-        return None if self.gpu else SMALL_PIXELS
-
     def case(self, name: str, pixels: int | None = None) -> Any:
         """A published architecture, at real size on a GPU: a context, as ``case_of``."""
-        return case_of(name, (pixels if self.gpu else None) or self.pixels, not self.gpu)
+        return case_of(name, pixels if self.gpu else SMALL_PIXELS, not self.gpu)
 
     def quick(self) -> tuple[Backend, ...]:
         """Backends with arithmetic quicker than BF16's that run here; on a CPU those that stand in

@@ -66,8 +66,7 @@ QUARTERS = "plan", "driver"
 @pytest.fixture
 def options(tiny_sd3_dir, tmp_path, monkeypatch) -> Options:
     config = tiny_config(tiny_sd3_dir, tmp_path, "bench")
-    for name in ("ring", "loop"):
-        monkeypatch.setattr(f"bench.{name}.ActorServices", HostedServices)
+    monkeypatch.setattr("bench.ring.ActorServices", HostedServices)
     return Options(config, repeats=1, pack_bytes=2**16, broadcasts=BROADCASTS, batch=2, **EXPLORER)
 
 
