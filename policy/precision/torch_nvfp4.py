@@ -58,13 +58,6 @@ class NVFP4Weight(QuantizedLinear):
         torch.mul(self.amax, SPAN_INVERSE, out=self.factor)
 
 
-def kernel_refuses(rows: int, columns: int) -> str | None:
-    """Why a weight [N, K] does not fit the kernels, which want K / 2 and N in multiples of 16."""
-    if columns % 32:
-        return f"K = {columns} is not a multiple of 32"
-    return f"N = {rows} is not a multiple of 16" if rows % 16 else None
-
-
 def no_blackwell(device: torch.device) -> str | None:
     """Why there are no NVFP4 tensor cores here."""
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -165,8 +158,10 @@ class TorchNVFP4(NVFP4Packing):
         return no_blackwell(device)
 
     def refuses(self, rows: int, columns: int) -> str | None:
-        """The packed K must be a multiple of 16 bytes."""
-        return kernel_refuses(rows, columns)
+        """The kernels want K / 2 and N in multiples of 16."""
+        if columns % 32:
+            return f"K = {columns} is not a multiple of 32"
+        return f"N = {rows} is not a multiple of 16" if rows % 16 else None
 
     def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantizedLinear]:
         """Layers that share the packed input."""
