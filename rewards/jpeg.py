@@ -14,7 +14,7 @@ QUALITY = 95
 BYTES_PER_KB = 1000.0
 
 
-def jpeg_kilobytes(images: np.ndarray, quality: int = QUALITY) -> np.ndarray:
+def jpeg_kilobytes(images: np.ndarray, quality: int) -> np.ndarray:
     """Size in kB (1000 bytes) of each image uint8 [B, 3, H, W] as a JPEG file: float32 [B]."""
     sizes = []
     for image in images:
