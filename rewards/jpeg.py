@@ -6,8 +6,8 @@ import io
 from collections.abc import Sequence
 
 import numpy as np
-from PIL import Image
 
+from records.images import to_pil
 from rewards.base import BuiltIn, Metadata, ScorerSetupError, Settings, require_count
 
 QUALITY = 95
@@ -19,9 +19,7 @@ def jpeg_kilobytes(images: np.ndarray, quality: int) -> np.ndarray:
     sizes = []
     for image in images:
         buffer = io.BytesIO()
-        Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0))).save(
-            buffer, format="JPEG", quality=quality
-        )
+        to_pil(image).save(buffer, format="JPEG", quality=quality)
         sizes.append(buffer.tell() / BYTES_PER_KB)
     return np.asarray(sizes, dtype=np.float32)
 

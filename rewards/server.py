@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from PIL import Image
 
+from records.images import to_pil
 from rewards.base import (
     BuiltIn,
     Metadata,
@@ -266,5 +266,5 @@ def _number(value: float) -> float:
 
 def _png(image: np.ndarray) -> str:
     buffer = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0))).save(buffer, format="PNG")
+    to_pil(image).save(buffer, format="PNG")
     return base64.b64encode(buffer.getvalue()).decode()

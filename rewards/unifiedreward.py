@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from records.errors import first_line
+from records.images import to_pil
 from records.weights import DTYPES
 from rewards.answers import numbers_after
 from rewards.base import (
@@ -195,7 +195,7 @@ class UnifiedReward(BuiltIn):
     def _written(self, images: list[np.ndarray], asked: list[str]) -> list[tuple[str, bool]]:
         inputs = self.processor(
             text=asked,
-            images=[Image.fromarray(image.transpose(1, 2, 0)) for image in images],
+            images=[to_pil(image) for image in images],
             padding=True,
             padding_side="left",
             return_tensors="pt",
