@@ -146,7 +146,7 @@ class RolloutActor:
         latents = explorer.latents(conditioning, request.seeds[:1], *how, eager=compiles)
         if compiles:
             compiled = explorer.latents(conditioning, request.seeds, *how)[:1].numpy()
-        kind = computing(self._device, explorer.backend.name, False)
+        kind = computing(self._device, explorer.backend.name)
         return Probed(latents.numpy(), kind, compiled=compiled)
 
     def _explorer_of(self, version: int, who: str) -> Explorer:

@@ -1,4 +1,4 @@
-"""What the settings of all training objectives share, and which of them go together.
+"""What the settings of all training objectives share.
 
 An objective's own settings stand beside its formula, in its file in ``learner/objectives``.
 """
@@ -156,62 +156,3 @@ class PathSettings(ObjectiveSettings):
 def whole_part(value: float) -> int:
     """floor, but 9 for the 8.999... that a decimal fraction may give."""
     return math.floor(value + 1e-9)
-
-
-def incompatibility(
-    objective: ObjectiveSettings,
-    arm: str,
-    selects: bool,
-    regenerates: bool,
-    solver: str,
-    steps: int,
-    paths: bool,
-) -> str | None:
-    """Why this objective cannot be trained so, in one line, or None.
-
-    ``solver`` and ``steps`` are those of regenerating; ``paths``: so is what is explored.
-    """
-    name = objective.name
-    if solver not in objective.solvers:
-        kind = (
-            "stochastic paths and their log-probabilities"
-            if objective.stochastic
-            else "samples of a deterministic solver"
-        )
-        return (
-            f"regenerate.solver: {solver!r} with objective {name!r}, which trains on {kind}: "
-            f"use {' or '.join(objective.solvers)}, or leave it out"
-        )
-    if objective.stochastic and not regenerates:
-        why = (
-            "quantized"
-            if arm == "naive_quant"
-            else "made by rollout actors with merged, rounded weights"
-        )
-        return (
-            f"arm: {arm!r} with objective {name!r}: its samples are {why}, and the exact"
-            " log-probability of their paths under the trained policy is needed: use 'sol_rl' or"
-            " 'diffusionnft'"
-        )
-    if objective.one_noise_per_group and selects and not paths:
-        return (
-            f"objective.shared_noise: arm {arm!r} selects among initial noises, but a shared one"
-            " leaves nothing to select: use explore.paths = true, or shared_noise = false"
-        )
-    return _too_few(objective, steps)
-
-
-def _too_few(objective: ObjectiveSettings, steps: int) -> str | None:
-    """Why so many steps do not do for this objective, or None."""
-    if not objective.trained_steps(steps):
-        return (
-            f"regenerate.steps: {steps} leave objective {objective.name!r} no step to train on:"
-            " use more steps"
-        )
-    window = objective.window if isinstance(objective, PathSettings) else None
-    if window is not None and window.start + window.size > steps:
-        return (
-            f"objective.window: {window.size} steps from step {window.start} on, but"
-            f" regenerate.steps is {steps}: let it end there"
-        )
-    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, get_args
 
-from configs.objective import PathSettings, incompatibility
+from configs.objective import PathSettings
 from configs.sections import Precision, Solver
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ def check_possible(run: RunConfig) -> None:
     for check in (
         *(_check_selection, _check_size, _check_base, _check_stages, _check_random_seeds),
         *(_check_share, _check_shards, _check_turns),
-        *(_check_objective, _check_paths, _check_guidance, _check_scorers),
+        *(_check_objective, _check_trained_steps, _check_paths, _check_guidance, _check_scorers),
     ):
         check(run)
 
@@ -74,11 +74,49 @@ def _check_random_seeds(run: RunConfig) -> None:
 
 def _check_objective(run: RunConfig) -> None:
     """Raises ValueError for an objective that does not go with the arm or the solver."""
-    plan, selects, steps = run.plan, run.plan.explore is not None, run.regenerate.steps
-    if why := incompatibility(
-        run.objective, run.arm, selects, plan.regenerate, plan.solver, steps, run.explore.paths
-    ):
-        raise ValueError(why)
+    objective, plan = run.objective, run.plan
+    if plan.solver not in objective.solvers:
+        kind = (
+            "stochastic paths and their log-probabilities"
+            if objective.stochastic
+            else "samples of a deterministic solver"
+        )
+        raise ValueError(
+            f"regenerate.solver: {plan.solver!r} with objective {objective.name!r}, which trains on"
+            f" {kind}: use {' or '.join(objective.solvers)}, or leave it out"
+        )
+    if objective.stochastic and not plan.regenerate:
+        why = (
+            "quantized"
+            if run.arm == "naive_quant"
+            else "made by rollout actors with merged, rounded weights"
+        )
+        raise ValueError(
+            f"arm: {run.arm!r} with objective {objective.name!r}: its samples are {why}, and the"
+            " exact log-probability of their paths under the trained policy is needed: use 'sol_rl'"
+            " or 'diffusionnft'"
+        )
+    if objective.one_noise_per_group and plan.explore is not None and not run.explore.paths:
+        raise ValueError(
+            f"objective.shared_noise: arm {run.arm!r} selects among initial noises, but a shared"
+            " one leaves nothing to select: use explore.paths = true, or shared_noise = false"
+        )
+
+
+def _check_trained_steps(run: RunConfig) -> None:
+    """Raises ValueError for too few steps to train on."""
+    objective, steps = run.objective, run.regenerate.steps
+    if not objective.trained_steps(steps):
+        raise ValueError(
+            f"regenerate.steps: {steps} leave objective {objective.name!r} no step to train on:"
+            " use more steps"
+        )
+    window = objective.window if isinstance(objective, PathSettings) else None
+    if window is not None and window.start + window.size > steps:
+        raise ValueError(
+            f"objective.window: {window.size} steps from step {window.start} on, but"
+            f" regenerate.steps is {steps}: let it end there"
+        )
 
 
 def _check_paths(run: RunConfig) -> None:

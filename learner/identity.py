@@ -91,7 +91,7 @@ def recomputed(
         moved = policy.latents(_nudged(asked.cond, torch.finfo(width).eps), *how)
     roundings = asked.steps * len(policy.plan) * (2 if asked.guided else 1)
     bound = SAFETY * math.sqrt(roundings) * relative_distance(moved.numpy(), latents.numpy())
-    return latents.numpy(), computing(device, runs.name, False), bound
+    return latents.numpy(), computing(device, runs.name), bound
 
 
 def bare_copy(transformer: nn.Module, loaded: torch.dtype, wanted: torch.dtype) -> nn.Module:
@@ -146,4 +146,4 @@ def _nudged(cond: Conditioning, eps: float) -> Conditioning:
         sign = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
         return tensor * (1 + eps * sign).to(tensor.device, tensor.dtype)
 
-    return Conditioning({name: moved(tensor) for name, tensor in cond.tensors.items()})
+    return cond.each(moved)

@@ -90,7 +90,7 @@ def select(
     ranked = chosen[np.argsort(-values[chosen], kind="stable")]
     best, rest = ranked[: (keep + 1) // 2], np.sort(ranked[(keep + 1) // 2 :])
     worst = rest[np.argsort(values[rest], kind="stable")]
-    return Selected(_plain(indices[chosen]), _plain(indices[best]), _plain(indices[worst]))
+    return Selected(*(tuple(indices[part].tolist()) for part in (chosen, best, worst)))
 
 
 def _check(values: np.ndarray, indices: np.ndarray, keep: int, rule: str) -> None:
@@ -122,7 +122,3 @@ def _key(seed: int, index: int) -> int:
     return int.from_bytes(
         hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little"
     )
-
-
-def _plain(indices: np.ndarray) -> tuple[int, ...]:
-    return tuple(int(index) for index in indices)

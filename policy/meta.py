@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from configs.training import Lora
-from policy.families.architectures import build
+from policy.families.architectures import build, made_in
 from policy.families.base import Diffusers, Family
 from policy.lora import inject, target_modules
 from policy.precision.backends import Backend
@@ -35,13 +35,8 @@ def blank(family: Family, part: str, dtype: torch.dtype) -> nn.Module:
     cls: Any = getattr(transformers, name)
     described = cls.config_class.from_dict(config)
     described.dtype = dtype  # some models ask it rather than torch's default
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with META:
-            return cls(described).eval().requires_grad_(False)
-    finally:
-        torch.set_default_dtype(before)
+    with made_in(dtype), META:
+        return cls(described).eval().requires_grad_(False)
 
 
 def as_loaded(model: Diffusers, dtype: torch.dtype) -> Diffusers:

@@ -37,20 +37,14 @@ class Conditioning:
     def repeat(self, n: int) -> Conditioning:
         """Each prompt n times in a row: [B * n, ...]. One prompt is expanded without a copy."""
         if len(self) == 1:
-            return Conditioning(
-                {name: t.expand(n, *t.shape[1:]) for name, t in self.tensors.items()}
-            )
-        return Conditioning(
-            {name: t.repeat_interleave(n, dim=0) for name, t in self.tensors.items()}
-        )
+            return self.each(lambda tensor: tensor.expand(n, *tensor.shape[1:]))
+        return self.each(lambda tensor: tensor.repeat_interleave(n, dim=0))
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Conditioning:
         """Moved and cast."""
-        return Conditioning(
-            {name: t.to(device=device, dtype=dtype) for name, t in self.tensors.items()}
-        )
+        return self.each(lambda tensor: tensor.to(device=device, dtype=dtype))
 
     def rows(self, index: int | slice | Sequence[int] | Tensor) -> Conditioning:
         """Some of the prompts; an int gives one row, still with its batch dimension."""
@@ -60,7 +54,11 @@ class Conditioning:
             index = [index]
         if not isinstance(index, slice):
             index = torch.as_tensor(index)
-        return Conditioning({name: t[index] for name, t in self.tensors.items()})
+        return self.each(lambda tensor: tensor[index])
+
+    def each(self, do: Callable[[Tensor], Tensor]) -> Conditioning:
+        """What ``do`` makes of each of the tensors."""
+        return Conditioning({name: do(tensor) for name, tensor in self.tensors.items()})
 
     def with_negative(self, negative: Conditioning) -> Conditioning:
         """Each row with that of its negative prompt beside it, of ``negative`` as many or one."""

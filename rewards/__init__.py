@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import cast
 
 from configs.named import nearest
 from configs.rewards import Scorer as ScorerConfig
 from records.errors import described
-from rewards.base import BuiltIn, Effort, Scorer, ScorerError, ScorerSetupError, Settings
+from rewards.base import BuiltIn, Effort, Scorer, ScorerSetupError, Settings
+from rewards.base import ScorerError as ScorerError  # for those who import it from here
 
 SCORERS: dict[str, str] = {
     "imagereward": "rewards.imagereward:ImageReward",
@@ -61,7 +63,7 @@ def may_use_gpu(name: str) -> bool:
     CPUs alone; one that is not built in may.
     """
     made = built_in(name)
-    return made is None or _takes(made, "device")
+    return made is None or _takes_device(made)
 
 
 def model_bytes(scorer: ScorerConfig) -> int | None:
@@ -70,10 +72,8 @@ def model_bytes(scorer: ScorerConfig) -> int | None:
     Raises ScorerSetupError for settings that are none.
     """
     made = built_in(scorer.name)
-    try:
+    with _named(scorer):
         return made.model_bytes(scorer.settings) if made is not None else None
-    except ScorerSetupError as error:
-        raise ScorerSetupError(f"scorer {scorer.name!r}: {error}") from None
 
 
 def effort(scorer: ScorerConfig, height: int, width: int) -> Effort:
@@ -82,10 +82,17 @@ def effort(scorer: ScorerConfig, height: int, width: int) -> Effort:
     Raises ScorerSetupError for settings that are none.
     """
     made = built_in(scorer.name)
-    try:
+    with _named(scorer):
         return made.effort(scorer.settings, height, width) if made is not None else Effort()
+
+
+@contextmanager
+def _named(scorer: ScorerConfig) -> Iterator[None]:
+    """Whatever is wrong with a scorer's setup is said with its name."""
+    try:
+        yield
     except ScorerSetupError as error:
-        raise ScorerSetupError(f"scorer {scorer.name!r}: {error}") from None
+        raise ScorerSetupError(f"scorer {scorer.name!r}: {error}") from error.__cause__
 
 
 def check_settings(scorer: ScorerConfig) -> None:
@@ -98,27 +105,26 @@ def check_settings(scorer: ScorerConfig) -> None:
     made = built_in(scorer.name)
     if made is None:
         return
-    try:
-        settings = inspect.signature(made).bind(**scorer.settings)
-        settings.apply_defaults()
-        if made.compares not in (None, scorer.per == "prompt"):
-            does, use = ("compares", "prompt") if made.compares else ("does not compare", "image")
-            raise ScorerSetupError(f"it {does} images of a prompt: set per = {use!r}")
-        made.check(settings.arguments)
-    except ScorerSetupError as error:
-        raise ScorerSetupError(f"scorer {scorer.name!r}: {error}") from None
-    except (TypeError, AttributeError) as error:
-        raise ScorerSetupError(
-            f"scorer {scorer.name!r}: settings = {scorer.settings}: {error}"
-        ) from None
-    for setting, names in made.paths.items():
-        if isinstance(given := scorer.settings.get(setting), str):
-            from rewards.checkpoints import local  # brings torch, which most scorers do without
+    with _named(scorer):
+        try:
+            settings = inspect.signature(made).bind(**scorer.settings)
+            settings.apply_defaults()
+            if made.compares not in (None, scorer.per == "prompt"):
+                does, use = (
+                    ("compares", "prompt") if made.compares else ("does not compare", "image")
+                )
+                raise ScorerSetupError(f"it {does} images of a prompt: set per = {use!r}")
+            made.check(settings.arguments)
+        except (TypeError, AttributeError) as error:
+            raise ScorerSetupError(f"settings = {scorer.settings}: {error}") from None
+        for setting, names in made.paths.items():
+            if isinstance(given := scorer.settings.get(setting), str):
+                from rewards.checkpoints import local  # brings torch, which most do without
 
-            try:
-                local(given, names)
-            except ScorerSetupError as error:
-                raise ScorerSetupError(f"scorer {scorer.name!r}: {setting}: {error}") from None
+                try:
+                    local(given, names)
+                except ScorerSetupError as error:
+                    raise ScorerSetupError(f"{setting}: {error}") from None
 
 
 def build(scorer: ScorerConfig, device: str | None = None) -> Scorer:
@@ -128,15 +134,13 @@ def build(scorer: ScorerConfig, device: str | None = None) -> Scorer:
     takes an argument of that name and the settings do not say another. Raises ScorerSetupError, one
     line that says what to fix.
     """
-    try:
+    with _named(scorer):
         target = resolve(scorer.name)
         make = _imported(target)
         settings = dict(scorer.settings)
-        if device is not None and "device" not in settings and _takes(make, "device"):
+        if device is not None and "device" not in settings and _takes_device(make):
             settings["device"] = device
         return _made(make, target.partition(":")[2], settings)
-    except ScorerSetupError as error:
-        raise ScorerSetupError(f"scorer {scorer.name!r}: {error}") from error.__cause__
 
 
 def _imported(target: str) -> Callable[..., object]:
@@ -186,26 +190,9 @@ def _made(make: Callable[..., object], name: str, settings: Settings) -> Scorer:
     return cast(Scorer, instance)
 
 
-def _takes(made: Callable[..., object], argument: str) -> bool:
-    """Whether a class or function can be called with an argument of this name."""
+def _takes_device(made: Callable[..., object]) -> bool:
+    """Whether a class or function can be called with an argument ``device``."""
     try:
-        return argument in inspect.signature(made).parameters
+        return "device" in inspect.signature(made).parameters
     except (TypeError, ValueError):
         return False
-
-
-__all__ = [
-    "SCORERS",
-    "BuiltIn",
-    "Effort",
-    "Scorer",
-    "ScorerError",
-    "ScorerSetupError",
-    "build",
-    "built_in",
-    "check_settings",
-    "effort",
-    "may_use_gpu",
-    "model_bytes",
-    "resolve",
-]

@@ -20,6 +20,13 @@ FILE_ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".txt")
 ROOT = Path(__file__).parent.parent
 M = TypeVar("M", bound=torch.nn.Module)
 ADVICE = "docs/rewards.md says where to get it"
+DAMAGED = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(OSError, RuntimeError, TypeError, ValueError),
+)
+"""What libraries raise for descriptions of models with other values, or values of other types, than
+they know.
+"""
 
 
 def locate(source: str, names: Sequence[str]) -> Path:

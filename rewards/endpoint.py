@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import numpy as np
@@ -67,13 +67,18 @@ class Endpoint:
                 "rubric has no {prompt}: the judge would not know what was asked"
             )
 
-    def require_key(self) -> None:
-        """Raises ScorerSetupError where the variable of the key is not set."""
-        if self.key_env is not None and not os.environ.get(self.key_env):
+    @classmethod
+    def of(cls, settings: Settings) -> Endpoint:
+        """The endpoint of a scorer's settings. Raises ScorerSetupError where the variable of the
+        key is not set.
+        """
+        key_env = settings["key_env"]
+        if key_env is not None and not os.environ.get(key_env):
             raise ScorerSetupError(
-                f"key_env is {self.key_env!r}: there is no such variable where this scorer runs:"
+                f"key_env is {key_env!r}: there is no such variable where this scorer runs:"
                 " set it in the environment of its actors"
             )
+        return cls(**{field.name: settings[field.name] for field in fields(cls)})
 
     @property
     def _headers(self) -> dict[str, str]:

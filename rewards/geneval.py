@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,8 @@ from rewards.base import (
     require_images,
     require_share,
 )
-from rewards.checkpoints import local, pretrained
-from rewards.geneval_rules import COLORS, Found, Objects, Outcome, assess, wanted
+from rewards.checkpoints import DAMAGED, local, pretrained
+from rewards.geneval_rules import COLORS, Found, Objects, assess, wanted
 from rewards.openclip import ClipScore
 from rewards.paired import PairedScorer
 
@@ -45,17 +46,8 @@ TEMPLATES = (
 WANTED = (
     "give a directory with config.json, preprocessor_config.json and model.safetensors, or a hub id"
 )
-DAMAGED = (
-    OSError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    RuntimeError,
-    StrictDataclassError,
-)
-"""What transformers raises for files with other values, or values of other types, than it knows."""
+UNUSABLE = (*DAMAGED, StrictDataclassError)
+"""What transformers raises for files that it can make no model of."""
 
 
 class GenEvalScorer(BuiltIn):
@@ -116,7 +108,7 @@ class GenEvalScorer(BuiltIn):
         try:
             with torch.device("meta"):
                 model: torch.nn.Module = made(Mask2FormerConfig.from_pretrained(path.parent))
-        except DAMAGED as error:
+        except UNUSABLE as error:
             raise ScorerSetupError(
                 f"{path.parent}: its config.json makes no Mask2Former"
                 f" ({first_line(error)[:200]}): {WANTED}"
@@ -140,15 +132,12 @@ class GenEvalScorer(BuiltIn):
             for objects in self.detect(images[first : first + self.batch_size], least[first:])
         ]
         outcomes = [
-            self._assess(image, *each)
-            for image, each in zip(images, zip(entries, found, strict=True), strict=True)
+            assess(entry, objects, partial(self.color_names, image))
+            for image, entry, objects in zip(images, entries, found, strict=True)
         ]
         self.parts = {"correct": np.array([each.correct for each in outcomes], np.float32)}
         shares = np.array([each.share for each in outcomes], np.float32)
         return self.parts["correct"] if self.strict else shares
-
-    def _assess(self, image: np.ndarray, entries: list[Any], objects: Objects) -> Outcome:
-        return assess(entries, objects, lambda name, group: self.color_names(image, name, group))
 
     # ---- objects
 
@@ -224,7 +213,7 @@ def _load(source: str) -> tuple[Mask2FormerForUniversalSegmentation, Any]:
         processor = AutoImageProcessor.from_pretrained(place)
         grey = np.full((3, 64, 64), GREY, np.uint8)
         processor([grey], return_tensors="pt", input_data_format="channels_first")
-    except DAMAGED as error:
+    except UNUSABLE as error:
         raise ScorerSetupError(
             f"detector = {source!r}: no Mask2Former of transformers ({first_line(error)[:200]}):"
             f" {WANTED}"

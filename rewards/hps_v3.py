@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from PIL import Image
 
+from records.images import to_pil
 from rewards.base import (
     BuiltIn,
     Metadata,
@@ -76,7 +76,7 @@ class HPSv3(BuiltIn):
         require_images(images, prompts, metadata)
         import torch
 
-        shown = [Image.fromarray(image.transpose(1, 2, 0)) for image in images]
+        shown = [to_pil(image) for image in images]
         found: list[np.ndarray] = []
         with torch.inference_mode():
             for first in range(0, len(shown), self._batch_size):

@@ -7,7 +7,6 @@ not used; `make parity` compares the two.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,16 +43,25 @@ TEXT = {
     "num_hidden_layers": 12,
     "num_attention_heads": 12,
 }
+SEEN = "blip.visual_encoder."
 RENAMES = (
-    (r"^patch_embed\.proj", "embeddings.patch_embedding"),
-    (r"^cls_token$", "embeddings.class_embedding"),
-    (r"^pos_embed$", "embeddings.position_embedding"),
-    (r"^norm\.", "post_layernorm."),
-    (r"^blocks\.(\d+)\.norm([12])", r"encoder.layers.\1.layer_norm\2"),
-    (r"^blocks\.(\d+)\.attn\.qkv", r"encoder.layers.\1.self_attn.qkv"),
-    (r"^blocks\.(\d+)\.attn\.proj", r"encoder.layers.\1.self_attn.projection"),
-    (r"^blocks\.(\d+)\.mlp", r"encoder.layers.\1.mlp"),
+    *(
+        (re.escape(SEEN) + theirs, f"visual_encoder.{ours}")
+        for theirs, ours in (
+            (r"patch_embed\.proj", "embeddings.patch_embedding"),
+            (r"cls_token$", "embeddings.class_embedding"),
+            (r"pos_embed$", "embeddings.position_embedding"),
+            (r"norm\.", "post_layernorm."),
+            (r"blocks\.(\d+)\.norm([12])", r"encoder.layers.\1.layer_norm\2"),
+            (r"blocks\.(\d+)\.attn\.qkv", r"encoder.layers.\1.self_attn.qkv"),
+            (r"blocks\.(\d+)\.attn\.proj", r"encoder.layers.\1.self_attn.projection"),
+            (r"blocks\.(\d+)\.mlp", r"encoder.layers.\1.mlp"),
+        )
+    ),
+    (r"mlp\.layers\.", "mlp."),
+    (r"blip\.", ""),
 )
+"""Beginnings of the released names, and what stands there here: the first that fits."""
 UNUSED = re.compile(r"blip\.(vision_proj|text_proj)\.|.*\.position_ids$")
 
 
@@ -168,30 +176,17 @@ def _check_tables(architecture: Settings) -> None:
 
 def renamed(state: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
     """The released names as ``BlipReward`` has them. Raises ScorerSetupError for another file."""
-    if not any(name.startswith("blip.visual_encoder.") for name in state):
+    if not any(name.startswith(SEEN) for name in state):
         raise ScorerSetupError(
-            f"{path}: no ImageReward checkpoint: no name in it starts with 'blip.visual_encoder.'"
+            f"{path}: no ImageReward checkpoint: no name in it starts with {SEEN!r}"
         )
-    made = {}
-    for name, value in state.items():
-        if UNUSED.match(name):
-            continue
-        if name.startswith("blip.visual_encoder."):
-            made[
-                "visual_encoder." + _rename(name.removeprefix("blip.visual_encoder."), RENAMES)
-            ] = value
-        elif name.startswith("mlp.layers."):
-            made["mlp." + name.removeprefix("mlp.layers.")] = value
-        else:
-            made[name.removeprefix("blip.")] = value
-    return made
+    return {_rename(name): value for name, value in state.items() if not UNUSED.match(name)}
 
 
-def _rename(name: str, rules: Sequence[tuple[str, str]]) -> str:
-    for pattern, replacement in rules:
-        name, found = re.subn(pattern, replacement, name)
-        if found:
-            return name
+def _rename(name: str) -> str:
+    for pattern, ours in RENAMES:
+        if found := re.match(pattern, name):
+            return found.expand(ours) + name[found.end() :]
     return name
 
 

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+from records.images import to_pil
+
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 """OpenAI's, which all four learned scorers here are trained with."""
@@ -55,8 +57,7 @@ def _shorter(pixels: np.ndarray, size: int) -> np.ndarray:
     short, long = min(height, width), max(height, width)
     other = int(size * long / short)
     target = (size, other) if width <= height else (other, size)  # Pillow: width first
-    image = Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
-    return np.asarray(image.resize(target, Image.Resampling.BICUBIC)).transpose(2, 0, 1)
+    return np.asarray(to_pil(pixels).resize(target, Image.Resampling.BICUBIC)).transpose(2, 0, 1)
 
 
 def pad_square(images: np.ndarray, size: int) -> torch.Tensor:

@@ -6,22 +6,20 @@ import io
 from collections.abc import Sequence
 
 import numpy as np
-from PIL import Image
 
+from records.images import to_pil
 from rewards.base import BuiltIn, Metadata, ScorerSetupError, Settings, require_count
 
 QUALITY = 95
 BYTES_PER_KB = 1000.0
 
 
-def jpeg_kilobytes(images: np.ndarray, quality: int = QUALITY) -> np.ndarray:
+def jpeg_kilobytes(images: np.ndarray, quality: int) -> np.ndarray:
     """Size in kB (1000 bytes) of each image uint8 [B, 3, H, W] as a JPEG file: float32 [B]."""
     sizes = []
     for image in images:
         buffer = io.BytesIO()
-        Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0))).save(
-            buffer, format="JPEG", quality=quality
-        )
+        to_pil(image).save(buffer, format="JPEG", quality=quality)
         sizes.append(buffer.tell() / BYTES_PER_KB)
     return np.asarray(sizes, dtype=np.float32)
 

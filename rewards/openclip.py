@@ -13,7 +13,7 @@ import torch
 from configs.section import Tree
 from records.errors import first_line
 from rewards.base import ScorerSetupError, Settings
-from rewards.checkpoints import fetch, load_weights, local, locate, read_state, repository
+from rewards.checkpoints import DAMAGED, fetch, load_weights, local, locate, read_state, repository
 from rewards.images import CLIP_MEAN, CLIP_STD, crop_square, normalize, pad_square, to_float
 from rewards.paired import PairedScorer, cosine, distinct
 
@@ -224,15 +224,7 @@ def _build(cfg: Tree) -> open_clip.CLIP:
     try:
         return open_clip.CLIP(**{key: value for key, value in cfg.items() if key != "custom_text"})
     # what open_clip computes with values that are of another type, or do not go together
-    except (
-        AssertionError,
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except DAMAGED as error:
         raise ScorerSetupError(
             f"architecture: open_clip cannot build it: {first_line(error)}: fix {cfg}"
         ) from None

@@ -13,11 +13,12 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from PIL import Image
 
+from records.images import to_pil
 from rewards.base import (
     BuiltIn,
     Metadata,
@@ -39,6 +40,7 @@ PIECE = 65536
 HERE = ("localhost", "::1")
 
 
+@dataclass(eq=False)
 class HttpScorer(BuiltIn):
     """POSTs images and prompts to ``url`` and takes the scores of the answer.
 
@@ -53,19 +55,15 @@ class HttpScorer(BuiltIn):
 
     compares: ClassVar[bool | None] = None
 
-    def __init__(
-        self,
-        url: str,
-        encoding: str = "npz",
-        timeout_s: float = 60.0,
-        retries: int = 2,
-        batch_size: int = 0,
-        plain_http: bool = False,
-        clips: bool = False,
-    ) -> None:
-        self.clips = clips
-        self.url, self.encoding, self.timeout_s = url, encoding, timeout_s
-        self.retries, self.batch_size, self.plain_http = retries, batch_size, plain_http
+    url: str
+    encoding: str = "npz"
+    timeout_s: float = 60.0
+    retries: int = 2
+    batch_size: int = 0
+    plain_http: bool = False
+    clips: bool = False
+
+    def __post_init__(self) -> None:
         self.check(vars(self))
 
     @staticmethod
@@ -133,7 +131,7 @@ def post(
         # URLError and timeouts are OSErrors
         except (OSError, http.client.HTTPException) as error:
             problem = f"did not answer ({getattr(error, 'reason', None) or error})"
-    raise ScorerError(f"{url} {_one_line(problem)}, tries: {attempt + 1}")
+    raise ScorerError(f"{url} {' '.join(problem.split())}, tries: {attempt + 1}")
 
 
 def _read(request: urllib.request.Request, timeout_s: float, most: int) -> bytes:
@@ -196,10 +194,6 @@ def _is_here(host: str) -> bool:
         return host in HERE or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _host(url: str) -> str | None:
@@ -272,5 +266,5 @@ def _number(value: float) -> float:
 
 def _png(image: np.ndarray) -> str:
     buffer = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0))).save(buffer, format="PNG")
+    to_pil(image).save(buffer, format="PNG")
     return base64.b64encode(buffer.getvalue()).decode()

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from records.errors import first_line
+from records.images import to_pil
 from records.weights import DTYPES
 from rewards.answers import numbers_after
 from rewards.base import (
@@ -33,7 +33,7 @@ from rewards.base import (
     require_one_of,
 )
 from rewards.cache import content_key
-from rewards.checkpoints import local, pretrained
+from rewards.checkpoints import DAMAGED, local, pretrained
 from rewards.paired import PairedScorer
 from rewards.unifiedreward_forms import FORMS
 
@@ -195,7 +195,7 @@ class UnifiedReward(BuiltIn):
     def _written(self, images: list[np.ndarray], asked: list[str]) -> list[tuple[str, bool]]:
         inputs = self.processor(
             text=asked,
-            images=[Image.fromarray(image.transpose(1, 2, 0)) for image in images],
+            images=[to_pil(image) for image in images],
             padding=True,
             padding_side="left",
             return_tensors="pt",
@@ -280,7 +280,7 @@ def _load(checkpoint: str, dtype: torch.dtype) -> tuple[Any, Any]:
         if known != model.config.image_token_id or not processor.chat_template:
             raise ValueError("its tokenizer or its chat template is missing")
         return model, processor
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+    except DAMAGED as error:
         raise ScorerSetupError(
             f"checkpoint = {checkpoint!r}: no {CLASS} of transformers"
             f" ({first_line(error)[:200]}): give a directory with its safetensors, config.json,"

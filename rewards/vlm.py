@@ -71,6 +71,7 @@ class Rating:
     tokens_out: int
 
 
+@dataclass(eq=False)
 class VlmScorer(BuiltIn):
     """A rating of each image, from ``low`` to ``high``, as a number in [0, 1].
 
@@ -85,33 +86,28 @@ class VlmScorer(BuiltIn):
     ``plain_http``, as in ``HttpScorer``.
     """
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        rubric: str = RUBRIC,
-        read: str = "logprobs",
-        after: Sequence[str] = (),
-        low: int = 1,
-        high: int = 5,
-        votes: int = 1,
-        temperature: float = 0.0,
-        in_flight: int = 8,
-        timeout_s: float = 60.0,
-        retries: int = 4,
-        cache: int = 100_000,
-        key_env: str | None = None,
-        price_in: float = 0.0,
-        price_out: float = 0.0,
-        plain_http: bool = False,
-    ) -> None:
-        self.check(locals())
-        self.rubric, self.read, self.after = rubric, read, after
-        self.low, self.high, self.votes, self.in_flight = low, high, votes, in_flight
-        self.price_in, self.price_out = price_in, price_out
-        self._endpoint = Endpoint(url, model, temperature, timeout_s, retries, key_env)
-        self._endpoint.require_key()
-        self._known = Remembered[Rating](cache)
+    url: str
+    model: str
+    rubric: str = RUBRIC
+    read: str = "logprobs"
+    after: Sequence[str] = ()
+    low: int = 1
+    high: int = 5
+    votes: int = 1
+    temperature: float = 0.0
+    in_flight: int = 8
+    timeout_s: float = 60.0
+    retries: int = 4
+    cache: int = 100_000
+    key_env: str | None = None
+    price_in: float = 0.0
+    price_out: float = 0.0
+    plain_http: bool = False
+
+    def __post_init__(self) -> None:
+        self.check(vars(self))
+        self._endpoint = Endpoint.of(vars(self))
+        self._known = Remembered[Rating](self.cache)
         self.parts: dict[str, np.ndarray] = {}
 
     @staticmethod

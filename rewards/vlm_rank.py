@@ -64,6 +64,7 @@ class Verdict:
     tokens_out: int
 
 
+@dataclass(eq=False)
 class VlmRankScorer(BuiltIn):
     """For each image of a prompt the chance to win against an average one of them, in (0, 1).
 
@@ -79,30 +80,26 @@ class VlmRankScorer(BuiltIn):
 
     compares: ClassVar[bool | None] = True
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        rubric: str = RUBRIC,
-        read: str = "json",
-        size: int = 4,
-        rounds: int = 3,
-        temperature: float = 0.0,
-        in_flight: int = 8,
-        timeout_s: float = 120.0,
-        retries: int = 4,
-        cache: int = 10_000,
-        key_env: str | None = None,
-        price_in: float = 0.0,
-        price_out: float = 0.0,
-        plain_http: bool = False,
-    ) -> None:
-        self.check(locals())
-        self.rubric, self.read, self.size, self.rounds = rubric, read, size, rounds
-        self.in_flight, self.price_in, self.price_out = in_flight, price_in, price_out
-        self._endpoint = Endpoint(url, model, temperature, timeout_s, retries, key_env)
-        self._endpoint.require_key()
-        self._known = Remembered[Verdict](cache)
+    url: str
+    model: str
+    rubric: str = RUBRIC
+    read: str = "json"
+    size: int = 4
+    rounds: int = 3
+    temperature: float = 0.0
+    in_flight: int = 8
+    timeout_s: float = 120.0
+    retries: int = 4
+    cache: int = 10_000
+    key_env: str | None = None
+    price_in: float = 0.0
+    price_out: float = 0.0
+    plain_http: bool = False
+
+    def __post_init__(self) -> None:
+        self.check(vars(self))
+        self._endpoint = Endpoint.of(vars(self))
+        self._known = Remembered[Verdict](self.cache)
         self.parts: dict[str, np.ndarray] = {}
 
     @staticmethod

@@ -101,6 +101,11 @@ class Family(Pipeline, ABC):
         """Whether the transformer takes a guidance strength, which is not classifier-free."""
         return bool(self.part_config("transformer").get("guidance_embeds", False))
 
+    @property
+    def factor(self) -> int:
+        """Pixels per side of a latent pixel, f."""
+        return 2 ** (len(self.part_config("vae")["block_out_channels"]) - 1)
+
     def sizes(self, unit: int, largest: int | None = None) -> tuple[int, int]:
         """(height, width) in pixels: multiples of ``unit`` up to ``largest``, or ValueError."""
         for key, pixels in (("height", self.model.height), ("width", self.model.width)):
@@ -117,9 +122,6 @@ class Family(Pipeline, ABC):
         """Text encoders and tokenizers, nothing else but the autoencoder of a family that edits;
         ``negative`` as in ``PromptEncoder``.
         """
-        import diffusers
-
-        cls = getattr(diffusers, self.pipeline_class)
         # None: diffusers then reads no file of that part
         parts: dict[str, Diffusers] = dict.fromkeys((*self.transformers, "vae"))
         for part in self.components:
@@ -127,7 +129,7 @@ class Family(Pipeline, ABC):
                 library, name = self.index[part]
                 kind = getattr(importlib.import_module(library), name)
                 parts[part] = self._whole(part, kind, dtype)
-        pipe = self._pretrained(cls, "the text encoders", **parts, dtype=dtype)
+        pipe = self._pretrained(self.stock, "the text encoders", **parts, dtype=dtype)
         encode = self.encode_edit if self.edits else self.encode_prompt
         return PromptEncoder(pipe, encode, device, self.model.text_offload, negative)
 

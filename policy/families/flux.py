@@ -35,10 +35,6 @@ class Flux(joint.PackedLatents):
     fuse = (joint.IMAGE_QKV, joint.TEXT_QKV)
 
     @property
-    def factor(self) -> int:
-        return 2 ** (len(self.part_config("vae")["block_out_channels"]) - 1)
-
-    @property
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         config, tokens = self.part_config("transformer"), self.model.max_sequence_length
         return {
@@ -78,22 +74,8 @@ class Flux(joint.PackedLatents):
 
     def image_places(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The positions of the image tokens, [tokens, 3]: image, row, column."""
-        from diffusers import FluxPipeline
-
-        return FluxPipeline._prepare_latent_image_ids(1, *self.grid, device, dtype)
+        return self.stock._prepare_latent_image_ids(1, *self.grid, device, dtype)
 
     @classmethod
     def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
         return {"guidance_scale": model.guidance}
-
-    def spatial(self, latents: Tensor) -> Tensor:
-        from diffusers import FluxPipeline
-
-        return FluxPipeline._unpack_latents(
-            latents, self.model.height, self.model.width, self.factor
-        )
-
-    def packed(self, spatial: Tensor) -> Tensor:
-        from diffusers import FluxPipeline
-
-        return FluxPipeline._pack_latents(spatial, *spatial.shape)

@@ -56,7 +56,7 @@ class Flux2(Family):
 
     @cached_property
     def latent_shape(self) -> tuple[int, ...]:
-        unit = PACK * 2 ** (len(self.part_config("vae")["block_out_channels"]) - 1)
+        unit = PACK * self.factor
         height, width = self.sizes(unit)
         return (self.part_config("transformer")["in_channels"], height // unit, width // unit)
 
@@ -81,17 +81,15 @@ class Flux2(Family):
     def velocity(
         self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
     ) -> Tensor:
-        from diffusers import Flux2Pipeline
-
         dtype = transformer.x_embedder.weight.dtype
         prompt = cond.tensors["prompt_embeds"].to(x.device, dtype)
         found = transformer(
-            hidden_states=Flux2Pipeline._pack_latents(x.to(dtype)),
+            hidden_states=self.stock._pack_latents(x.to(dtype)),
             timestep=unit_timestep(sigma, x),
             guidance=self.guidance_input(x),
             encoder_hidden_states=prompt,
-            txt_ids=Flux2Pipeline._prepare_text_ids(prompt[:1]).to(x.device),
-            img_ids=Flux2Pipeline._prepare_latent_ids(x[:1]).to(x.device),
+            txt_ids=self.stock._prepare_text_ids(prompt[:1]).to(x.device),
+            img_ids=self.stock._prepare_latent_ids(x[:1]).to(x.device),
             return_dict=False,
         )[0]
         return widened(found.permute(0, 2, 1).reshape(x.shape))
@@ -101,14 +99,10 @@ class Flux2(Family):
         return {"guidance_scale": model.guidance}
 
     def spatial(self, latents: Tensor) -> Tensor:
-        from diffusers import Flux2Pipeline
-
-        return Flux2Pipeline._unpatchify_latents(latents)
+        return self.stock._unpatchify_latents(latents)
 
     def packed(self, spatial: Tensor) -> Tensor:
-        from diffusers import Flux2Pipeline
-
-        return Flux2Pipeline._patchify_latents(spatial)
+        return self.stock._patchify_latents(spatial)
 
     def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
         """[B, C, H/f, W/f], by the running statistics of the autoencoder's batch norm."""

@@ -11,6 +11,7 @@ from policy.families import editing
 from policy.families.base import Diffusers
 from policy.families.flux import Flux
 from policy.types import Conditioning
+from records.images import to_pil
 
 
 class FluxKontext(Flux):
@@ -32,7 +33,7 @@ class FluxKontext(Flux):
     def encode_edit(self, pipe: Diffusers, prompt: str, image: Pixels) -> Conditioning:
         """As ``encode_prompt``, and image_latents [1, tokens, 4C]."""
         height, width = self.model.height, self.model.width
-        shown = pipe.image_processor.preprocess(editing.as_image(image), height, width)
+        shown = pipe.image_processor.preprocess(to_pil(image), height, width)
         shown = shown.to(pipe.vae.device, pipe.vae.dtype)
         latents = self.packed(pipe._encode_vae_image(shown, generator=None))
         return editing.beside(self.encode_prompt(pipe, prompt), latents)

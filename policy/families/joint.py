@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from functools import cached_property
 
@@ -96,11 +95,6 @@ class Multistep(Family):
 class PackedLatents(Family):
     """Latents [H/2f * W/2f, 4C]: image tokens of 2 x 2 latent pixels, row-major over the image."""
 
-    @property
-    @abstractmethod
-    def factor(self) -> int:
-        """Pixels per side of a latent pixel, f."""
-
     @cached_property
     def grid(self) -> tuple[int, int]:
         """(rows, columns) of image tokens."""
@@ -112,6 +106,13 @@ class PackedLatents(Family):
     def latent_shape(self) -> tuple[int, ...]:
         rows, columns = self.grid
         return (rows * columns, self.part_config("transformer")["in_channels"])
+
+    def spatial(self, latents: Tensor) -> Tensor:
+        size = self.model.height, self.model.width
+        return self.stock._unpack_latents(latents, *size, self.factor)
+
+    def packed(self, spatial: Tensor) -> Tensor:
+        return self.stock._pack_latents(spatial, *spatial.shape)
 
     def image_tokens(self, x: Tensor, cond: Conditioning) -> Tensor:
         """The images that the transformer is shown [B, tokens, 4C], first that which is drawn."""

@@ -84,11 +84,16 @@ class Pipeline:
             self._configs[part] = pipeline_file(self.directory, f"{part}/{name}")
         return self._configs[part]
 
-    def import_parts(self) -> None:
-        """Import the pipeline and what its parts are made of, and load nothing."""
+    @cached_property
+    def stock(self) -> Diffusers:
+        """The class of the diffusers pipeline."""
         import diffusers
 
-        assert getattr(diffusers, self.pipeline_class)  # both libraries import on access
+        return getattr(diffusers, self.pipeline_class)
+
+    def import_parts(self) -> None:
+        """Import the pipeline and what its parts are made of, and load nothing."""
+        assert self.stock  # both libraries import on access
         for part in self.components:
             library, name = self.index[part]
             assert getattr(importlib.import_module(library), name)

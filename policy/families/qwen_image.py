@@ -101,16 +101,7 @@ class QwenImage(joint.PackedLatents):
         return combined * (length / torch.norm(combined, dim=-1, keepdim=True))
 
     def spatial(self, latents: Tensor) -> Tensor:
-        from diffusers import QwenImagePipeline
-
-        return QwenImagePipeline._unpack_latents(
-            latents, self.model.height, self.model.width, self.factor
-        ).squeeze(2)
-
-    def packed(self, spatial: Tensor) -> Tensor:
-        from diffusers import QwenImagePipeline
-
-        return QwenImagePipeline._pack_latents(spatial, *spatial.shape)
+        return super().spatial(latents).squeeze(2)
 
     def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
         """[B, C, 1, H/f, W/f], by the mean and the standard deviation of each channel."""

@@ -11,6 +11,7 @@ from policy.families import editing, padding
 from policy.families.base import Diffusers
 from policy.families.qwen_image import QwenImage
 from policy.types import Conditioning
+from records.images import to_pil
 
 AROUND_IMAGE = 8
 """Tokens of "Picture 1: " and of the marks around an image, at most."""
@@ -62,7 +63,7 @@ class QwenImageEdit(QwenImage):
         """As ``encode_prompt``, of prompt and image, and image_latents [1, tokens, 4C]."""
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
 
-        height, width, whole = self.model.height, self.model.width, editing.as_image(image)
+        height, width, whole = self.model.height, self.model.width, to_pil(image)
         columns, rows = stock.calculate_dimensions(stock.CONDITION_IMAGE_SIZE, width / height)
         small = pipe.image_processor.resize(whole, rows, columns)
         embeds, _ = pipe.encode_prompt(prompt, image=[small])

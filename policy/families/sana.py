@@ -83,10 +83,9 @@ class Sana(joint.Multistep):
         """What the stock pipeline puts before a prompt unless told otherwise."""
         if not self.model.complex_human_instruction:
             return None
-        import diffusers
-
-        call = getattr(diffusers, self.pipeline_class).__call__
-        return inspect.signature(call).parameters["complex_human_instruction"].default
+        return (
+            inspect.signature(self.stock.__call__).parameters["complex_human_instruction"].default
+        )
 
     def timestep(self, sigma: Tensor) -> Tensor:
         """float32 in [0, 1000], whole where the scheduler's are, or the native code's."""

@@ -31,10 +31,9 @@ class SD3(Family):
     @cached_property
     def latent_shape(self) -> tuple[int, ...]:
         transformer = self.part_config("transformer")
-        factor = 2 ** (len(self.part_config("vae")["block_out_channels"]) - 1)
-        unit = factor * transformer["patch_size"]
+        unit = self.factor * transformer["patch_size"]
         height, width = self.sizes(unit, transformer["pos_embed_max_size"] * unit)
-        return (transformer["in_channels"], height // factor, width // factor)
+        return (transformer["in_channels"], height // self.factor, width // self.factor)
 
     @property
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -49,11 +49,10 @@ class ZImage(Family):
     @cached_property
     def latent_shape(self) -> tuple[int, ...]:
         transformer = self.part_config("transformer")
-        factor = 2 ** (len(self.part_config("vae")["block_out_channels"]) - 1)
-        unit = factor * PATCH
+        unit = self.factor * PATCH
         # its table of positions ends there; the first axis is that of the tokens of the prompt
         height, width = self.sizes(unit, unit * min(transformer["axes_lens"][1:]))
-        return (transformer["in_channels"], height // factor, width // factor)
+        return (transformer["in_channels"], height // self.factor, width // self.factor)
 
     @property
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -129,14 +129,13 @@ def _by_block(module: nn.Module, trains: bool) -> nn.Module | None:
     return twin if found else None
 
 
-def computing(device: torch.device, backend: str, compile: bool) -> str:
+def computing(device: torch.device, backend: str) -> str:
     """Device, kernels and versions in one line: equal lines compute equal bits."""
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
     else:
         where = f"{processor()} {torch.backends.cpu.get_cpu_capability()}"
-    form = "compiled" if compile else "eager"
-    return f"{backend} on {where}, torch {torch.__version__}, {form}"
+    return f"{backend} on {where}, torch {torch.__version__}, eager"
 
 
 def processor() -> str:

@@ -52,12 +52,6 @@ class QuantizedLinear(nn.Module):
         """Result rows y [rows, N] as the output for input x: x's dtype and leading shape."""
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features},"
-            f" bias={self.bias is not None}"
-        )
-
 
 class PointwiseConvolution(nn.Module):
     """A 1x1 convolution [B, K, H, W] -> [B, N, H, W], run by a linear layer over its pixels."""

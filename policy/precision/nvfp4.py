@@ -152,7 +152,7 @@ def frozen_amax(base: Tensor, now: Tensor) -> Tensor:
 
 
 def scaled(values: Tensor, scales: Tensor, s_enc: Tensor) -> Tensor:
-    """x * inv [N, K] with one inverse per block."""
+    """x * inv [..., K] with one inverse per block."""
     inverse = inverse_scales(scales.float(), s_enc).unsqueeze(-1)
     return (values.unflatten(-1, (-1, BLOCK)) * inverse).flatten(-2)
 
@@ -256,9 +256,7 @@ def quantize_activation(x: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]
     amax = activation_amax(largest, exact)
     s_enc = encoding_scale(amax)
     scales = block_scales(largest, s_enc).float()
-    v = (values.unflatten(-1, (-1, BLOCK)) * inverse_scales(scales, s_enc).unsqueeze(-1)).flatten(
-        -2
-    )
+    v = scaled(values, scales, s_enc)
     # v exceeds 6 only by the rounding of sf to E4M3, at most 1/16, as long as that is normal;
     # checked where it costs no sync
     checked = x.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -15,10 +15,6 @@ class NVFP4Packing(Backend):
     wire_format = "nvfp4"
     bits = 4.5
 
-    def amax(self, weight: Tensor) -> Tensor:
-        """max|W|: []."""
-        return weight.detach().abs().max().float()
-
     def pack(self, weight: Tensor, search: bool, amax: Tensor | None = None) -> dict[str, Tensor]:
         """codes, scales, amax."""
         return dict(vars(nvfp4.quantize(weight, search=search, amax=amax)))

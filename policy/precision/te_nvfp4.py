@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from policy.precision.layer import QuantizedLinear, padded_rows, rows_of
-from policy.precision.packing import NVFP4Packing
-from policy.precision.torch_nvfp4 import BLACKWELL, NVFP4Weight, TorchNVFP4, kernel_refuses
+from policy.precision.torch_nvfp4 import NVFP4Weight, TorchNVFP4
 from records.errors import first_line
 
 Engine = Any
@@ -140,8 +139,8 @@ class EngineLinear(NVFP4Weight):
         return self.shaped(y[: len(rows)].contiguous(), x)
 
 
-class EngineNVFP4(NVFP4Packing):
-    """The backend; see ``policy.precision.backends.Backend``. Packing needs no TransformerEngine,
+class EngineNVFP4(TorchNVFP4):
+    """The backend, of the same weights as ``torch_nvfp4``. Packing needs no TransformerEngine,
     running does.
 
     Its own layers run with one exact amax per tensor. A power of two, which keeps images apart, its
@@ -149,14 +148,11 @@ class EngineNVFP4(NVFP4Packing):
     """
 
     name = "te_nvfp4"
-    dtype = torch.bfloat16
-    fuses = packs_eagerly = True
-    capability = BLACKWELL
-    speedup = 4
+    auto_on = None
 
     def unavailable(self, device: torch.device) -> str | None:
         """What ``torch_nvfp4`` needs, all parts of TransformerEngine, and what that says itself."""
-        refusal = TorchNVFP4().unavailable(device)
+        refusal = super().unavailable(device)
         if refusal is not None:
             return refusal
         try:
@@ -174,16 +170,12 @@ class EngineNVFP4(NVFP4Packing):
         available, reason = engine.is_nvfp4_available(return_reason=True)
         return None if available else f"TransformerEngine says: {reason}"
 
-    def refuses(self, rows: int, columns: int) -> str | None:
-        """The same weights as ``torch_nvfp4``, whose layers these may be."""
-        return kernel_refuses(rows, columns)
-
     def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantizedLinear]:
         """Layers that share one recipe, or the packed input. Raises ImportError where
         TransformerEngine is absent.
         """
         if activation_amax != "exact":
-            return TorchNVFP4().replacements(activation_amax)
+            return super().replacements(activation_amax)
         engine, recipes = import_engine()
         recipe = nvfp4_recipe(recipes)
         return lambda linear: EngineLinear(linear, engine, recipe)

@@ -20,9 +20,6 @@ from policy.precision.layer import LastInput, QuantizedLinear, padded_rows, rows
 from policy.precision.nvfp4 import BLOCK, SPAN_INVERSE
 from policy.precision.packing import NVFP4Packing
 
-BLACKWELL = (10, 0)
-"""The compute capability from which on there are NVFP4 tensor cores."""
-
 
 class NVFP4Weight(QuantizedLinear):
     """A weight in the form that NVFP4 kernels read, filled from the compact form that travels.
@@ -56,26 +53,6 @@ class NVFP4Weight(QuantizedLinear):
         # in place, as a captured graph reads from the memory that it was captured with
         self.swizzled.copy_(swizzled(self.compact))
         torch.mul(self.amax, SPAN_INVERSE, out=self.factor)
-
-
-def kernel_refuses(rows: int, columns: int) -> str | None:
-    """Why a weight [N, K] does not fit the kernels, which want K / 2 and N in multiples of 16."""
-    if columns % 32:
-        return f"K = {columns} is not a multiple of 32"
-    return f"N = {rows} is not a multiple of 16" if rows % 16 else None
-
-
-def no_blackwell(device: torch.device) -> str | None:
-    """Why there are no NVFP4 tensor cores here."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return "NVFP4 kernels need a Blackwell GPU, and torch sees no CUDA device here"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < BLACKWELL:
-        return (
-            "NVFP4 kernels need a Blackwell GPU of compute capability 10.0, this one has"
-            f" {capability[0]}.{capability[1]}"
-        )
-    return None
 
 
 class Operand(NamedTuple):
@@ -152,7 +129,7 @@ class TorchNVFP4(NVFP4Packing):
     dtype = torch.bfloat16
     fuses = packs_eagerly = True
     auto_on = "cuda"
-    capability = BLACKWELL
+    capability = (10, 0)  # from which on there are NVFP4 tensor cores
     speedup = 4
 
     def unavailable(self, device: torch.device) -> str | None:
@@ -162,11 +139,21 @@ class TorchNVFP4(NVFP4Packing):
                 f"torch {torch.__version__} has no torch.nn.functional.scaled_mm, which came with"
                 " 2.10"
             )
-        return no_blackwell(device)
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return "NVFP4 kernels need a Blackwell GPU, and torch sees no CUDA device here"
+        found = torch.cuda.get_device_capability(device)
+        if found >= self.capability:
+            return None
+        return (
+            "NVFP4 kernels need a Blackwell GPU of compute capability 10.0, this one has"
+            f" {found[0]}.{found[1]}"
+        )
 
     def refuses(self, rows: int, columns: int) -> str | None:
-        """The packed K must be a multiple of 16 bytes."""
-        return kernel_refuses(rows, columns)
+        """The kernels want K / 2 and N in multiples of 16."""
+        if columns % 32:
+            return f"K = {columns} is not a multiple of 32"
+        return f"N = {rows} is not a multiple of 16" if rows % 16 else None
 
     def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantizedLinear]:
         """Layers that share the packed input."""

@@ -34,10 +34,6 @@ class Unquantized(Backend):
 
         return refuse
 
-    def amax(self, weight: Tensor) -> Tensor:
-        """max|W|: []."""
-        return weight.detach().abs().max().float()
-
     def pack(self, weight: Tensor, search: bool, amax: Tensor | None = None) -> dict[str, Tensor]:
         """The weight itself."""
         return {"weight": weight.to(self.wire_dtype)}

@@ -7,6 +7,8 @@ models' published config.json files are the source. ``shared.json`` holds what s
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +54,24 @@ def build(
     On "meta" it takes no memory; elsewhere its weights are random.
     """
     cls = _class(part)
+    with made_in(dtype), torch.device(device):
+        module = (
+            cls.from_config(part["config"])
+            if _library(part) == "diffusers"
+            else cls(cls.config_class(**part["config"]))
+        )
+    return module.eval().requires_grad_(False)
+
+
+@contextmanager
+def made_in(dtype: torch.dtype) -> Iterator[None]:
+    """Within the block torch's default type is ``dtype``."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device(device):
-            module = (
-                cls.from_config(part["config"])
-                if _library(part) == "diffusers"
-                else cls(cls.config_class(**part["config"]))
-            )
+        yield
     finally:
         torch.set_default_dtype(before)
-    return module.eval().requires_grad_(False)
 
 
 def named_by(hub_id: str) -> tuple[str, Tree] | None:
