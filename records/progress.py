@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from types import TracebackType
 from typing import IO, cast
 
 from rich.console import Console, Group, RenderableType
