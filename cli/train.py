@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
 
 def summary(rows: Sequence[Mapping[str, object]]) -> list[str]:
     """Held-out reward before and after, from the rows of metrics.jsonl."""
-    evaluations = [row for row in rows if row["kind"] == "evaluation"]
+    evaluations = [row for row in rows if row.get("kind") == "evaluation"]
     if not evaluations:
         return []
     before, after = evaluations[0], evaluations[-1]

@@ -70,7 +70,8 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
             raise RunFailed(str(error)) from None
         except OSError as error:
             raise RunFailed(
-                f"{rundir.path}: {error.strerror or error}: fix that and continue with --resume"
+                f"{error.filename or rundir.path}: {error.strerror or error}: fix that and continue"
+                " with --resume"
             ) from None
         finally:
             ray.shutdown()  # pyright: ignore[reportUnknownMemberType]

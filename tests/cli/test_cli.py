@@ -219,6 +219,8 @@ def test_the_summary_pairs_first_and_last_evaluation():
         "+0.1000",
     ]
     assert "n/a" in summary(rows)[1]
+    damaged = {"iteration": 1}  # a row that a kill cut, and that a resume has kept
+    assert summary([damaged, *rows]) == summary(rows)
 
 
 @pytest.mark.parametrize("content", [b"[]", b"{", b"\xff\xfe", b'{"config": 3}'])

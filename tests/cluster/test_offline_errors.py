@@ -2,6 +2,7 @@
 the exit code of the contract. Nothing is started.
 """
 
+import asyncio
 import json
 
 import pytest
@@ -119,6 +120,24 @@ def test_a_damaged_checkpoint_is_told_before_ray_is_started(
     if name != "state.json":
         assert main(["evaluate", str(trained.path)]) == 3
         assert said(capsys).startswith("run failed: checkpoint ")
+
+
+def test_a_run_that_breaks_off_for_a_file_names_it(tiny_sd3_dir, tmp_path, monkeypatch, capsys):
+    """An image to edit, a disk of its own: it was told of the run's directory."""
+
+    class Breaks:
+        def __init__(self, *given):
+            raise OSError(2, "No such file or directory", "/data/source.png")
+
+    config = write_toml(tiny_config(tiny_sd3_dir, tmp_path, "broken"), tmp_path)
+    monkeypatch.setattr(train, "join_or_start_ray", lambda config: False)
+    monkeypatch.setattr(train, "on_this_cluster", lambda config, tell: config)
+    monkeypatch.setattr(train, "find_room", lambda config, tell: asyncio.sleep(0, []))
+    monkeypatch.setattr(train, "check_store", lambda config, nodes: None)
+    monkeypatch.setattr(train, "Session", Breaks)
+    monkeypatch.setattr(train.ray, "shutdown", lambda: None)
+    assert main(["train", str(config)]) == 3
+    assert said(capsys).startswith("run failed: /data/source.png: No such file or directory: fix")
 
 
 @pytest.mark.parametrize("body", [[1, 2], "x", None, {"train": 3}])
