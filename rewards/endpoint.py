@@ -7,14 +7,14 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from configs.section import Tree
 from records.images import png_bytes
-from rewards.base import ScorerError, ScorerSetupError, Settings, require_count
+from rewards.base import BuiltIn, ScorerError, ScorerSetupError, Settings, require_count
 from rewards.server import post, require_seconds, require_url
 
 ANSWER_BYTES = 2**20
@@ -44,16 +44,38 @@ class Answer:
     tokens_out: int
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """Where a judge is asked, and how patiently. ``url`` is the base: ``http://host:8000/v1``."""
+@dataclass(eq=False)
+class Judge(BuiltIn):
+    """A scorer that asks an endpoint, whose base is ``url``: ``http://host:8000/v1``.
+
+    At most ``in_flight`` requests of this actor are under way. What may pass is tried again
+    ``retries`` times, after pauses that double, or after what the endpoint says in Retry-After. The
+    newest ``cache`` verdicts are remembered. ``key_env`` names the environment variable that holds
+    the key. Prices are per million tokens. Images and key go to ``url`` and nowhere else, and in
+    plain http leave this machine only with ``plain_http``, as in ``HttpScorer``.
+    """
 
     url: str
     model: str
-    temperature: float
-    timeout_s: float
-    retries: int
-    key_env: str | None
+    temperature: float = 0.0
+    in_flight: int = 8
+    timeout_s: float = 60.0
+    retries: int = 4
+    cache: int = 100_000
+    key_env: str | None = None
+    price_in: float = 0.0
+    price_out: float = 0.0
+    plain_http: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ScorerSetupError for such settings, and where the key's variable is not set."""
+        self.check(vars(self))
+        if self.key_env is not None and not os.environ.get(self.key_env):
+            raise ScorerSetupError(
+                f"key_env is {self.key_env!r}: there is no such variable where this scorer runs:"
+                " set it in the environment of its actors"
+            )
+        self.parts: dict[str, np.ndarray] = {}
 
     @staticmethod
     def check(settings: Settings) -> None:
@@ -66,19 +88,6 @@ class Endpoint:
             raise ScorerSetupError(
                 "rubric has no {prompt}: the judge would not know what was asked"
             )
-
-    @classmethod
-    def of(cls, settings: Settings) -> Endpoint:
-        """The endpoint of a scorer's settings. Raises ScorerSetupError where the variable of the
-        key is not set.
-        """
-        key_env = settings["key_env"]
-        if key_env is not None and not os.environ.get(key_env):
-            raise ScorerSetupError(
-                f"key_env is {key_env!r}: there is no such variable where this scorer runs:"
-                " set it in the environment of its actors"
-            )
-        return cls(**{field.name: settings[field.name] for field in fields(cls)})
 
     @property
     def _headers(self) -> dict[str, str]:

@@ -19,7 +19,6 @@ import numpy as np
 
 from rewards.answers import numbers_after
 from rewards.base import (
-    BuiltIn,
     Metadata,
     ScorerError,
     ScorerSetupError,
@@ -31,7 +30,7 @@ from rewards.base import (
 )
 from rewards.cache import Remembered, content_key
 from rewards.endpoint import (
-    Endpoint,
+    Judge,
     NoVerdict,
     expected,
     image_part,
@@ -72,48 +71,29 @@ class Rating:
 
 
 @dataclass(eq=False)
-class VlmScorer(BuiltIn):
+class VlmScorer(Judge):
     """A rating of each image, from ``low`` to ``high``, as a number in [0, 1].
 
-    ``url`` is the endpoint's base, such as ``http://host:8000/v1``. ``rubric`` may name
-    ``{prompt}``, ``{low}`` and ``{high}``. Of a text the numbers behind each of ``after`` are read,
-    whose mean is the rating. ``votes`` requests per image, with seeds of their own, are averaged;
-    more than half of them must hold a rating. At most ``in_flight`` requests of this actor are
-    under way. What may pass is tried again ``retries`` times, after pauses that double,
-    or after what the endpoint says in Retry-After. The newest ``cache`` ratings are remembered.
-    ``key_env`` names the environment variable that holds the key. Prices are per million tokens.
-    Images and key go to ``url`` and nowhere else, and in plain http leave this machine only with
-    ``plain_http``, as in ``HttpScorer``.
+    ``rubric`` may name ``{prompt}``, ``{low}`` and ``{high}``. Of a text the numbers behind each of
+    ``after`` are read, whose mean is the rating. ``votes`` requests per image, with seeds of their
+    own, are averaged; more than half of them must hold a rating. The rest is as in ``Judge``.
     """
 
-    url: str
-    model: str
     rubric: str = RUBRIC
     read: str = "logprobs"
     after: Sequence[str] = ()
     low: int = 1
     high: int = 5
     votes: int = 1
-    temperature: float = 0.0
-    in_flight: int = 8
-    timeout_s: float = 60.0
-    retries: int = 4
-    cache: int = 100_000
-    key_env: str | None = None
-    price_in: float = 0.0
-    price_out: float = 0.0
-    plain_http: bool = False
 
     def __post_init__(self) -> None:
-        self.check(vars(self))
-        self._endpoint = Endpoint.of(vars(self))
+        super().__post_init__()
         self._known = Remembered[Rating](self.cache)
-        self.parts: dict[str, np.ndarray] = {}
 
     @staticmethod
     def check(settings: Settings) -> None:
         """Raises ScorerSetupError for settings with which no judge can be asked."""
-        Endpoint.check(settings)
+        Judge.check(settings)
         require_one_of("read", settings["read"], READ)
         require_count("votes", settings["votes"], 1)
         after = settings["after"]
@@ -155,7 +135,7 @@ class VlmScorer(BuiltIn):
         found, problem = self._ask(images, prompts, metadata, fresh)
         rated = known | found
         if problem and not rated:
-            raise ScorerError(f"{self._endpoint.url} {self._endpoint.model}: {problem}")
+            raise ScorerError(f"{self.url} {self.model}: {problem}")
         self._known.keep(found)
         self.parts = self._parts([rated.get(key) for key in keys], set(fresh), keys)
         scores = [rated[key].score if key in rated else math.nan for key in keys]
@@ -203,7 +183,7 @@ class VlmScorer(BuiltIn):
             "text": {"max_tokens": TEXT_TOKENS},
         }[self.read]
         content = [*source_parts(source), image_part(image), text_part(text)]
-        answer = self._endpoint.ask(content, vote, form)
+        answer = self.ask(content, vote, form)
         score = (self._rating(answer.choice) - self.low) / (self.high - self.low)
         return score, answer.tokens_in, answer.tokens_out
 

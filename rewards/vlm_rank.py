@@ -18,7 +18,6 @@ import xxhash
 
 from configs.section import Tree
 from rewards.base import (
-    BuiltIn,
     Metadata,
     ScorerError,
     ScorerSetupError,
@@ -30,7 +29,7 @@ from rewards.base import (
 )
 from rewards.cache import Remembered, content_key
 from rewards.endpoint import (
-    Endpoint,
+    Judge,
     NoVerdict,
     expected,
     image_part,
@@ -65,7 +64,7 @@ class Verdict:
 
 
 @dataclass(eq=False)
-class VlmRankScorer(BuiltIn):
+class VlmRankScorer(Judge):
     """For each image of a prompt the chance to win against an average one of them, in (0, 1).
 
     Every image is in ``rounds`` lists of ``size`` images, beside others each time. ``read``:
@@ -75,37 +74,26 @@ class VlmRankScorer(BuiltIn):
     them. A list without a verdict counts for nothing; an image that is in no other has no score.
 
     Scores compare images of one prompt and no others: the mean over a prompt's images is near one
-    half, however good they are. The rest is as in ``VlmScorer``.
+    half, however good they are. The rest is as in ``Judge``.
     """
 
     compares: ClassVar[bool | None] = True
 
-    url: str
-    model: str
     rubric: str = RUBRIC
     read: str = "json"
     size: int = 4
     rounds: int = 3
-    temperature: float = 0.0
-    in_flight: int = 8
     timeout_s: float = 120.0
-    retries: int = 4
     cache: int = 10_000
-    key_env: str | None = None
-    price_in: float = 0.0
-    price_out: float = 0.0
-    plain_http: bool = False
 
     def __post_init__(self) -> None:
-        self.check(vars(self))
-        self._endpoint = Endpoint.of(vars(self))
+        super().__post_init__()
         self._known = Remembered[Verdict](self.cache)
-        self.parts: dict[str, np.ndarray] = {}
 
     @staticmethod
     def check(settings: Settings) -> None:
         """Raises ScorerSetupError for settings with which no judge can be asked."""
-        Endpoint.check(settings)
+        Judge.check(settings)
         require_one_of("read", settings["read"], READ)
         require_count("size", settings["size"], 2)
         require_count("rounds", settings["rounds"], 1)
@@ -163,7 +151,7 @@ class VlmRankScorer(BuiltIn):
         fresh = {name: found for name, found in answers.items() if isinstance(found, Verdict)}
         if not (known or fresh):
             problem = next(iter(answers.values()))
-            raise ScorerError(f"{self._endpoint.url} {self._endpoint.model}: {problem}")
+            raise ScorerError(f"{self.url} {self.model}: {problem}")
         self._known.keep(fresh)
         self._count_cost(list(fresh.values()), len(images))
         verdicts = known | fresh
@@ -177,10 +165,10 @@ class VlmRankScorer(BuiltIn):
         # the prompt last: what is in braces there stays as it is
         content.append(text_part(self.rubric.replace("{prompt}", prompt) + ASKED[self.read]))
         if self.read == "logprobs":
-            answer = self._endpoint.ask(content, 0, one_token())
+            answer = self.ask(content, 0, one_token())
             wins = _better_of_two(answer.choice)
         else:
-            answer = self._endpoint.ask(content, 0, _ranking_form(len(images)))
+            answer = self.ask(content, 0, _ranking_form(len(images)))
             wins = wins_of(_ranking(answer.choice, len(images)), len(images))
         return Verdict(wins, answer.tokens_in, answer.tokens_out)
 

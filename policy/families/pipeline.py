@@ -14,6 +14,7 @@ from torch import nn
 from configs.section import Tree
 from configs.sections import Model
 from policy.experts import EXPERTS, Experts
+from policy.families.architectures import build
 from policy.families.files import (
     INDEX,
     check_component,
@@ -166,14 +167,12 @@ class Pipeline:
 
     def skeleton(self) -> nn.Module:
         """The denoiser on the meta device: every module and shape, no weights and no memory."""
-        return self.denoiser(self._skeleton)
 
-    def _skeleton(self, part: str) -> nn.Module:
-        import diffusers
+        def made(part: str) -> nn.Module:
+            kind = f"diffusers.{self.components[part][0]}"
+            return build({"class": kind, "config": self.part_config(part)})
 
-        cls = getattr(diffusers, self.components[part][0])
-        with torch.device("meta"):
-            return cls.from_config(self.part_config(part)).eval().requires_grad_(False)
+        return self.denoiser(made)
 
     def load_vae(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """The autoencoder, in eval mode, without gradients; slicing and tiling as configured."""

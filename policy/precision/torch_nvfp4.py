@@ -82,7 +82,7 @@ def scaled_mm(
     """alpha (Ux Uw^T) + bias of packed x [M, K] and a weight [N, K] in kernel form: bfloat16 [M,
     N], rounded once; M in multiples of 16.
 
-    M is a multiple of 16. Each operand has two scales: E4M3 per block of 16, and float32 per
+    Each operand has two scales: E4M3 per block of 16, and float32 per
     tensor, amax / 2688, so that the kernel applies alpha before it rounds.
     """
     # here: torch before 2.10 has neither, and must import this file to say why it cannot run it

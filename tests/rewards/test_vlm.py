@@ -263,6 +263,6 @@ def test_images_do_not_pass_a_proxy_in_plain(judge, monkeypatch):
 )
 def test_an_answer_of_another_form_is_no_verdict_and_nothing_else(monkeypatch, body):
     monkeypatch.setattr(endpoint, "post", lambda *_: body)
-    judge = endpoint.Endpoint("http://localhost:1/v1", "m", 0.0, 1.0, 0, None)
+    judge = VlmScorer("http://localhost:1/v1", "m")
     with pytest.raises(endpoint.NoVerdict, match="is no chat completion"):
         judge.ask([], 0, {})
