@@ -56,10 +56,13 @@ def waiting(config: RunConfig) -> dict[str, str]:
 
     They would spin for milliseconds, on the cores of actors that work, and sleep instead. Where the
     learner has several threads while nobody explores they spin for some microseconds, which is
-    quicker than waking up between the small products of a small model.
+    quicker than waking up between the small products of a small model; but not where replicas have
+    more threads than there are cores, which they would take from each other.
     """
     found = {"OMP_WAIT_POLICY": "PASSIVE"}
-    if config.plan.explore is None or not config.explore_ahead:
+    learner = config.services.learner
+    crowded = learner.replicas * learner.threads > (os.cpu_count() or 1)
+    if not crowded and (config.plan.explore is None or not config.explore_ahead):
         found["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SPIN)
     return found
 

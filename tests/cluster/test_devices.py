@@ -90,11 +90,15 @@ def test_the_environment_of_actors_on_gpus(monkeypatch, gpus, given, allocator):
 def test_threads_that_wait_sleep_beside_rollout_actors(monkeypatch):
     """And spin a little where those wait while the learner trains, or as long as the user says."""
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
     sleep = {"OMP_WAIT_POLICY": "PASSIVE"}
     assert template.waiting(load("quickstart", ["explore_ahead=1"])) == sleep
     for arm in get_args(Arm):
         found = template.waiting(load("quickstart", [f"arm={arm}"]))
         assert found == sleep | {"GOMP_SPINCOUNT": "10000"}
+    for count, spins in ((2, True), (3, False)):  # two threads each, on four cores
+        crowd = [f"services.learner.replicas={count}", "services.learner.threads=2"]
+        assert ("GOMP_SPINCOUNT" in template.waiting(load("quickstart", crowd))) == spins
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     assert template.waiting(load("quickstart"))["GOMP_SPINCOUNT"] == "7"
 
