@@ -158,18 +158,6 @@ def measured_lines(config: RunConfig, found: Simulated, model: Measured, name: s
         f"  critical  {chain}",
         f"  assumed   {model.hardware.cores:g} cores, each at {model.hardware.together:.0%} of its"
         f" speed while all are busy, as the run showed; threads as there: {threads}",
-        *_crowded(config, model),
-    ]
-
-
-def _crowded(config: RunConfig, model: Measured) -> list[str]:
-    """Threads of replicas that wait for each other take longer than their share of the cores."""
-    learner, cores = config.services.learner, model.hardware.cores
-    if learner.replicas == 1 or learner.replicas * learner.threads <= cores:
-        return []
-    return [
-        f"  too low?  {learner.replicas} replicas of {learner.threads} threads share {cores:g}"
-        " cores: measured iterations of such layouts took up to 1.5 times as long as simulated"
     ]
 
 
