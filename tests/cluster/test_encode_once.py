@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -121,7 +122,21 @@ class Losing(Progress):
             for group, reference in known.items():
                 (known[group],) = ray.get(owner.own.remote(reference))
             ray.kill(owner)
+            for reference in known.values():
+                gone(reference)
             self.session = None
+
+
+def gone(reference: ray.ObjectRef[Any]) -> None:
+    """Return when the object is: a copy on this node outlives its owner by a moment."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        try:
+            ray.get(reference, timeout=1)
+        except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError):
+            return
+        time.sleep(0.05)
+    raise AssertionError("it is still there")
 
 
 def test_what_is_lost_in_the_store_is_encoded_again(ray_here, tiny_sd3_dir, tmp_path, undisturbed):
