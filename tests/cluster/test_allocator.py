@@ -51,11 +51,13 @@ def told(variables: dict[str, str]) -> tuple[str, int]:
 
 
 def test_a_second_pass_finds_the_pages_of_the_first(chosen):
-    """The C library gives them back, so that they come again one by one, and says its name."""
+    """The C library gives them back, so that they come again, one by one or, as a kernel with large
+    pages may, up to 16 with a fault; and says its name.
+    """
     name, faults = told(chosen)
     assert name == "jemalloc" and faults < PAGES / 100
     name, faults = told({})
-    assert name == in_use() and faults > PAGES / 2
+    assert name == in_use() and faults > PAGES / 16
 
 
 def test_who_has_chosen_a_library_or_its_settings_keeps_them(chosen, monkeypatch):
