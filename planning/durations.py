@@ -125,7 +125,7 @@ def as_measured(config: RunConfig, counted: Tasks, calls: Durations) -> Tasks:
         counted,
         chunk=sum(map(calls.explore.at, chunks)) / max(1, len(chunks)),
         regenerate=calls.generate.at(again) if again else 0.0,
-        update=calls.update.at(config.selection.keep),
+        update=calls.update.at(counted.prompts * config.selection.keep) / counted.prompts,
         score={
             kind: counted.prompts * sum(map(calls.score[kind].at, batches))
             if kind in calls.score
