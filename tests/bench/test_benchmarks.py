@@ -12,9 +12,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from bench import NAMES, benchmark
 from bench.__main__ import broadcast, main
+from bench.loop import CLOSE, _require_close, in_one_process, of_plain_arm
 from bench.plan import CALIBRATED, shaped, sized
 from bench.publish import Sender, learner, no_room, sizes
 from bench.start import _name
@@ -125,6 +127,35 @@ def test_a_benchmark_gives_its_ratios(request, options, name):
 )
 def test_what_has_no_room_is_left_out_with_the_reason(nbytes, count, available, store, said):
     assert no_room(nbytes, count, available, store) == said
+
+
+def test_a_plain_process_has_the_threads_of_all_replicas(tiny_sd3_dir, tmp_path):
+    config = tiny_config(tiny_sd3_dir, tmp_path, "bench")
+    learner = config.services.learner.model_copy(update={"replicas": 3, "threads": 2})
+    services = config.services.model_copy(update={"learner": learner})
+    alone = in_one_process(config.model_copy(update={"services": services})).services.learner
+    assert (alone.replicas, alone.threads, alone.regenerate_threads) == (1, 6, 6)
+
+
+def test_replicas_share_the_cores(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    config = of_plain_arm(load("quickstart", ["services.learner.replicas=2"]))
+    assert config.services.learner.threads == 2 and config.arm == "diffusionnft"
+
+
+@pytest.mark.parametrize(("relative", "close"), [(0.0, True), (0.9, True), (1.1, False)])
+def test_replicas_must_have_done_the_work_of_the_plain_loop(tmp_path, relative, close):
+    update = {"x.lora_A": torch.ones(2), "x.lora_B": torch.tensor([3.0, 4.0])}
+    moved = update | {"x.lora_B": torch.tensor([3.0, 4.0 + 5.0 * CLOSE * relative])}
+    for at, tensors in (("ours", moved), ("theirs", update)):
+        (tmp_path / at).mkdir()
+        save_file(tensors, tmp_path / at / "adapter.safetensors")
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    if close:
+        _require_close(ours, theirs)
+    else:
+        with pytest.raises(RuntimeError, match="0.1% of the update away"):
+            _require_close(ours, theirs)
 
 
 def test_the_sender_sends_what_its_manifest_says():
