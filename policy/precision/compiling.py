@@ -32,7 +32,7 @@ class CompileFailed(RuntimeError):
 
 
 def compiler_missing(device: torch.device) -> str | None:
-    """Return what torch.compile lacks: a C++ compiler for a CPU, Triton for a GPU; None if nothing."""
+    """Return why torch.compile cannot run: no C++ compiler (CPU) or Triton (GPU); None if it can."""
     if device.type == "cuda":
         spec, missing = importlib.util.find_spec("triton"), "on a GPU, which is not installed"
         return None if spec else f"torch.compile needs the package triton {missing}"
@@ -110,8 +110,8 @@ def compiled(
 def _compile(module: nn.Module, trains: bool) -> nn.Module:
     if not trains:
         return cast("nn.Module", torch.compile(module, dynamic=False))
-    # round where eager mode rounds: graphs with and without gradients fuse different operations, and
-    # a ratio of their densities must not depend on that
+    # round where eager mode rounds: graphs with and without gradients fuse different operations,
+    # and a ratio of their densities must not depend on that
     options: dict[str, Any] = {"emulate_precision_casts": True}
     return cast("nn.Module", torch.compile(_Trained(module), dynamic=False, options=options))
 
