@@ -32,7 +32,7 @@ class CompileFailed(RuntimeError):
 
 
 def compiler_missing(device: torch.device) -> str | None:
-    """Return why torch.compile cannot run: no C++ compiler (CPU) or Triton (GPU); None if it can."""
+    """Return why torch.compile cannot run: no C++ compiler on a CPU, no Triton on a GPU; or None."""
     if device.type == "cuda":
         spec, missing = importlib.util.find_spec("triton"), "on a GPU, which is not installed"
         return None if spec else f"torch.compile needs the package triton {missing}"

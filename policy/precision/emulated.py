@@ -46,7 +46,7 @@ class Workspace:
         return self._tables[device]
 
     def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``nvfp4.quantize_activation`` of x [..., K]: U float32 [rows, K], amax float32 []."""
+        """Return ``nvfp4.quantize_activation`` of x [..., K]: U [rows, K] and amax [], float32."""
         return self._last.once(x, self._quantize)
 
     def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -107,7 +107,10 @@ class FP8(Backend):
     speedup = 2
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Return a reason unless it is a GPU of compute capability 8.9, or a CPU with torch 2.13."""
+        """Return why FP8 does not run on this device, or None if it does.
+
+        It needs a GPU of compute capability 8.9 or higher, or a CPU with torch 2.13 or later.
+        """
         if device.type == "cpu":
             if torch_release() >= CPU_ROWS:
                 return None
@@ -124,7 +127,7 @@ class FP8(Backend):
         )
 
     def refuses(self, rows: int, columns: int) -> str | None:
-        """Return a reason unless both dimensions are multiples of 16, as the CUDA kernel requires."""
+        """Return a reason, or None if both dimensions are multiples of 16 as the kernel requires."""
         # the same on a CPU: a learner there packs for GPUs and must quantize the same layers
         for letter, size in (("K", columns), ("N", rows)):
             if size % 16:

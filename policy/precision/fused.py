@@ -59,7 +59,7 @@ class Joint:
         return result
 
     def arrived(self) -> None:
-        """Finish loading after all members were filled; raise ValueError if their scalars differ."""
+        """Finish loading after all members are filled; raise ValueError if their scalars differ."""
         for name, values in self.single.items():
             if not bool((values == values[0]).all()):
                 raise ValueError(
@@ -71,7 +71,7 @@ class Joint:
 
 
 class FusedMember(nn.Module):
-    """One linear of a fused group, x [..., K] -> [..., N]; the first member owns the joint layer."""
+    """One linear of a fused group, x [..., K] -> [..., N]; the first one owns the joint layer."""
 
     def __init__(self, joint: Joint, index: int) -> None:
         super().__init__()
