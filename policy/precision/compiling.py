@@ -32,7 +32,10 @@ class CompileFailed(RuntimeError):
 
 
 def compiler_missing(device: torch.device) -> str | None:
-    """Return why torch.compile cannot run: no C++ compiler on a CPU, no Triton on a GPU; or None."""
+    """Return why torch.compile cannot run, or None.
+
+    It needs a C++ compiler on a CPU and Triton on a GPU.
+    """
     if device.type == "cuda":
         spec, missing = importlib.util.find_spec("triton"), "on a GPU, which is not installed"
         return None if spec else f"torch.compile needs the package triton {missing}"

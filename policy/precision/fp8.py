@@ -127,7 +127,7 @@ class FP8(Backend):
         )
 
     def refuses(self, rows: int, columns: int) -> str | None:
-        """Return a reason, or None if both dimensions are multiples of 16 as the kernel requires."""
+        """Return why it cannot be quantized: the kernel needs both sizes in multiples of 16."""
         # the same on a CPU: a learner there packs for GPUs and must quantize the same layers
         for letter, size in (("K", columns), ("N", rows)):
             if size % 16:

@@ -27,7 +27,8 @@ def euler(velocity: Velocity, x: Tensor, sigmas: Tensor) -> Tensor:
 def dpmpp_2m(velocity: Velocity, x: Tensor, sigmas: Tensor) -> Tensor:
     """Solve by DPM-Solver++(2M) (arXiv 2211.01095, algorithm 2).
 
-    With x0 = x - sigma v, alpha = 1 - sigma, lambda = log(alpha / sigma), h = lambda_{i+1} - lambda_i and r = h_{i-1} / h_i:
+    With x0 = x - sigma v, alpha = 1 - sigma, lambda = log(alpha / sigma), h = lambda_{i+1} -
+    lambda_i and r = h_{i-1} / h_i:
     D = x0_i + (x0_i - x0_{i-1}) / (2 r),  x <- (sigma_{i+1} / sigma_i) x + (alpha_{i+1} -
     sigma_{i+1} alpha_i / sigma_i) D. The first and the last step are of first order. If the first
     sigma is 1, where lambda is -inf, the second step is too, because 1 / r = 0.
@@ -62,7 +63,7 @@ class _Step:
     previous: Tensor | None
 
     def corrected(self, x0: Tensor) -> Tensor:
-        """Return the state corrected by UniC with the clean sample ``x0`` at the predicted state."""
+        """Return the state corrected by UniC, given the clean sample ``x0`` predicted there."""
         if self.previous is None:
             return self.carried + self.gain * (self.x0 + 0.5 * (x0 - self.x0))
         q, phi = -self.inverse_ratio, -1 / math.expm1(-self.h)

@@ -56,7 +56,7 @@ def e4m3_value(code):
 
 @triton.jit
 def e2m1_code(v):
-    """Return the E2M1 nibble of v: half to even, saturating at 6; values rounded to 0 keep the sign."""
+    """Return the E2M1 nibble of v: half to even, saturating at 6; zeros keep their sign."""
     low = tl.minimum(magnitude_bits(v), 0x40C00000)  # 6
     normal = ((low + 0x1FFFFF + ((low >> 22) & 1)) >> 22) - 252
     # below 1: the last bit of 2^22 is 0.5
