@@ -1,4 +1,4 @@
-"""Command line ``python -m bench [NAME...]``: print the ratios of the named benchmarks, or of all."""
+"""Command line ``python -m bench [NAME...]``: run the named benchmarks, or all of them."""
 
 from __future__ import annotations
 

@@ -73,8 +73,10 @@ def _row(case: str, count: int, iterations: int) -> Ratio:
     actors = scenario.config.services.rollout.actors
     driver, seconds = f"driver of {actors}, {case}", meter.seconds
     times = {driver: seconds, "iteration": [simulated.iteration] * iterations}
-    microseconds = statistics.median(seconds) / simulated.calls * 1e6
-    note = f"{simulated.calls:.0f} calls, {microseconds:.0f} us each, {1e6 / microseconds:,.0f} a second at most"
+    call_us = statistics.median(seconds) / simulated.calls * 1e6
+    note = (
+        f"{simulated.calls:.0f} calls, {call_us:.0f} us each, {1e6 / call_us:,.0f} a second at most"
+    )
     return Ratio.of(times, driver, "iteration", GOAL, note)
 
 

@@ -15,7 +15,10 @@ COLUMNS = 1024
 
 
 def measure(options: Options) -> list[Ratio]:
-    """Return packing times relative to memcpy and sum of FP32 weights [N, 1024]; GB/s are read."""
+    """Return packing times relative to memcpy and to the sum of FP32 weights [N, 1024].
+
+    GB/s in the notes refer to bytes read.
+    """
     with threads(options.config.services.learner.threads):
         rows = max(1, options.pack_bytes // (4 * COLUMNS))
         weight = torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(0))

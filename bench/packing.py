@@ -120,7 +120,7 @@ def moved(counted: Counting) -> float:
 
 
 def as_json() -> dict[str, Tree]:
-    """Return the counts per format: with kernels, the default on CUDA, and under "eager" without."""
+    """Return the counts per format: with kernels (default on CUDA), and under "eager" without."""
     rows = {
         (name, form): {"kernels": counted.operations, "bytes_per_element": round(moved(counted), 4)}
         for name, form, counted in table()
