@@ -22,7 +22,7 @@ from configs.training import Lora
 from policy.families.base import Family
 from policy.lora_files import start_from
 
-if TYPE_CHECKING:  # peft takes seconds to import, and the driver needs only names of this module
+if TYPE_CHECKING:  # peft takes seconds to import, and the driver does not need it
     from peft.tuners.lora import LoraLayer
 
 ADAPTERS = ("current", "old", "ema")

@@ -46,7 +46,7 @@ class Offload:
         self.away = True
         for tensor, buffer in zip(self._tensors, self._host, strict=True):
             buffer.copy_(tensor.detach())
-            tensor.data = buffer  # at once: the host may not hold the model twice
+            tensor.data = buffer  # one by one: the host may lack room for two
         if device.type == "cuda" and self._host:
             arena = self._host[0].untyped_storage()
             _page_lock(arena)

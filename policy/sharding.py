@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from policy.experts import experts_of
 
-if TYPE_CHECKING:  # not needed to import this module, which the driver does too
+if TYPE_CHECKING:  # only for annotations: the driver imports this module too
     from torch.distributed.tensor import DTensor
 
 

@@ -64,7 +64,7 @@ class Paths:
 
     states: Tensor  # float32 [B, T + 1, *latent], from the initial noise to the latents at sigma 0
     log_probs: Tensor  # float32 [B, T], of the step from state j to state j + 1
-    latents: Tensor  # float32 [B, *latent], what is decoded: ``PathSolver.decoded``
+    latents: Tensor  # float32 [B, *latent] to decode, of ``PathSolver.decoded``
     stochastic: Tensor  # float32 [B, T], 1 for a stochastic step of the solver, 0 for Euler
 
 
