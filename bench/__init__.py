@@ -1,5 +1,6 @@
-"""Benchmarks whose results are ratios taken in one run, so that they mean something on any machine:
-``python -m bench``.
+"""Benchmarks, run by ``python -m bench``.
+
+Their results are ratios measured in one run, so that they are meaningful on any machine.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # so that ``bench.gpu_check`` can say which packages are missing
+if TYPE_CHECKING:  # so that ``bench.gpu_check`` can report missing packages
     from bench.timing import Options, Ratio
 
 NAMES = (
@@ -26,9 +27,9 @@ NAMES = (
 )
 
 COUNTS = ("packing", "passes", "preference")
-"""What is counted or simulated rather than timed, with options of its own."""
+"""Benchmarks that count or simulate instead of timing; each has its own options."""
 
 
 def benchmark(name: str) -> Callable[[Options], list[Ratio]]:
-    """The function ``measure`` of one benchmark's module."""
+    """Return the function ``measure`` of a benchmark's module."""
     return import_module(f"bench.{name}").measure

@@ -1,6 +1,4 @@
-"""``python -m bench [NAME...]``: prints the ratios of the named benchmarks, all of them when none
-is named.
-"""
+"""Command line ``python -m bench [NAME...]``: run the named benchmarks, or all of them."""
 
 from __future__ import annotations
 
@@ -22,13 +20,15 @@ from policy.families.architectures import published_names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; 0 when everything was measured, 2 for a wrong command or configuration. A missed goal is
-    printed, not an error. A name of ``COUNTS`` takes the options after it.
+    """Run the benchmarks; return 0, or 2 for an invalid command line or configuration.
+
+    A missed goal is printed and is not an error. The arguments after a name of ``COUNTS`` are
+    passed to that benchmark.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given and given[0] in COUNTS:
-        return import_module(f"bench.{given[0]}").main(given[1:])
-    options = _parser().parse_args(given)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if argv and argv[0] in COUNTS:
+        return import_module(f"bench.{argv[0]}").main(argv[1:])
+    options = _parser().parse_args(argv)
     try:
         config = load(options.preset, options.overrides)
     except ConfigError as error:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from analysis.measuring import hide_loading_bars
 
     hide_loading_bars()
-    chosen = _chosen(options, config)
+    bench_options = _bench_options(options, config)
     facts = {
         **machine(),
         "preset": options.preset,
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: dict[str, list[Ratio]] = {}
     for name in options.names or NAMES:
         try:
-            results[name] = benchmark(name)(chosen)
+            results[name] = benchmark(name)(bench_options)
         except ConfigError as error:
             print(error, file=sys.stderr)
             return 2
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _chosen(options: argparse.Namespace, config: RunConfig) -> Options:
+def _bench_options(options: argparse.Namespace, config: RunConfig) -> Options:
     return Options(
         config,
         options.repeats,
@@ -79,15 +79,15 @@ def _chosen(options: argparse.Namespace, config: RunConfig) -> Options:
 
 
 def broadcast(text: str) -> tuple[int, tuple[int, ...]]:
-    """(bytes, numbers of explorers) of ``1e9:1,2,4``. Raises ArgumentTypeError."""
+    """Parse ``1e9:1,2,4`` to (bytes, numbers of explorers); raise ArgumentTypeError if invalid."""
     size, _, counts = text.partition(":")
     try:
-        chosen = int(float(size)), tuple(int(count) for count in counts.split(","))
+        parsed = int(float(size)), tuple(int(count) for count in counts.split(","))
     except ValueError:
-        chosen = 0, ()
-    if chosen[0] < 1 or not chosen[1] or min(chosen[1]) < 1:
+        parsed = 0, ()
+    if parsed[0] < 1 or not parsed[1] or min(parsed[1]) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not BYTES:EXPLORERS, such as 1e9:1,2,4")
-    return chosen
+    return parsed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_explorers(parser: argparse.ArgumentParser) -> None:
-    """The options of ``explorer`` alone."""
+    """Add the options of the benchmark ``explorer``."""
     parser.add_argument(
         "--architectures",
         nargs="+",

@@ -1,4 +1,4 @@
-"""Published architectures with random weights, at one size, or small ones of their kind."""
+"""Published architectures with random weights, at full size or reduced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from policy.families.architectures import build, published, write_configs
 from policy.types import Conditioning
 
 TEXT_TOKENS, SMALL_TEXT_TOKENS = {"sd3": 256, "sana": 300, "sana_video": 300}, 32
-"""Where they are not 512."""
+"""Text tokens by family, if not 512; and those of a small model."""
 SMALL_FRAMES = 5
 WIDTH = 256
 SMALL: dict[str, Tree] = {
@@ -26,7 +26,7 @@ SMALL: dict[str, Tree] = {
         "num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 64,
         "caption_projection_dim": WIDTH, "joint_attention_dim": WIDTH,
         "pooled_projection_dim": WIDTH, "dual_attention_layers": [],
-        "pos_embed_max_size": 64,  # enough for 1024 pixels; its table is made with every model
+        "pos_embed_max_size": 64,  # enough for 1024 pixels; the table is built with every model
     },
     "flux": {
         "num_layers": 1, "num_single_layers": 2, "num_attention_heads": 2,
@@ -52,13 +52,15 @@ SMALL: dict[str, Tree] = {
     "wan": {"num_layers": 2, "num_attention_heads": 2, "ffn_dim": 4 * WIDTH, "text_dim": WIDTH},
 }  # fmt: skip
 SMALL["flux2_klein"] = SMALL["flux2"]
-"""For machines without a GPU: blocks of the published kinds, few and narrow."""
+"""Settings for machines without a GPU: few and narrow blocks of the published types."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """An architecture at one size: its family over configuration files, and the description of its
-    transformer, or of each of two.
+    """An architecture at one size.
+
+    ``family`` reads its configuration files, and ``part`` describes its transformer, or each of
+    its two transformers.
     """
 
     name: str
@@ -71,13 +73,14 @@ class Case:
         dtype: torch.dtype = torch.float32,
         **config: object,
     ) -> nn.Module:
-        """Its denoiser with random weights; ``config`` replaces what its description says."""
+        """Build its denoiser with random weights; ``config`` overrides settings of ``part``."""
         part = {**self.part, "config": {**self.part["config"], **config}}
         return self.family.denoiser(lambda _: build(part, device, dtype))
 
     def inputs(self, batch: int, device: torch.device | str) -> tuple[Tensor, Tensor, Conditioning]:
-        """(x [B, *latent], sigma [], conditioning of B rows): noise everywhere, all text tokens in
-        use.
+        """Return (x [B, *latent], sigma [], conditioning of B rows).
+
+        x and the conditioning are noise, and all text tokens are used.
         """
         generator = torch.Generator().manual_seed(0)
 
@@ -97,8 +100,10 @@ class Case:
 
 @contextmanager
 def case_of(name: str, pixels: int | None, small: bool) -> Iterator[Case]:
-    """A published architecture at ``pixels`` x ``pixels`` (None: as published), or a small one of
-    its kind.
+    """Yield a published architecture at ``pixels`` x ``pixels`` (None: as published).
+
+    With ``small`` its settings are replaced by those of ``SMALL``. The configuration files exist
+    only within the context.
     """
     model = published(name)
     family = model["family"]
@@ -108,7 +113,7 @@ def case_of(name: str, pixels: int | None, small: bool) -> Iterator[Case]:
     size: Tree = {side: pixels or model[side] for side in ("height", "width")}
     if "frames" in model:
         size["frames"] = SMALL_FRAMES if small else model["frames"]
-    # a thousand times it is a number of BF16, in which its sines are taken
+    # its thousandfold is representable in BF16, in which the sines of its embedding are computed
     guidance = 4.0 if part["config"].get("guidance_embeds") else None
     with tempfile.TemporaryDirectory(prefix="sol-rl-bench-") as scratch:
         path = write_configs(model, scratch)

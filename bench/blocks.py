@@ -1,9 +1,9 @@
-"""What blocks of 1x16 are worth: ``python -m bench.blocks CONFIG ...`` is ``sol-rl fidelity`` with
-them, and with tiles of 16x16 beside them.
+"""Comparison of weight scales per 1x16 block and per 16x16 tile: ``python -m bench.blocks CONFIG``.
 
-Weights with one scale per 16 x 16 tile are NVIDIA's choice for training, where a weight is also
-read transposed. Explorers read it one way, so they can have a scale for every 16 values. Tiles are
-legal on the wire, but no backend packs so; this one exists to be measured.
+It runs ``sol-rl fidelity`` with both. NVIDIA uses one scale per 16x16 tile for training, where a
+weight is also read transposed. Explorers do not transpose weights, so they can use a scale for
+every 16 values. The wire format allows tiles, but no other backend packs them; the one here exists
+only for this measurement.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from policy.precision.nvfp4 import BLOCK
 
 
 class Tiles(EmulatedNVFP4):
-    """NVFP4 whose weights have one scale per 16 x 16 tile, repeated for its rows; activations as
-    ever. No scale search.
+    """NVFP4 with one weight scale per 16x16 tile, repeated for its rows, without scale search.
+
+    Activations are quantized as in ``EmulatedNVFP4``.
     """
 
     name = "nvfp4_16x16"
 
     def pack(self, weight: Tensor, search: bool, amax: Tensor | None = None) -> dict[str, Tensor]:
-        """codes, scales, amax: each block is packed at the largest magnitude of its tile.
-        ValueError for what ``nvfp4`` refuses.
+        """Return codes, scales and amax, with the scale of a tile's largest magnitude per block.
+
+        Raises ValueError for the same weights as ``nvfp4.quantize``.
         """
         plain = nvfp4.quantize(weight, amax=amax)
         exact = weight.detach().float()
@@ -54,13 +56,11 @@ class Tiles(EmulatedNVFP4):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of ``sol-rl fidelity`` with these arguments, both kinds of blocks as its
-    backends.
-    """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    """Run ``sol-rl fidelity`` with these arguments and both backends; return its exit code."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
     BACKENDS[Tiles.name] = Tiles()
     try:
-        return cli.main(["fidelity", *given, "--backends", EmulatedNVFP4.name, Tiles.name])
+        return cli.main(["fidelity", *argv, "--backends", EmulatedNVFP4.name, Tiles.name])
     finally:
         del BACKENDS[Tiles.name]
 

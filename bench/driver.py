@@ -1,10 +1,9 @@
-"""What does the driver cost? Its real code with simulated actors, a GPU each: seconds of CPU for an
-iteration, over the seconds that the iteration would take on GPUs.
+"""Benchmark of the driver's CPU time per iteration, relative to the iteration's time on GPUs.
 
-Counted are pools, ring and scoring, the timeline's lines, and the search for cycles after each
-iteration, as a run does it. What stands in for the actors runs in the same process. A signal looks
-every 2 ms of CPU time who works, and the share of the stand-ins and of virtual time is left out.
-Ray's own part of a call is not in it.
+It runs the real driver code with simulated actors, one GPU each. Included are pools, ring, scoring,
+timeline records, and the garbage collection after each iteration, as in a run. The simulated actors
+run in the same process: a signal samples the stack every 2 ms of CPU time, and the share of
+simulated actors and of virtual time is subtracted. Ray's own share of a call is not included.
 """
 
 from __future__ import annotations
@@ -36,8 +35,10 @@ CASES = {
     "SANA, a prompt's seeds in one task": ("sana", "explore.chunk_size=96"),
     "FLUX.1": ("flux1",),
 }
-"""Model and changes, with a prompt for each GPU: the shortest iterations on B200, the same with the
-fewest calls, and the usual kind of long ones.
+"""Model and overrides of each case; a prompt per GPU.
+
+The cases are the shortest iterations on B200, the same with the fewest calls, and typical long
+iterations.
 """
 KIND = "B200"
 ACTORS = (64, 256, 1024)
@@ -45,55 +46,59 @@ GOAL = 0.02
 
 
 def measure(options: Options) -> list[Ratio]:
-    """A row for each case and number of rollout actors, with as many prompts in an iteration; its
-    iterations are the repeats.
+    """Return a ratio per case and number of rollout actors, with as many prompts per iteration.
+
+    Each of its iterations is one repeat.
     """
     return [_row(case, count, options.repeats) for count in ACTORS for case in CASES]
 
 
 def laid_out(config: RunConfig, count: int) -> tuple[Scenario, Choice]:
-    """The run on so many GPUs, in the layout that is chosen for them, and the choice."""
-    given = Assumptions(gpus=count, accelerator=KIND)
-    cpus = given.node_cpus / given.node_gpus
+    """Return (scenario, layout choice) of a run on ``count`` GPUs."""
+    assumptions = Assumptions(gpus=count, accelerator=KIND)
+    cpus = assumptions.node_cpus / assumptions.node_gpus
     gpus = [Gpus(KIND, count, ACCELERATORS[KIND].memory_gb, cpus)]
     with described(config) as (family, _):
-        return chosen(config, family, gpus, given)
+        return chosen(config, family, gpus, assumptions)
 
 
 def _row(case: str, count: int, iterations: int) -> Ratio:
     model, *changes = CASES[case]
     config = load(f"{model}-sol_rl-hpsv2", [f"prompts.per_iteration={count}", *changes])
-    found, _ = laid_out(config, count)
+    scenario, _ = laid_out(config, count)
     meter = Meter()
     with tempfile.TemporaryDirectory() as scratch:
         timeline = Timeline(Path(scratch) / "timeline.jsonl")
-        simulated = run(found, iterations, meter.iteration, timeline.record)
-    actors = found.config.services.rollout.actors
+        simulated = run(scenario, iterations, meter.iteration, timeline.record)
+    actors = scenario.config.services.rollout.actors
     driver, seconds = f"driver of {actors}, {case}", meter.seconds
     times = {driver: seconds, "iteration": [simulated.iteration] * iterations}
-    each = statistics.median(seconds) / simulated.calls * 1e6
-    note = f"{simulated.calls:.0f} calls, {each:.0f} us each, {1e6 / each:,.0f} a second at most"
+    call_us = statistics.median(seconds) / simulated.calls * 1e6
+    note = (
+        f"{simulated.calls:.0f} calls, {call_us:.0f} us each, {1e6 / call_us:,.0f} a second at most"
+    )
     return Ratio.of(times, driver, "iteration", GOAL, note)
 
 
 class Meter:
-    """Seconds of CPU of this process in each iteration, without those in which a file of
-    ``simulator`` beneath the ring is at work, time is made to jump, or timers are put in order, of
-    which only virtual time has many.
+    """Meter of this process's CPU seconds per iteration, without those of the simulation.
+
+    Excluded are the files of ``simulator`` below the ring, the advancing of virtual time, and the
+    sorting of timers, which are many only with virtual time.
     """
 
     FILES = tuple(f"simulator/{name}.py" for name in ("actors", "machine", "services", "transport"))
     JUMPS = (("cluster/runtime/clock.py", "select"), ("asyncio/events.py", "__lt__"))
 
     def __init__(self) -> None:
-        self._inside = self._looks = 0
+        self._simulation_samples = self._samples = 0
         self.seconds: list[float] = []
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
-        """One of them."""
-        self._inside = self._looks = 0
-        before, began = signal.signal(signal.SIGPROF, self._look), time.process_time()
+        """Measure the iteration that runs within the context."""
+        self._simulation_samples = self._samples = 0
+        before, began = signal.signal(signal.SIGPROF, self._sample_stack), time.process_time()
         signal.setitimer(signal.ITIMER_PROF, 0.002, 0.002)
         try:
             yield
@@ -101,16 +106,16 @@ class Meter:
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.signal(signal.SIGPROF, before)
-        share = self._inside / max(1, self._looks)
+        share = self._simulation_samples / max(1, self._samples)
         self.seconds.append((time.process_time() - began) * (1 - share))
 
-    def _look(self, number: int, frame: FrameType | None) -> None:
-        self._looks += 1
+    def _sample_stack(self, number: int, frame: FrameType | None) -> None:
+        self._samples += 1
         while frame is not None:
             file, name = frame.f_code.co_filename, frame.f_code.co_name
             if file.endswith(self.FILES) or any(
-                name == jumps and file.endswith(where) for where, jumps in self.JUMPS
+                name == function and file.endswith(suffix) for suffix, function in self.JUMPS
             ):
-                self._inside += 1
+                self._simulation_samples += 1
                 return
             frame = frame.f_back

@@ -1,10 +1,9 @@
-"""What does a denoiser's step cost in each precision? Published architectures with random weights,
-without Ray.
+"""Benchmark of a denoiser step in each precision, with random weights and without Ray.
 
-Times are of one call of the transformer through its family, for a batch of images, divided by
-their number: seconds per image and step. Beside each ratio stands what arithmetic allows: with a
-share s of the work in layers that run q times as fast as BF16, a step cannot become quicker than 1
-/ (1 - s + s / q) times (Amdahl).
+Times are those of one call of a published architecture's transformer through its family for a batch
+of images, divided by the batch size: seconds per image and step. Each ratio is printed with its
+theoretical bound: with a share s of the work in layers that run q times as fast as BF16, the
+speedup of a step is at most 1 / (1 - s + s / q) (Amdahl).
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ from policy.precision.swap import quantize_plan, swap_linears, weight_modules
 
 
 def quantizable_share(case: Case, backend: Backend) -> float:
-    """Share of a step's multiplications in layers that ``backend`` quantizes: counted on tensors
-    without data.
+    """Return the share of a step's multiplications in layers that ``backend`` quantizes.
+
+    It is counted on tensors without data.
     """
     transformer = case.build("meta")
     plan = quantize_plan(transformer, case.family, (), backend)
@@ -36,15 +36,16 @@ def quantizable_share(case: Case, backend: Backend) -> float:
 
 
 def bound(share: float, wire_format: str) -> float:
-    """The largest speed-up over BF16 that a share of quicker arithmetic allows; 1 for formats that
-    are not quicker.
+    """Return the maximum speedup over BF16 for a share of faster arithmetic (Amdahl).
+
+    It is 1 for formats that are not faster.
     """
     backends = (each for each in BACKENDS.values() if each.wire_format == wire_format)
     return 1.0 / (1.0 - share + share / max(each.speedup for each in backends))
 
 
 def explorer_transformer(case: Case, backend: Backend, device: torch.device) -> nn.Module:
-    """The transformer as an explorer holds it, packed from random weights."""
+    """Return the transformer of an explorer, packed from random weights."""
     dtype = backend.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
@@ -76,16 +77,16 @@ def explorer_transformer(case: Case, backend: Backend, device: torch.device) -> 
 
 
 def measure(options: Options) -> list[Ratio]:
-    """For every architecture: each backend over BF16 (and over FP32 on a CPU), eager, and compiled
-    where that is asked for.
+    """Return the ratio of each backend to BF16, and to FP32 on a CPU, for every architecture.
 
-    Raises ConfigError for a backend that does not run here, or where nothing can be compiled.
+    Models run eagerly, and also compiled if requested. Raises ConfigError if a backend does not run
+    on this device, or if compilation is requested but not possible.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _check(options, device)
     small = options.small if options.small is not None else device.type == "cpu"
-    ratios, own = [], options.config.services.rollout.threads
-    with threads(own if device.type == "cpu" else torch.get_num_threads()):
+    ratios, rollout_threads = [], options.config.services.rollout.threads
+    with threads(rollout_threads if device.type == "cpu" else torch.get_num_threads()):
         for name in options.architectures:
             with case_of(name, options.pixels, small) as case:
                 ratios += _ratios(case, options, device)
@@ -118,7 +119,7 @@ def _ratios(case: Case, options: Options, device: torch.device) -> list[Ratio]:
         for mode in modes:
             denoiser = compiled(transformer, device) if mode == "compiled" else transformer
             runs[f"{case.name} {name} {mode}"] = one_step(case, denoiser, options.batch, device)
-        if device.type == "cuda":  # a CPU does not count
+        if device.type == "cuda":  # not available on a CPU
             peaks[name] = peak_bytes(runs[f"{case.name} {name} eager"], device)
     times = interleave(runs, options.repeats, warm_up=2)
     per_image = {
@@ -144,26 +145,28 @@ def _ratio(
     peaks: dict[str, int],
     batch: int,
 ) -> Ratio:
-    found = Ratio.of(times, f"{case.name} {name} {mode}", f"{case.name} {base} {mode}")
+    ratio = Ratio.of(times, f"{case.name} {name} {mode}", f"{case.name} {base} {mode}")
     note = (
         f"per image and step, batch {batch}, weights {memory[name] / 2**20:.1f} /"
         f" {memory[base] / 2**20:.1f} MiB"
     )
     if peaks:
-        working, other = peaks[name] / 2**20, peaks[base] / 2**20
-        note += f", beside them {working:.1f} / {other:.1f} MiB at the peak of an eager step"
+        working, base_working = peaks[name] / 2**20, peaks[base] / 2**20
+        note += f", beside them {working:.1f} / {base_working:.1f} MiB at the peak of an eager step"
     backend = BACKENDS[name]
     if backend.quantizes and base == "bf16":
         share = quantizable_share(case, backend)
-        most = bound(share, backend.wire_format)
-        note += f", {share:.1%} of the work quantizable: at most {most:.2f}x on a GPU"
-        note += f", {1 / found.value / most:.0%} of it reached" if torch.cuda.is_available() else ""
-    return Ratio(**{**vars(found), "note": note})
+        limit = bound(share, backend.wire_format)
+        note += f", {share:.1%} of the work quantizable: at most {limit:.2f}x on a GPU"
+        note += (
+            f", {1 / ratio.value / limit:.0%} of it reached" if torch.cuda.is_available() else ""
+        )
+    return Ratio(**{**vars(ratio), "note": note})
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Bytes that it allocates on a GPU at its peak, on top of what was there before."""
-    run()  # what libraries take once
+    """Return the peak number of bytes that ``run`` allocates on a GPU, beyond the previous ones."""
+    run()  # warm-up: libraries allocate once
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run()
@@ -174,7 +177,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 def one_step(
     case: Case, denoiser: nn.Module, batch: int, device: torch.device
 ) -> Callable[[], object]:
-    """One call of the transformer for a batch, finished when it returns."""
+    """Return a function that runs one transformer call for a batch and waits for its end."""
     x, sigma, cond = case.inputs(batch, device)
 
     @torch.no_grad()
@@ -186,7 +189,7 @@ def one_step(
 
 
 def bounds(sizes: tuple[tuple[str, int], ...]) -> list[str]:
-    """For (architecture, pixels): the quantizable share and what it allows, as Markdown rows."""
+    """Return quantizable share and speedup bounds of (architecture, pixels) as Markdown rows."""
     rows = []
     for name, pixels in sizes:
         with case_of(name, pixels, False) as case:

@@ -1,5 +1,6 @@
-"""Packing weights to NVFP4, with and without the scale search, against copying and summing the
-bytes that it reads.
+"""Benchmark of packing weights to NVFP4, with and without scale search.
+
+Times are relative to copying and to summing the same weights.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ COLUMNS = 1024
 
 
 def measure(options: Options) -> list[Ratio]:
-    """Times over memcpy of FP32 weights [N, 1024], and over their sum; GB/s are of bytes read."""
+    """Return packing times relative to memcpy and to the sum of FP32 weights [N, 1024].
+
+    GB/s in the notes refer to bytes read.
+    """
     with threads(options.config.services.learner.threads):
         rows = max(1, options.pack_bytes // (4 * COLUMNS))
         weight = torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(0))

@@ -1,9 +1,9 @@
-"""What packing an activation costs: ``python -m bench packing`` counts kernels and bytes.
+"""Count of kernels and bytes for packing an activation: ``python -m bench packing``.
 
-Counts, not times, so they hold on any machine. Eagerly every operation is a kernel of its own,
-which reads its operands from memory and writes its result there; a packing kernel of
-``policy.precision.kernels`` is one operation. Both are counted on the layers' own path: the eager
-one on a CPU, the kernels on tensors without data on a CUDA device, where nothing is launched.
+Counts, unlike times, hold on any machine. In eager mode every operation is a separate kernel, which
+reads its operands from memory and writes its result there; a packing kernel of
+``policy.precision.kernels`` is one operation. Both are counted on the path that the layers use: the
+eager one on a CPU, the kernels on tensors without data on a CUDA device, where nothing is launched.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from policy.precision.torch_nvfp4 import pack_operand
 
 ROWS, COLUMNS = 1024, 3072
 ONLY_WRITTEN = ("copy_", "fill_", "zero_")
-"""Operations in place that do not read what they overwrite."""
+"""In-place operations that do not read the tensor that they overwrite."""
 HOW_TO_READ = (
     "once per input, for all products that read it; bytes per element over a GPU's bandwidth is the"
     " least time that packing takes, to be compared with what a quicker product saves"
@@ -33,9 +33,11 @@ HOW_TO_READ = (
 
 
 class Counting(TorchDispatchMode):
-    """Counts what runs inside: ``operations``, which are kernels, those of them that see single
-    numbers only (``small``), and the bytes ``read`` and ``written``. Views and allocations are
-    free; an operand that is expanded is read at the size that it has.
+    """Dispatch mode that counts operations and memory traffic.
+
+    ``operations`` are kernels, ``small`` those of them with single numbers only; ``read`` and
+    ``written`` are bytes. Views and allocations are free; an expanded operand counts with its size
+    in memory.
     """
 
     def __init__(self) -> None:
@@ -43,16 +45,16 @@ class Counting(TorchDispatchMode):
         self.operations = self.small = self.read = self.written = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run it, and count it."""
+        """Run an operation and count it."""
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
-        given, made = _tensors((args, kwargs or {})), _tensors(result)
-        memory = {_memory(tensor) for tensor in given}
-        # tensors without data do not show that they share memory, but operators say so
+        inputs, outputs = _tensors((args, kwargs or {})), _tensors(result)
+        memory = {_memory(tensor) for tensor in inputs}
+        # fake tensors do not reveal shared memory, but the schemas of operators declare it
         shares = any(value.alias_info is not None for value in func._schema.returns)
-        shares = shares or any(_memory(tensor) in memory for tensor in made)
+        shares = shares or any(_memory(tensor) in memory for tensor in outputs)
         is_view = not func._schema.is_mutable and shares
-        if made and not is_view and not name.startswith(("empty", "new_empty")):
+        if outputs and not is_view and not name.startswith(("empty", "new_empty")):
             unread = (
                 {_memory(tensor) for tensor in _tensors(args[:1])}
                 if name in ONLY_WRITTEN
@@ -60,17 +62,17 @@ class Counting(TorchDispatchMode):
             )
             unread |= {_memory(tensor) for tensor in _tensors((kwargs or {}).get("out"))}
             self.operations += 1
-            self.small += all(tensor.numel() <= 1 for tensor in given + made)
-            self.read += sum(_bytes(tensor) for tensor in given if _memory(tensor) not in unread)
+            self.small += all(tensor.numel() <= 1 for tensor in inputs + outputs)
+            self.read += sum(_bytes(tensor) for tensor in inputs if _memory(tensor) not in unread)
             if name == "sol_rl::nvfp4_tiles":  # every program reads all partial results again
-                programs = made[1].numel() // 512
-                self.read += (programs - 1) * _bytes(given[1])
-            self.written += sum(_bytes(tensor) for tensor in made)
+                programs = outputs[1].numel() // 512
+                self.read += (programs - 1) * _bytes(inputs[1])
+            self.written += sum(_bytes(tensor) for tensor in outputs)
         return result
 
 
 def count(do: Callable[[], object]) -> Counting:
-    """What ``do`` runs."""
+    """Return the counts of what ``do`` runs."""
     with Counting() as counting:
         do()
     return counting
@@ -97,28 +99,28 @@ FORMATS: dict[str, Callable[[Tensor], object]] = {
     "fp8": lambda x: Activations().quantized(x),
     "nvfp4": lambda x: pack_operand(x, False),
 }
-"""By wire format: what its layers do to activations [M, K] before the product."""
+"""By wire format, the function that packs activations [M, K] before the product."""
 
 
 def table() -> list[tuple[str, str, Counting]]:
-    """(format, form, count) of bfloat16 [1024, 3072], form "eager" or "kernels"."""
-    found = []
+    """Return (format, form, count) rows for bfloat16 [1024, 3072]; form is "eager" or "kernels"."""
+    rows = []
     for name, pack in FORMATS.items():
         x = torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16)
-        found.append((name, "eager", count(lambda pack=pack, x=x: pack(x))))
+        rows.append((name, "eager", count(lambda pack=pack, x=x: pack(x))))
         with FakeTensorMode():
             x = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16, device="cuda:0")
-            found.append((name, "kernels", count(lambda pack=pack, x=x: pack(x))))
-    return found
+            rows.append((name, "kernels", count(lambda pack=pack, x=x: pack(x))))
+    return rows
 
 
 def moved(counted: Counting) -> float:
-    """Bytes read and written per element."""
+    """Return the bytes read and written per element."""
     return (counted.read + counted.written) / (ROWS * COLUMNS)
 
 
 def as_json() -> dict[str, Tree]:
-    """Per format what runs on CUDA by default, and beside it what runs without the kernels."""
+    """Return the counts per format: with kernels (default on CUDA), and under "eager" without."""
     rows = {
         (name, form): {"kernels": counted.operations, "bytes_per_element": round(moved(counted), 4)}
         for name, form, counted in table()
@@ -127,7 +129,7 @@ def as_json() -> dict[str, Tree]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table, or JSON; 0."""
+    """Print the table, or JSON with ``--json``; return 0."""
     parser = argparse.ArgumentParser(prog="python -m bench packing", description=HOW_TO_READ)
     parser.add_argument("--json", action="store_true", help="print JSON")
     if parser.parse_args(arguments).json:

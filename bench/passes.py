@@ -1,8 +1,8 @@
-"""What the learner's passes cost beside the bare model: ``python -m bench passes``.
+"""Cost of the learner's passes relative to the bare model: ``python -m bench passes``.
 
-Counts of the published architectures as the presets run them, on tensors without data, so they hold
-on any machine: multiplications, kernels, and the bytes that kernels move. Seconds are those of
-``policy.precision.cost``.
+Multiplications, kernels and the bytes that kernels move are counted for the published architectures
+with the settings of the presets, on tensors without data, so the counts hold on any machine.
+Seconds are predicted by ``policy.precision.cost``.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ HOW_TO_READ = (
     " no adapter; regenerating merges once for all steps of a call"
 )
 COUNTS = ("flops", "small", "kernels", "bytes", "attention", "heads")
-"""Of a step, what adds up and is not zero in a learner."""
+"""Fields of ``Step`` that add up and are not zero in a learner."""
 
 
 def plus(first: Step, second: Step, times: int = 1) -> Step:
-    """One after the other, the second so many times."""
-    each = {name: getattr(first, name) + times * getattr(second, name) for name in COUNTS}
-    return Step(**each)
+    """Return the sum of the first step and ``times`` times the second."""
+    sums = {name: getattr(first, name) + times * getattr(second, name) for name in COUNTS}
+    return Step(**sums)
 
 
 def passes_of(config: RunConfig, family: Family) -> dict[str, dict[str, Step]]:
-    """By pass, then by form, of one call at the run's sizes: "bare", and with one adapter beside
-    the weights ("own"), or "merged" into them.
+    """Return the cost of one call at the run's sizes, by pass and form.
+
+    The forms are "bare", "own" (one separate adapter) and "merged" (the adapter merged into the
+    weights).
     """
     dtype = DTYPES[config.regenerate.precision]
     transformer = blank_denoiser(family, dtype)
@@ -62,24 +64,24 @@ def passes_of(config: RunConfig, family: Family) -> dict[str, dict[str, Step]]:
         with torch.no_grad():
             family.velocity(transformer, x, torch.tensor(0.5), cond)
 
-    def both() -> None:
+    def forward_and_backward() -> None:
         x, cond = inputs[config.optimizer.batch_size]
         x = x.clone().requires_grad_()  # so that the bare model has a backward pass
         times = torch.full((len(x),), 0.5, device=META)
         family.velocity(transformer, x, times, cond).square().mean().backward()
 
-    def first() -> None:
+    def merge_and_forward() -> None:
         with merged(transformer, "current"):
             forward()
 
     steps = config.regenerate.steps - 1
-    bare = {"forward": work_of(forward), "training": work_of(both)}
+    bare = {"forward": work_of(forward), "training": work_of(forward_and_backward)}
     adapt(transformer, family, config.lora)
     with use(transformer, "current"):
         own = {"forward": work_of(forward)}
         transformer.zero_grad(set_to_none=True)
-        own["training"] = work_of(both)
-    regenerating = work_of(first)
+        own["training"] = work_of(forward_and_backward)
+    regenerating = work_of(merge_and_forward)
     with merged(transformer, "current"):
         step = work_of(forward)
     return {
@@ -92,14 +94,14 @@ def passes_of(config: RunConfig, family: Family) -> dict[str, dict[str, Step]]:
 
 
 def share(form: Step, bare: Step, accelerator: Accelerator) -> float:
-    """How much more than the bare pass it takes: 0.1 is ten per cent."""
-    at = rates_of(accelerator, "bf16")
-    assert at is not None
-    return seconds(form, at) / seconds(bare, at) - 1
+    """Return the additional time relative to the bare pass: 0.1 is 10 percent."""
+    gpu_rates = rates_of(accelerator, "bf16")
+    assert gpu_rates is not None
+    return seconds(form, gpu_rates) / seconds(bare, gpu_rates) - 1
 
 
 def as_rows(passes: dict[str, dict[str, Step]]) -> list[Tree]:
-    """A row per pass beside the bare one."""
+    """Return a row per form of each pass other than the bare one."""
     rows = []
     for name, forms in passes.items():
         bare, *others = forms.values()
@@ -112,24 +114,24 @@ def as_rows(passes: dict[str, dict[str, Step]]) -> list[Tree]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table, or JSON; 0."""
+    """Print the table, or JSON with ``--json``; return 0."""
     parser = argparse.ArgumentParser(prog="python -m bench passes", description=HOW_TO_READ)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--models", nargs="+", default=list(MODELS), help="of the presets, or configurations"
     )
-    given = parser.parse_args(arguments)
-    found: dict[str, list[Tree]] = {}
-    for model in given.models:
+    options = parser.parse_args(arguments)
+    results: dict[str, list[Tree]] = {}
+    for model in options.models:
         config = load(f"{model}-sol_rl-hpsv2" if model in MODELS else model)
         with described(config) as (family, _):
-            found[model] = as_rows(passes_of(config, family))
-        if given.json:
+            results[model] = as_rows(passes_of(config, family))
+        if options.json:
             continue
-        for row in found[model]:
+        for row in results[model]:
             numbers = "  ".join(
                 f"{name} {value:+.1%}" for name, value in row.items() if isinstance(value, float)
             )
             print(f"{model:12} {row['pass']:13} {numbers}", flush=True)
-    print(json.dumps(found, indent=1) if given.json else HOW_TO_READ)
+    print(json.dumps(results, indent=1) if options.json else HOW_TO_READ)
     return 0

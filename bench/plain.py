@@ -1,6 +1,4 @@
-"""The ring's work in one plain process: the very same classes, called one after another, without
-Ray.
-"""
+"""The work of the ring in a single process without Ray: the same classes, called sequentially."""
 
 from __future__ import annotations
 
@@ -30,11 +28,11 @@ X = TypeVar("X")
 
 
 class PlainLoop:
-    """A training loop as a script would have it, for arms that draw what they train on at full
-    quality. Same numbers as the ring, bit for bit.
+    """A training loop like that of a script, for arms that train on regenerated images.
 
-    ``together``: for an arm that explores nothing, the images of all prompts are one batch, as
-    other trainers have it; its sums run in another order.
+    Its results are bit-identical to those of the ring. With ``together``, which requires an arm
+    without exploration, the images of all prompts are one batch, as in other trainers; sums then
+    run in another order. Raises ValueError for other arms.
     """
 
     def __init__(
@@ -45,8 +43,8 @@ class PlainLoop:
             raise ValueError(f"arm {config.arm!r}: not one of this plain loop's, use arm {arm!r}")
         if together:
             size = config.prompts.per_iteration * config.selection.keep
-            whole = config.regenerate.model_copy(update={"batch_size": size})
-            config = config.model_copy(update={"regenerate": whole})
+            one_batch = config.regenerate.model_copy(update={"batch_size": size})
+            config = config.model_copy(update={"regenerate": one_batch})
         self.config, self.plan, self.prompts = config, config.plan.explore, prompts
         self.together = together
         tree = config.model_dump(mode="json")
@@ -54,12 +52,12 @@ class PlainLoop:
         self.reward = RewardActor(tree)
         self.selector = SelectorActor(tree)
         self.rollout = RolloutActor(tree) if self.plan else None
-        self.learner = LearnerActor(tree, failure_dir, _as_given)
+        self.learner = LearnerActor(tree, failure_dir, _dereferenced)
         self.checksum = ""
         self.publish(0)
 
     def iteration(self, index: int) -> None:
-        """Everything that ``cluster.driver.loop.Ring.iteration`` does for the same index."""
+        """Do the same work as ``cluster.driver.loop.Ring.iteration`` for this index."""
         rows = prompts_of_iteration(
             len(self.prompts), self.config.prompts.per_iteration, index, self.config.seed
         )
@@ -74,7 +72,7 @@ class PlainLoop:
         self.publish(index + 1)
 
     def publish(self, version: int) -> None:
-        """Pack the sampling policy and load it into the explorer, if there is one."""
+        """Pack the sampling policy and load it into the rollout actor, if there is one."""
         if self.rollout is None:
             return
         manifest = self.learner.export(version).manifest
@@ -84,20 +82,20 @@ class PlainLoop:
     def _group(self, index: int, p: int, prompt: Prompt, cond: Any) -> TrainingGroup:
         seeds = self._seeds(index, p)
         start = shared_start(self.config, seeds)
-        again = self._chosen(index, p, seeds, start, prompt, cond) if self.plan else seeds
-        images, samples = self._generate(again, start, cond)
-        rows = SampleRows(samples, tuple(range(len(again))))
+        selected = self._chosen(index, p, seeds, start, prompt, cond) if self.plan else seeds
+        images, samples = self._generate(selected, start, cond)
+        rows = SampleRows(samples, tuple(range(len(selected))))
         return TrainingGroup(p, self._score(images, [prompt] * len(images)), cond, (rows,))
 
     def _groups(
         self, index: int, prompts: list[Prompt], conditioning: list[Any]
     ) -> list[TrainingGroup]:
-        """The groups of all prompts, drawn as one batch and scored as one."""
+        """Return the groups of all prompts, generated and scored as one batch."""
         seeds = [self._seeds(index, p) for p in range(len(prompts))]
-        every = tuple(seed for mine in seeds for seed in mine)
-        images, samples = self._generate(every, None, Conditioning.cat(conditioning))
-        told = [prompt for prompt, mine in zip(prompts, seeds, strict=True) for _ in mine]
-        rewards, count = self._score(images, told), len(seeds[0])
+        all_seeds = tuple(seed for own in seeds for seed in own)
+        images, samples = self._generate(all_seeds, None, Conditioning.cat(conditioning))
+        prompt_of_image = [prompt for prompt, own in zip(prompts, seeds, strict=True) for _ in own]
+        rewards, count = self._score(images, prompt_of_image), len(seeds[0])
         parts = [range(p * count, (p + 1) * count) for p in range(len(prompts))]
         return [
             TrainingGroup(p, rewards[part], conditioning[p], (SampleRows(samples, tuple(part)),))
@@ -117,7 +115,7 @@ class PlainLoop:
         prompt: Prompt,
         cond: Any,
     ) -> tuple[int, ...]:
-        """The seeds that proxies select."""
+        """Return the seeds selected by their proxy images."""
         plan, size = self.plan, self.config.explore.chunk_size
         assert plan is not None and self.rollout is not None
         proxies = []
@@ -132,9 +130,9 @@ class PlainLoop:
     def _generate(
         self, seeds: tuple[int, ...], start: int | None, cond: Any
     ) -> tuple[np.ndarray, Any]:
-        """Images, and samples in place of a reference to them, which ``_as_given`` leaves alone."""
-        full, solver = self.config.regenerate, self.config.plan.solver
-        request = GenerateRequest(seeds, full.steps, solver, start=start)
+        """Generate images; return them and the samples themselves instead of a reference."""
+        settings, solver = self.config.regenerate, self.config.plan.solver
+        request = GenerateRequest(seeds, settings.steps, solver, start=start)
         _, images, samples = self.learner.generate(request, cond)
         return images, samples
 
@@ -150,6 +148,6 @@ class PlainLoop:
         )
 
 
-def _as_given(references: Sequence[ObjectRef[X]], /) -> list[X]:
-    """Without Ray a "reference" is the object itself."""
+def _dereferenced(references: Sequence[ObjectRef[X]], /) -> list[X]:
+    """Return the objects themselves, which replace Ray's references here."""
     return cast("list[X]", list(references))

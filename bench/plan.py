@@ -1,9 +1,9 @@
-"""Simulated against measured seconds per iteration of the tiny model: layouts of one machine's
-cores, predicted from the timeline of another layout.
+"""Benchmark of simulated against measured seconds per iteration, on the tiny model.
 
-Machines drift: the layout that is learned from is measured before and after each other one, and
-both predict. What was measured is kept in ``Options.keep`` and not measured again, so that it can
-be stopped.
+Layouts of one machine's cores are predicted from the timeline of another layout. Machines drift, so
+the calibrating layout is measured before and after each other one, and both measurements predict.
+Measurements are stored in ``Options.keep`` and not repeated, so that the benchmark can be
+interrupted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WORST, MEDIAN = 0.2, 0.1
 
 @dataclass(frozen=True)
 class Shape:
-    """A layout: rollout actors, learner replicas, explore_ahead, images of a chunk."""
+    """A layout: rollout actors, learner replicas, explore_ahead and images per chunk."""
 
     actors: int
     replicas: int
@@ -46,12 +46,15 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """The name of the layout in the table."""
+        """Name of the layout in the table."""
         return f"{self.actors}-{self.replicas}-{self.ahead}-{self.chunk}"
 
 
 CALIBRATED = Shape(2, 1, 0, 16)
-"""Chunks of 16, 16 and 8 of a prompt's 40: two sizes, so that a line can be laid."""
+"""The calibrating layout.
+
+A prompt's 40 images make chunks of 16, 16 and 8: two sizes, as needed to fit a line.
+"""
 SHAPES = (
     Shape(1, 1, 0, 16),
     Shape(3, 1, 0, 16),
@@ -68,15 +71,16 @@ SIZES = {"per_iteration": 4, "pool_size": 40, "keep": 16}
 
 
 def measure(options: Options) -> list[Ratio]:
-    """Predicted over measured, a row per layout; then their errors, and how much the layout that is
-    learned from drifted meanwhile.
+    """Return predicted over measured seconds per layout, then a summary of errors and the drift.
+
+    The drift is that of the calibrating layout.
     """
     base = sized(options.config)
     models, rows = [], []
     with ray_for(shaped(base, Shape(3, 2, 0, 8))):
         models.append(_model(base, options, 0))
         for place, shape in enumerate(SHAPES, start=1):
-            rows.append(_kept(base, shape, options)["seconds"])
+            rows.append(_stored_or_measured(base, shape, options)["seconds"])
             models.append(_model(base, options, place))
     ratios = [
         _ratio(shaped(base, shape), shape.name, seconds, around)
@@ -86,8 +90,8 @@ def measure(options: Options) -> list[Ratio]:
 
 
 def _model(base: RunConfig, options: Options, place: int) -> Measured:
-    """Learned from the calibrating layout, as it was after ``place`` others."""
-    row = _kept(base, CALIBRATED, options, f"-after-{place}")
+    """Learn from the calibrating layout as measured after ``place`` other layouts."""
+    row = _stored_or_measured(base, CALIBRATED, options, f"-after-{place}")
     spans = [Span(**{**span, "unit": tuple(span["unit"])}) for span in row["spans"]]
     return learned(shaped(base, CALIBRATED), spans, row["seconds"])
 
@@ -95,30 +99,32 @@ def _model(base: RunConfig, options: Options, place: int) -> Measured:
 def _ratio(
     config: RunConfig, name: str, seconds: Sequence[float], around: tuple[Measured, Measured]
 ) -> Ratio:
-    """Predicted over measured; the prediction is the mean of those of before and after."""
+    """Return predicted over measured seconds; the prediction is the mean of both neighbors."""
     predicted = statistics.fmean(model.predict(config).iteration for model in around)
     times = {"predicted": [predicted] * len(seconds), f"measured {name}": list(seconds)}
     return Ratio.of(times, "predicted", f"measured {name}")
 
 
 def drift(seconds: Sequence[float]) -> Ratio:
-    """Of the machine: the slowest over the quickest measurement of the calibrating layout."""
+    """Return the machine's drift: slowest over fastest measurement of the calibrating layout."""
     times = {"slowest": [max(seconds)], "quickest": [min(seconds)]}
     note = f"drift of the machine: {CALIBRATED.name}, measured {len(seconds)} times"
     return Ratio.of(times, "slowest", "quickest", note=note)
 
 
 def summary(ratios: Sequence[Ratio]) -> Ratio:
-    """Errors of the layouts that were predicted: the median, of at most ``MEDIAN``."""
+    """Return the median error of the predictions, with the goal of at most ``MEDIAN``."""
     errors = [abs(ratio.seconds / ratio.base_seconds - 1) for ratio in ratios]
     note = f"worst error {max(errors):.1%}, goal <= {WORST:.0%}"
-    middle = statistics.median(errors)
-    return Ratio("error", "measured", middle, min(errors), max(errors), middle, 1.0, MEDIAN, note)
+    median = statistics.median(errors)
+    return Ratio("error", "measured", median, min(errors), max(errors), median, 1.0, MEDIAN, note)
 
 
 def sized(config: RunConfig) -> RunConfig:
-    """The configuration small enough to be measured often. Threads are those given, one where none
-    are, and not those that a run chooses by its cores: they are alike in all layouts.
+    """Return the configuration, reduced so that it can be measured often.
+
+    Threads are those of the configuration, or one, instead of a number chosen by cores, so that
+    they are the same in all layouts.
     """
     tree = config.model_dump(mode="json")
     tree["prompts"]["per_iteration"] = SIZES["per_iteration"]
@@ -128,7 +134,7 @@ def sized(config: RunConfig) -> RunConfig:
 
 
 def shaped(config: RunConfig, shape: Shape) -> RunConfig:
-    """The configuration in a layout."""
+    """Return the configuration with a layout."""
     tree = config.model_dump(mode="json")
     tree["services"]["rollout"]["actors"] = shape.actors
     tree["services"]["learner"]["replicas"] = shape.replicas
@@ -136,7 +142,7 @@ def shaped(config: RunConfig, shape: Shape) -> RunConfig:
     return parse(tree | {"explore_ahead": shape.ahead})
 
 
-def _kept(base: RunConfig, shape: Shape, options: Options, which: str = "") -> Tree:
+def _stored_or_measured(base: RunConfig, shape: Shape, options: Options, which: str = "") -> Tree:
     file = Path(options.keep) / f"{shape.name}{which}.json" if options.keep else None
     if file is not None and file.exists():
         return json.loads(file.read_text())
@@ -150,7 +156,7 @@ def _kept(base: RunConfig, shape: Shape, options: Options, which: str = "") -> T
 
 
 async def _measured(config: RunConfig, scratch: Path, repeats: int) -> Tree:
-    """Seconds of each iteration but the first, and all spans."""
+    """Run the ring; return seconds per iteration after the warm-up, and all spans."""
     spans: list[Span] = []
     services = ActorServices(
         config, RunDirectory(scratch), lambda *args, **fields: None, spans.append

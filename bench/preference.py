@@ -1,8 +1,8 @@
-"""How well does a judge that compares find the best and the worst images? ``python -m bench
-preference``.
+"""Simulate how well a comparing judge finds the best and the worst images.
 
-Simulated: images whose worth is normal, and a judge that sees it with an error of so many standard
-deviations. The contrast of the images that its scores find, as a share of the largest one.
+The true quality of images is normally distributed, and the judge observes it with an error of the
+given standard deviations. Printed is the contrast of the images that its scores select, as a share
+of the largest possible one. Run by ``python -m bench preference``.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ from rewards.preference import chances, drawn_lists, wins_of
 
 IMAGES, KEPT = 96, 12
 SHAPES = ((2, 3), (4, 1), (4, 3), (8, 1), (8, 3), (8, 6))
-"""Images of a list, rounds."""
+"""(images per list, rounds)."""
 ERRORS = (0.0, 1.0)
 
 
 def found(size: int, rounds: int, error: float, seed: int) -> tuple[int, float]:
-    """(requests, share of the contrast) of one prompt."""
+    """Simulate one prompt; return (requests, share of the largest contrast)."""
     rng = np.random.default_rng(seed)
-    worth = rng.normal(size=IMAGES)
+    quality = rng.normal(size=IMAGES)
     lists = drawn_lists(IMAGES, size, rounds, seed)
     wins = np.zeros((IMAGES, IMAGES))
     for rows in lists:
-        seen = worth[rows] + error * rng.normal(size=len(rows))
-        wins += wins_of(rows[np.argsort(-seen)], IMAGES)
-    return len(lists), contrast(worth, chances(wins)) / contrast(worth, worth)
+        observed = quality[rows] + error * rng.normal(size=len(rows))
+        wins += wins_of(rows[np.argsort(-observed)], IMAGES)
+    return len(lists), contrast(quality, chances(wins)) / contrast(quality, quality)
 
 
 def contrast(worth: np.ndarray, scores: np.ndarray) -> float:
-    """Mean worth of the best by ``scores`` less that of the worst."""
+    """Return the mean quality of the best images by ``scores`` minus that of the worst."""
     order = np.argsort(scores)
     return float(worth[order[-KEPT:]].mean() - worth[order[:KEPT]].mean())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a row for each size and number of rounds; 0."""
+    """Print a row for each list size and number of rounds; return 0."""
     parser = argparse.ArgumentParser(prog="python -m bench preference", description=__doc__)
     parser.add_argument("--draws", type=int, default=20)
     draws = parser.parse_args(arguments).draws
     for size, rounds in SHAPES:
-        told = [f"size {size}  rounds {rounds}"]
+        cells = [f"size {size}  rounds {rounds}"]
         for error in ERRORS:
-            made = [found(size, rounds, error, seed) for seed in range(draws)]
-            shares = np.array([share for _, share in made])
-            told += [] if error else [f"{made[0][0]:3} requests"]
-            told.append(
+            results = [found(size, rounds, error, seed) for seed in range(draws)]
+            shares = np.array([share for _, share in results])
+            cells += [] if error else [f"{results[0][0]:3} requests"]
+            cells.append(
                 f"error {error:g}: {shares.mean():.2f} +- {shares.std() / np.sqrt(draws):.3f}"
             )
-        print("  ".join(told))
+        print("  ".join(cells))
     return 0

@@ -1,10 +1,9 @@
-"""Publish and load of packed weights through the ring's channel, against memcpy of the same bytes.
+"""Benchmark of publishing packed weights through the ring's channel, relative to memcpy.
 
-The bytes are random, the path is the run's own: chunks out of a learner's memory into the object
-store, checked and copied in place by every explorer, acknowledged. Packing itself is the benchmark
-``pack``. To make do with little memory the sender holds one chunk, which it sends again and again,
-and a version is let go before the next is sent. What still has no room is left out, with the
-reason.
+The bytes are random, but the path is that of a run: shards from a learner's memory go to the object
+store, and every explorer checks them, copies them in place and acknowledges. Packing is measured by
+the benchmark ``pack``. To save memory the sender holds one shard, which it sends repeatedly, and a
+version is released before the next is sent. Cases without enough memory are skipped with a reason.
 """
 
 from __future__ import annotations
@@ -37,14 +36,16 @@ from policy.precision.wire import unpack_into
 
 TENSORS = 16
 COPIED_AT_ONCE = 10**9
-"""memcpy goes through so much memory, as often as it takes: far more than any cache holds."""
+"""Size of the memcpy buffers, copied repeatedly: far larger than any cache."""
 KEPT_FREE = 3 * 10**9
 WARM_UP = 2
 
 
 class Sender:
-    """Stands for the learner: holds weights that are packed already, all shards of which begin like
-    the one that it has. Every second version is another, so that all shards are sent every time.
+    """Stand-in for the learner with packed weights.
+
+    All its shards are prefixes of one shard, so that it needs little memory. Consecutive versions
+    have different contents, so that all shards are sent every time.
     """
 
     def __init__(self, nbytes: int, shard_bytes: int):
@@ -57,42 +58,42 @@ class Sender:
         for name, size in named.items():
             entries.append(Entry(name, "uint8", (size,), offset, size))
             offset += size
-        known = {
-            (which, size): xxhash.xxh3_64_hexdigest(chunk[:size].data)
-            for which, chunk in enumerate(self._chunks)
+        digests = {
+            (parity, size): xxhash.xxh3_64_hexdigest(chunk[:size].data)
+            for parity, chunk in enumerate(self._chunks)
             for size in set(self._sizes)
         }
         self._manifests = [
             Manifest(
-                which,
+                parity,
                 "nvfp4",
                 wire_formats()["nvfp4"],
                 self._sizes,
-                tuple(known[which, size] for size in self._sizes),
+                tuple(digests[parity, size] for size in self._sizes),
                 tuple(entries),
             )
-            for which in (0, 1)
+            for parity in (0, 1)
         ]
         self._version = 0
 
     def ready(self) -> ActorInfo:
-        """Answers once the weights are there."""
+        """Return the actor's identity once the weights exist."""
         return identity()
 
     def export(
         self, version: int, backend: str | None = None, weights: str | None = None
     ) -> Exported:
-        """The manifest under a new version number."""
+        """Return the manifest with a new version number."""
         self._version = version
         return Exported(dataclasses.replace(self._manifests[version % 2], version=version), {})
 
     def shard(self, index: int) -> tuple[int, np.ndarray]:
-        """As ``actors.learner.LearnerActor.shard``."""
+        """Return (size, bytes) of a shard, like ``actors.learner.LearnerActor.shard``."""
         return self._sizes[index], self._chunks[self._version % 2, : self._sizes[index]]
 
 
 class Receiver:
-    """Stands for an explorer: buffers that are loaded in place."""
+    """Stand-in for an explorer with buffers that are loaded in place."""
 
     def __init__(self, nbytes: int):
         self._targets = {
@@ -101,41 +102,44 @@ class Receiver:
         self._manifest: Manifest | None = None
 
     def ready(self) -> ActorInfo:
-        """Answers once the buffers are there."""
+        """Return the actor's identity once the buffers exist."""
         return identity()
 
     def load(
         self, backend: str | None, manifest: Manifest, sent: Sequence[int], *shards: np.ndarray
     ) -> WeightsId:
-        """As ``actors.rollout.RolloutActor.load``."""
-        arrived = dict(zip(sent, shards, strict=True))
-        parts = [arrived.get(index) for index in range(len(manifest.hashes))]
+        """Load published weights, like ``actors.rollout.RolloutActor.load``."""
+        received = dict(zip(sent, shards, strict=True))
+        parts = [received.get(index) for index in range(len(manifest.hashes))]
         unpack_into(manifest, parts, self._targets, self._manifest)
         self._manifest = manifest
         return WeightsId(manifest.version, manifest.checksum, backend)
 
 
 def sizes(nbytes: int) -> dict[str, int]:
-    """Names and sizes of the tensors that make up ``nbytes``."""
+    """Return names and sizes of tensors that add up to ``nbytes``."""
     shares = np.diff(np.linspace(0, nbytes, TENSORS + 1).astype(int))
     return {f"weight.{i}": int(size) for i, size in enumerate(shares)}
 
 
 def measure(options: Options) -> list[Ratio]:
-    """One ratio per size and number of receivers. Every size has a Ray of its own: a store keeps
-    the memory that it once used.
+    """Return one ratio per size and number of receivers.
+
+    Every size runs in a separate Ray instance, because an object store keeps the memory that it has
+    used.
     """
     ratios = []
     for nbytes, counts in options.broadcasts:
         with _ray(options, nbytes):
-            ratios += asyncio.run(_to_each(options, nbytes, counts))
+            ratios += asyncio.run(_ratios(options, nbytes, counts))
     return ratios
 
 
 @contextmanager
 def _ray(options: Options, nbytes: int) -> Iterator[None]:
-    """Ray as the caller left it, the cluster of RAY_ADDRESS, or one with a store that a version
-    fits into.
+    """Use the initialized Ray or the cluster of RAY_ADDRESS, or start a local Ray.
+
+    The object store of the latter has room for a version of ``nbytes``.
     """
     import ray
 
@@ -158,8 +162,8 @@ def _ray(options: Options, nbytes: int) -> Iterator[None]:
         ray.shutdown()
 
 
-async def _to_each(options: Options, nbytes: int, counts: Sequence[int]) -> list[Ratio]:
-    """A ratio for each of these numbers of receivers."""
+async def _ratios(options: Options, nbytes: int, counts: Sequence[int]) -> list[Ratio]:
+    """Return a ratio for each of these numbers of receivers."""
     import ray
 
     ratios, sender, available = [], None, psutil.virtual_memory().available
@@ -172,16 +176,17 @@ async def _to_each(options: Options, nbytes: int, counts: Sequence[int]) -> list
         if sender is None:
             sender = learner(nbytes, options.config.publish.shard_mb * 2**20)
             await sender.start()
-        ratios.append(await _one(options, sender, name, nbytes, count))
+        ratios.append(await _ratio(options, sender, name, nbytes, count))
     if sender is not None:
         await sender.stop()
     return ratios
 
 
 def no_room(nbytes: int, count: int, available: float, store: float) -> str | None:
-    """Why a version of ``nbytes`` cannot be sent to ``count`` explorers where there is so much
-    ``available`` memory and object ``store``, in bytes, with ``KEPT_FREE`` left to others; None: it
-    can.
+    """Return why a version of ``nbytes`` cannot be sent to ``count`` explorers, or None if it can.
+
+    ``available`` memory and the size of the object ``store`` are in bytes; ``KEPT_FREE`` bytes of
+    memory are left to others.
     """
     if store * SPILLS_AT < nbytes:
         return (
@@ -197,11 +202,13 @@ def no_room(nbytes: int, count: int, available: float, store: float) -> str | No
     return None
 
 
-async def _one(options: Options, sender: LearnerGroup, name: str, nbytes: int, count: int) -> Ratio:
+async def _ratio(
+    options: Options, sender: LearnerGroup, name: str, nbytes: int, count: int
+) -> Ratio:
     service = RolloutService(actors=count, max_attempts=1, max_restarts=0)
     receivers = _pool(f"receiver{count}", service, Receiver, nbytes)
     await receivers.start()
-    # written to, both: untouched zeros are one page of the kernel's, which copies out of the cache
+    # both are written to: untouched zeros map to a single kernel page, which is read from the cache
     source, target = (np.full(min(nbytes, COPIED_AT_ONCE), value, np.uint8) for value in (7, 1))
     times: dict[str, list[float]] = {name: [], "memcpy": []}
     try:
@@ -212,7 +219,7 @@ async def _one(options: Options, sender: LearnerGroup, name: str, nbytes: int, c
             copied = time.perf_counter()
             await WeightChannel(silent).publish(turn, sender.client, receivers)
             published = time.perf_counter()
-            if turn >= WARM_UP:  # before that memory is touched for the first time
+            if turn >= WARM_UP:  # earlier turns touch memory for the first time
                 times["memcpy"].append(copied - start)
                 times[name].append(published - copied)
     finally:
@@ -224,7 +231,7 @@ async def _one(options: Options, sender: LearnerGroup, name: str, nbytes: int, c
 
 
 def learner(nbytes: int, shard_bytes: int) -> LearnerGroup:
-    """A learner alone, which is a ``Sender``."""
+    """Return a learner group of a single ``Sender``."""
     service = LearnerService(max_restarts=0)
     return LearnerGroup(_pool("sender", service, Sender, nbytes, shard_bytes))
 

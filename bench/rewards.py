@@ -1,10 +1,9 @@
-"""What each scorer costs: seconds per image beside a matrix product of this machine, parameters
-and memory.
+"""Benchmark of scorers: seconds per image relative to a matrix product, parameters and memory.
 
-Learned scorers have their published architectures and random weights, which take the same time;
-``--small`` is for a test of the benchmark itself. One model is in memory at a time; what the
-process grows by, from before the scorer is made to its peak while it scores, has the libraries that
-it imports in it.
+Learned scorers use their published architectures with random weights, which take the same time;
+``--small`` is for testing the benchmark itself. One model is in memory at a time. The reported
+growth of the process, from before the scorer is created to the peak while it scores, includes the
+libraries that it imports.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from configs.section import Tree
 from rewards import ScorerSetupError, build
 from rewards.imagereward import WORDS
 
-YARDSTICK = 1024  # rows of a square FP32 product
+YARDSTICK = 1024  # rows of the square FP32 product
 PROMPT = "a red circle left of a blue square"
 LEARNED = ("clipscore", "pickscore", "hpsv2", "imagereward")
 NAMES = ("jpeg_incompressibility", "shapes", "ocr", *LEARNED)
@@ -53,8 +52,9 @@ SMALL: Tree = {
 
 
 def measure(options: Options) -> list[Ratio]:
-    """A ratio per scorer that can run here: seconds per image over the yardstick's; memory in the
-    note.
+    """Return a ratio per scorer that can run here: seconds per image over those of the product.
+
+    The note has parameters and memory.
     """
     rng = np.random.default_rng(0)
     side = 32 if options.small else 512
@@ -68,9 +68,9 @@ def measure(options: Options) -> list[Ratio]:
     ratios = []
     with random_weights() as folder:
         for name in NAMES:
-            _give_back()
+            _release_memory()
             before = _memory("VmRSS")
-            scorer = _made(name, bool(options.small), folder)
+            scorer = _scorer(name, bool(options.small), folder)
             if scorer is None:
                 continue
             rows = [{"text": "open"}] * len(images)
@@ -78,20 +78,20 @@ def measure(options: Options) -> list[Ratio]:
                 name: lambda scorer=scorer, rows=rows: scorer(images, [PROMPT] * len(images), rows),
                 "product": lambda: matrix @ matrix,
             }
-            _forget_peak()
+            _reset_peak()
             times = interleave(cases, options.repeats)
             peak = _memory("VmHWM")
-            each = {
+            per_image = {
                 name: [seconds / len(images) for seconds in times[name]],
                 "product": times["product"],
             }
-            ratios.append(Ratio.of(each, name, "product", note=_size(scorer, before, peak)))
+            ratios.append(Ratio.of(per_image, name, "product", note=_size(scorer, before, peak)))
             del scorer, cases
     return ratios
 
 
-def _made(name: str, small: bool, folder: Path) -> Any:
-    """The scorer, or None for one whose package is not installed."""
+def _scorer(name: str, small: bool, folder: Path) -> Any:
+    """Create a scorer; return None for ``ocr`` if its package is not installed."""
     settings: Tree = {}
     if name in LEARNED:
         settings = {"checkpoint": str(folder / "none")} | (
@@ -109,8 +109,9 @@ def _made(name: str, small: bool, folder: Path) -> Any:
 
 @contextmanager
 def random_weights() -> Iterator[Path]:
-    """Learned scorers keep the weights they are made with, whatever their checkpoint says; a folder
-    with some vocabulary.
+    """Let learned scorers keep their random initial weights within the context.
+
+    Yields a folder with a vocabulary and an empty checkpoint.
     """
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
@@ -124,8 +125,9 @@ def random_weights() -> Iterator[Path]:
 
 
 def some_vocabulary() -> str:
-    """A vocab.txt of BERT's size with its special words in their places; the others are word0,
-    word1, ...
+    """Return a vocab.txt of BERT's size with its special tokens at their indices.
+
+    The other words are word0, word1, ...
     """
     words = ["[PAD]", *(f"[unused{i}]" for i in range(99)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     return "\n".join(words + [f"word{i}" for i in range(WORDS - len(words))])
@@ -146,25 +148,24 @@ def _size(scorer: Any, before: int | None, peak: int | None) -> str:
     )
 
 
-def _give_back() -> None:
-    """What earlier scorers used goes back to the system, which glibc's allocator does when it is
-    told to.
-    """
+def _release_memory() -> None:
+    """Return the memory of earlier scorers to the system; glibc does so only on request."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
 
 
-def _forget_peak() -> None:
-    """The peak is from now on, where the system lets us say so."""
+def _reset_peak() -> None:
+    """Reset the peak memory of the process if the system supports it."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def _memory(which: str) -> int | None:
-    """Bytes of this process in memory now (VmRSS) or at the peak (VmHWM); None where the system
-    does not tell.
+    """Return the current (VmRSS) or peak (VmHWM) resident bytes of this process.
+
+    Returns None if the system does not report them.
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -1,9 +1,8 @@
-"""What does the ring cost? One rollout actor under Ray against the same work in one plain process,
-in turns.
+"""Benchmark of the ring with one rollout actor, relative to the same work in a single process.
 
-Both walk the same iterations, and the benchmark refuses to report unless both end with the same
-policy, bit for bit. The ring may overlap its actors' work where there are cores; the ratio of CPU
-seconds shows what it costs regardless of that.
+Both run the same iterations alternately, and the benchmark raises an error unless both have
+bit-identical policies after each. The ring may overlap the work of its actors if there are enough
+cores; the ratio of CPU seconds shows its cost independent of that.
 """
 
 from __future__ import annotations
@@ -30,15 +29,16 @@ GOAL = 0.96
 
 
 class Quiet:
-    """A progress display that displays nothing."""
+    """A progress display without output."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **named: None
 
 
 def measure(options: Options) -> list[Ratio]:
-    """Wall and CPU time of iterations, ring against plain. Raises RuntimeError when their results
-    differ.
+    """Return wall and CPU time of the ring's iterations relative to the plain process.
+
+    Raises RuntimeError if their results differ.
     """
     config = one_rollout_actor(options.config)
     with ray_for(config), tempfile.TemporaryDirectory(prefix="sol-rl-bench-") as scratch:
@@ -51,9 +51,7 @@ def measure(options: Options) -> list[Ratio]:
 
 
 def one_rollout_actor(config: RunConfig) -> RunConfig:
-    """The configuration with one rollout actor, equal threads everywhere, and nothing beside the
-    ring itself.
-    """
+    """Return the configuration with one rollout actor, equal threads everywhere, and no audit."""
     tree = config.model_dump(mode="json")
     threads = tree["services"]["learner"]["threads"]
     for kind in ("rollout", "reward", "encoder", "selector", "learner"):
@@ -64,7 +62,7 @@ def one_rollout_actor(config: RunConfig) -> RunConfig:
 
 
 def quiet_ring(config: RunConfig, scratch: Path) -> tuple[Ring, list[Prompt]]:
-    """A ring that says nothing, its services not yet started; and its prompts."""
+    """Return a ring without output, whose services are not yet started, and its prompts."""
     prompts = read_prompts(config.prompts.train)
     services = ActorServices(config, RunDirectory(scratch), silent)
     quiet: Any = Quiet()
@@ -116,16 +114,16 @@ def _require_same(services: ActorServices, plain: PlainLoop, index: int) -> None
 
 
 def _cpu_seconds() -> dict[int, float]:
-    """CPU seconds so far of this process and everything below it, by process id."""
-    found = {}
-    here = psutil.Process()
-    for process in (here, *here.children(recursive=True)):
+    """Return the CPU seconds so far of this process and its descendants, by process id."""
+    seconds = {}
+    own = psutil.Process()
+    for process in (own, *own.children(recursive=True)):
         try:
             times = process.cpu_times()
         except psutil.Error:  # it ended meanwhile
             continue
-        found[process.pid] = times.user + times.system
-    return found
+        seconds[process.pid] = times.user + times.system
+    return seconds
 
 
 def _since(before: dict[int, float]) -> float:

@@ -1,4 +1,4 @@
-"""Exploring with two rollout actors against one: one iteration's tasks, by the ring's pools."""
+"""Benchmark of exploring one iteration's tasks with two rollout actors relative to one."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ GOAL = 1 / 1.56
 
 
 def measure(options: Options) -> list[Ratio]:
-    """Time with two actors over time with one; 0.5 would be perfect, where there are cores for
-    both.
-    """
+    """Return time with two actors over time with one; 0.5 is perfect, given cores for both."""
     with ray_for(options.config), tempfile.TemporaryDirectory(prefix="sol-rl-bench-") as scratch:
         times = asyncio.run(_alternate(options, Path(scratch)))
     images = options.config.prompts.per_iteration * options.config.explore.pool_size
@@ -68,7 +66,7 @@ async def _alternate(options: Options, scratch: Path) -> dict[str, list[float]]:
 
 
 async def _tasks(services: ActorServices) -> list[tuple[ExploreChunk, Any]]:
-    """The tasks of iteration 0, with their conditioning by reference."""
+    """Return the tasks of iteration 0, with object references to their conditioning."""
     config = services.config
     plan, size = config.plan.explore, config.explore.chunk_size
     assert plan is not None

@@ -1,9 +1,9 @@
-"""What does a run cost before it works? Seconds from the command until all actors answer, and CPU
-seconds and memory of each process at the moment when all together hold most.
+"""Benchmark of a run's startup: seconds until all actors answer, and the cost of each process.
 
-A process of its own does what ``sol-rl train`` does, for one iteration with next to no evaluation.
-Memory is the proportional set size: a page that several processes share is divided among them, so
-the sum is what the run holds. Linux only.
+The time counts from the command; CPU seconds and memory per process are those at the moment of
+largest total memory. A separate process does the same as ``sol-rl train``, for one iteration with
+minimal evaluation. Memory is the proportional set size: pages shared by several processes are
+divided among them, so the sum is the memory of the run. Linux only.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ LOOK_S = 1.0
 
 @dataclass(frozen=True)
 class Process:
-    """One process of the run, when it was looked at."""
+    """A sample of one process of the run."""
 
     name: str
-    ours: bool  # else one of Ray's own
+    ours: bool  # False: one of Ray's own processes
     cpu_s: float
     held_mb: float  # proportional set size
 
 
 def measure(options: Options) -> list[Ratio]:
-    """Once: seconds and megabytes, each against its goal. Prints a line per process.
+    """Measure once; return seconds and megabytes relative to their goals.
 
-    Raises RuntimeError when the run fails.
+    Prints a line per process. Raises RuntimeError if the run fails.
     """
     with tempfile.TemporaryDirectory(prefix="sol-rl-bench-") as scratch:
-        seconds, found = _run(options, Path(scratch))
-    for each in sorted(found, key=lambda process: -process.held_mb):
-        whose = "run" if each.ours else "Ray"
-        print(f"start    {each.name:24} {each.cpu_s:6.1f} CPU s {each.held_mb:7.0f} MB  {whose}")
+        seconds, processes = _run(options, Path(scratch))
+    for row in sorted(processes, key=lambda process: -process.held_mb):
+        owner = "run" if row.ours else "Ray"
+        print(f"start    {row.name:24} {row.cpu_s:6.1f} CPU s {row.held_mb:7.0f} MB  {owner}")
     return [
         _against("all actors answer", seconds, SECONDS),
-        _against("all processes", _sum(found), HELD, "MB", f"{len(found)} processes"),
-        _against("those of the run", _sum(p for p in found if p.ours), HELD, "MB"),
+        _against("all processes", _sum(processes), HELD, "MB", f"{len(processes)} processes"),
+        _against("those of the run", _sum(p for p in processes if p.ours), HELD, "MB"),
     ]
 
 
@@ -71,23 +71,23 @@ def _against(what: str, value: float, goal: float, unit: str = "s", note: str = 
 
 
 def _run(options: Options, scratch: Path) -> tuple[float, list[Process]]:
-    """(seconds until the first task, processes when they hold most)."""
+    """Return (seconds until all actors have started, processes at the largest total memory)."""
     config = options.config.model_dump(mode="json")
     config |= {"name": "start", "run_root": str(scratch), "iterations": 1}
     config["evaluate"] |= {"prompts": 1, "noises": 1}
     (scratch / "start.json").write_text(json.dumps(config))
     command = [sys.executable, "-c", COMMAND, str(scratch / "start.json")]
-    most: list[Process] = []
-    began = time.time()  # as the run's records have it
+    peak: list[Process] = []
+    began = time.time()  # wall-clock time, like the records of the run
     with (scratch / "output").open("w+") as output:
         run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         while run.poll() is None:
-            before = _pids(run.pid)
-            found = list(_processes(run.pid))
-            # one that came or went meanwhile shared pages with some when they were looked at, and
-            # not with others
-            if before == _pids(run.pid):
-                most = max(most, found, key=_sum)
+            pids = _pids(run.pid)
+            current = list(_processes(run.pid))
+            # a process that started or ended meanwhile shared pages with only some of the others
+            # when they were sampled
+            if pids == _pids(run.pid):
+                peak = max(peak, current, key=_sum)
             time.sleep(LOOK_S)
         if run.returncode:
             output.seek(0)
@@ -97,11 +97,11 @@ def _run(options: Options, scratch: Path) -> tuple[float, list[Process]]:
         for row in RunDirectory(scratch / "start").events()
         if row["event"] == "actor_started"
     ]
-    return max(started) - began, most
+    return max(started) - began, peak
 
 
-def _below(pid: int) -> list[psutil.Process]:
-    """The driver and everything below it; nothing once it has ended."""
+def _tree_of(pid: int) -> list[psutil.Process]:
+    """Return the driver and its descendants, or an empty list after it has ended."""
     with contextlib.suppress(psutil.Error):
         driver = psutil.Process(pid)
         return [driver, *driver.children(recursive=True)]
@@ -109,23 +109,23 @@ def _below(pid: int) -> list[psutil.Process]:
 
 
 def _pids(pid: int) -> set[int]:
-    """Those that live: one that has ended may be there until it is waited for."""
-    found: set[int] = set()
-    for process in _below(pid):
+    """Return the ids of live processes; excludes zombies, which have ended but were not reaped."""
+    pids: set[int] = set()
+    for process in _tree_of(pid):
         with contextlib.suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE:
-                found.add(process.pid)
-    return found
+                pids.add(process.pid)
+    return pids
 
 
 def _processes(pid: int) -> Iterable[Process]:
-    own: list[str] = []
-    for process in _below(pid):
+    driver_command: list[str] = []
+    for process in _tree_of(pid):
         with contextlib.suppress(psutil.Error, OSError):
             command = process.cmdline()
-            own = own or command  # the driver is the first
-            # a template that is a fork of the driver has its command
-            forked = process.pid != pid and command == own
+            driver_command = driver_command or command  # the driver is the first
+            # a template forked from the driver has the same command line
+            forked = process.pid != pid and command == driver_command
             name = "template" if forked else _name(command, process.pid == pid)
             times = process.cpu_times()
             ours = name in ("driver", "template") or name.endswith(("Actor", "Board"))

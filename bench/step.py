@@ -1,7 +1,7 @@
-"""What does sampling add to the transformer, and what does emulated quantization add to FP32?
+"""Benchmark of sampling relative to the bare transformer, and of emulated NVFP4 relative to FP32.
 
-The transformer's own calls during one sampling are recorded and replayed bare: same inputs, same
-number of calls, no solver, no casts, no noise.
+The transformer calls of one sampling are recorded and replayed alone: with the same inputs and the
+same number of calls, without solver, casts and noise.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ EMULATED = "emulated_nvfp4"
 
 
 def measure(options: Options) -> list[Ratio]:
-    """Sampling over bare forwards (FP32), and the emulated NVFP4 explorer over the FP32 one,
-    images decoded by both.
+    """Return sampling over bare forward passes (FP32), and exploring in emulated NVFP4 over FP32.
+
+    Both explorers decode images.
     """
     with threads(options.config.services.rollout.threads):
         return [_sampling(options), _emulation(options)]
@@ -64,7 +65,7 @@ def _sampling(options: Options) -> Ratio:
 
 
 def _recorded(transformer: nn.Module, run: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments of every call of ``transformer`` while ``run`` runs."""
+    """Return the arguments of every call of ``transformer`` during ``run``."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     handle = transformer.register_forward_pre_hook(
         lambda module, args, named: calls.append((args, named)), with_kwargs=True
@@ -90,7 +91,7 @@ def _emulation(options: Options) -> Ratio:
 
 
 def _explorer(options: Options, name: str) -> Explorer:
-    """An explorer with the base model's weights, published as in a run."""
+    """Return an explorer with the base model's weights, published as in a run."""
     config = options.config
     backend, _ = resolve_backend(name, "cpu")
     explorer = Explorer(

@@ -1,10 +1,9 @@
-"""How much of a small update survives quantization? ``python -m bench.survival`` prints a table of
-packing choices.
+"""Measure how much of a small weight update survives quantization, per packing choice.
 
-Over every layer that LoRA trains and explorers quantize, packed before and after an update;
-compared are the change of what the packed weights stand for and the true one. Updates are random,
-of rank ``lora.rank`` and a given share of the weight's norm, or those of a run: its whole training,
-and its last iteration as far as it keeps two checkpoints.
+``python -m bench.survival`` prints a table. Every layer that LoRA trains and explorers quantize is
+packed before and after an update, and the change of the decoded weights is compared with the true
+change. Updates are random, of rank ``lora.rank`` and a given share of the weight's norm, or those
+of a run: its whole training, and the step between its two newest checkpoints if it has two.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ SEARCHED = {False: "none", True: "12 candidates"}
 
 @dataclass(frozen=True)
 class Update:
-    """Weights [N, K] of the base model, and before and after a change, layer by layer."""
+    """Weights [N, K] per layer: of the base model, before the update, and after it."""
 
     name: str
     base: Sequence[Tensor]
@@ -48,22 +47,23 @@ class Update:
 
 @dataclass(frozen=True)
 class Row:
-    """One packing choice on one update, over all weights of the model at once."""
+    """Result of one packing choice on one update, over all weights of the model."""
 
     format: str
     search: bool
     frozen: bool
     update: str
-    size: float  # of the update, as a share of the weights' norm
-    cosine: float  # of the packed weights' change and the true one
+    size: float  # norm of the update over that of the weights
+    cosine: float  # between the change of the packed weights and the true change
     changed: float  # share of stored codes that differ
     growth: float  # norm of the packed weights' change over that of the true one
     error: float  # relative error of the packed weights before the update
 
 
 def weights_of(trainer: Trainer, backend: Backend, adapter: str | None = None) -> list[Tensor]:
-    """Weights [N, K] of the adapted modules that ``backend`` quantizes, with ``adapter`` merged;
-    None: of the base model.
+    """Return the weights [N, K] of the adapted modules that ``backend`` quantizes.
+
+    ``adapter`` is merged into them; None gives the base weights.
     """
     plan = quantize_plan(
         trainer.transformer, trainer.family, trainer.config.explore.modules_to_not_convert, backend
@@ -77,7 +77,7 @@ def weights_of(trainer: Trainer, backend: Backend, adapter: str | None = None) -
 
 
 def random_update(weights: Sequence[Tensor], rank: int, size: float, seed: int) -> Update:
-    """A random update of low rank per weight, its norm that share of the weight's."""
+    """Return a random low-rank update with norm ``size`` times that of each weight."""
     generator = torch.Generator().manual_seed(seed)
     after = []
     for weight in weights:
@@ -90,8 +90,10 @@ def random_update(weights: Sequence[Tensor], rank: int, size: float, seed: int) 
 
 
 def run_updates(trainer: Trainer, rundir: RunDirectory, backend: Backend) -> Iterator[Update]:
-    """What training did to the sampling policy: all of it, and between the two newest checkpoints.
-    Raises ConfigError.
+    """Yield the updates of the sampling policy by the whole training and by the last checkpoint.
+
+    The latter is the change between the two newest checkpoints, if there are two. Raises
+    ConfigError if the run has no checkpoint.
     """
     base, adapter = weights_of(trainer, backend), trainer.objective.sampling_adapter
     newest: list[list[Tensor]] = []
@@ -107,8 +109,8 @@ def run_updates(trainer: Trainer, rundir: RunDirectory, backend: Backend) -> Ite
 
 
 def survival(update: Update, backend: Backend, search: bool, frozen: bool) -> Row:
-    """The row of one choice."""
-    dot = found = true = error = square = 0.0
+    """Return the result of one packing choice on one update."""
+    dot = measured = expected = error = square = 0.0
     changed = total = 0
     for base, before, after in zip(update.base, update.before, update.after, strict=True):
         amax = [
@@ -119,8 +121,8 @@ def survival(update: Update, backend: Backend, search: bool, frozen: bool) -> Ro
         decoded = [backend.decode(p) for p in packed]
         change, truth = decoded[1] - decoded[0], after - before
         dot += float((change * truth).sum())
-        found += float(change.square().sum())
-        true += float(truth.square().sum())
+        measured += float(change.square().sum())
+        expected += float(truth.square().sum())
         error += float((decoded[0] - before).square().sum())
         square += float(before.square().sum())
         changed += int(backend.changed(packed[1], packed[0]))
@@ -132,16 +134,16 @@ def survival(update: Update, backend: Backend, search: bool, frozen: bool) -> Ro
         search=search,
         frozen=frozen,
         update=update.name,
-        size=(true / square) ** 0.5,
-        cosine=dot / max((found * true) ** 0.5, 1e-30),
+        size=(expected / square) ** 0.5,
+        cosine=dot / max((measured * expected) ** 0.5, 1e-30),
         changed=changed / total,
-        growth=(found / max(true, 1e-30)) ** 0.5,
+        growth=(measured / max(expected, 1e-30)) ** 0.5,
         error=(error / square) ** 0.5,
     )
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """The rows for people, as Markdown."""
+    """Return the rows as a Markdown table."""
     shown = [
         {
             "format": row.format,
@@ -160,7 +162,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; 0, or 2 for a wrong configuration."""
+    """Print the table; return 0, or 2 for an invalid configuration or checkpoint."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.survival", description=(__doc__ or "").splitlines()[0]
     )
@@ -196,8 +198,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(config: RunConfig, rundir: RunDirectory | None, sizes: Sequence[float]) -> list[Row]:
-    """All rows: NVFP4 with and without the search, in tiles of 16x16, FP8; each with its own amax
-    and a frozen one.
+    """Return all rows: NVFP4 with and without scale search, NVFP4 in 16x16 tiles, and FP8.
+
+    Each is measured with the weight's own amax and with a frozen one.
     """
     rows = []
     choices: tuple[tuple[Backend, tuple[bool, ...]], ...] = (
@@ -208,14 +211,14 @@ def measure(config: RunConfig, rundir: RunDirectory | None, sizes: Sequence[floa
     for backend, searches in choices:
         trainer = Trainer(config)
         weights = weights_of(trainer, backend)
-        made = (
+        updates = (
             run_updates(trainer, rundir, backend)
             if rundir
             else (random_update(weights, config.lora.rank, s, config.seed) for s in sizes)
         )
         rows += [
             survival(update, backend, search, frozen)
-            for update in made
+            for update in updates
             for search in searches
             for frozen in (False, True)
         ]

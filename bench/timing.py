@@ -1,5 +1,6 @@
-"""Ratios: two ways of doing a thing, timed in turns, so that a busy or throttling machine slows
-both alike.
+"""Timing of alternatives as ratios.
+
+The alternatives run alternately, so that a busy or throttling machine slows all of them equally.
 """
 
 from __future__ import annotations
@@ -17,27 +18,28 @@ from configs.schema import RunConfig
 
 @dataclass(frozen=True)
 class Options:
-    """What a benchmark is run on."""
+    """Settings of a benchmark."""
 
     config: RunConfig
     repeats: int = 5
     pack_bytes: int = 2**26
-    # bytes of a version, to how many explorers
+    # (bytes of a version, numbers of explorers)
     broadcasts: tuple[tuple[int, tuple[int, ...]], ...] = ((10**9, (1, 2, 4)),)
     batch: int = 24  # images of a sampling step
-    # published ones, with random weights
+    # published architectures, with random weights
     architectures: tuple[str, ...] = ("sd3.5-medium", "flux.1-dev", "sana-1.6b")
-    backends: tuple[str, ...] = ()  # of these; none: whatever the device supports
+    backends: tuple[str, ...] = ()  # empty: all that the device supports
     pixels: int | None = None  # per side; None: as published
-    small: bool | None = None  # few narrow blocks of the same kinds; None: where there is no GPU
+    small: bool | None = None  # few narrow blocks of the same types; None: if there is no GPU
     compile: bool = False
-    keep: str | None = None  # directory of what was measured, by benchmarks that take minutes
+    keep: str | None = None  # directory for measurements of benchmarks that take minutes
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """``what`` took ``value`` times the time of ``base``: the median over paired repeats, with the
-    smallest and largest.
+    """Time of ``what`` divided by that of ``base``.
+
+    ``value`` is the median over paired repeats; ``low`` and ``high`` are the extremes.
     """
 
     what: str
@@ -47,9 +49,9 @@ class Ratio:
     high: float
     seconds: float  # median of `what`
     base_seconds: float  # median of `base`
-    goal: float | None = None  # at most
+    goal: float | None = None  # upper limit of ``value``
     note: str = ""
-    unit: str = "s"  # of what is called seconds here
+    unit: str = "s"  # of ``seconds`` and ``base_seconds``
 
     @classmethod
     def of(
@@ -60,14 +62,14 @@ class Ratio:
         goal: float | None = None,
         note: str = "",
     ) -> Ratio:
-        """From paired lists of seconds."""
+        """Compute the ratio from paired lists of seconds by name."""
         ratios = [a / b for a, b in zip(times[what], times[base], strict=True)]
         value, low, high = statistics.median(ratios), min(ratios), max(ratios)
-        mine, theirs = (statistics.median(times[name]) for name in (what, base))
-        return cls(what, base, value, low, high, mine, theirs, goal, note)
+        seconds, base_seconds = (statistics.median(times[name]) for name in (what, base))
+        return cls(what, base, value, low, high, seconds, base_seconds, goal, note)
 
     def line(self) -> str:
-        """One line for people."""
+        """Format the ratio as one line of text."""
         goal = (
             ""
             if self.goal is None
@@ -83,8 +85,9 @@ class Ratio:
 def interleave(
     cases: Mapping[str, Callable[[], object]], repeats: int, warm_up: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of every case, ``repeats`` times in turns, forwards and backwards; ``warm_up`` rounds
-    are thrown away.
+    """Time all cases alternately; return ``repeats`` seconds per case.
+
+    The order alternates between forward and reverse. ``warm_up`` rounds are discarded first.
     """
     times: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(warm_up + repeats):
@@ -99,7 +102,7 @@ def interleave(
 
 
 def machine() -> dict[str, object]:
-    """Where the numbers come from."""
+    """Return a description of the machine and its software."""
     import torch
 
     from policy.precision.compiling import processor
@@ -119,7 +122,7 @@ def machine() -> dict[str, object]:
 
 @contextmanager
 def ray_for(config: RunConfig) -> Iterator[None]:
-    """Ray as the caller left it, or started for the time of the block."""
+    """Use Ray as initialized by the caller, or start it for the duration of the context."""
     import ray
 
     if ray.is_initialized():
@@ -135,7 +138,7 @@ def ray_for(config: RunConfig) -> Iterator[None]:
 
 
 def silent(name: str, /, **fields: object) -> None:
-    """An event that nobody writes down."""
+    """Discard an event."""
 
 
 def _amount(value: float, unit: str) -> str:

@@ -1,8 +1,9 @@
-"""LoRA layers that compute in the dtype of the weights they stand beside.
+"""LoRA layers that compute in the dtype of the base weights.
 
-The trained matrices A and B are float32; peft's layers compute with them in float32, for which a
-bfloat16 input is written again in twice the bytes, and its result added in passes of their own.
-Here float32 remains what is trained, and a narrower base computes with rounded copies.
+The trained matrices A and B are float32. peft's layers also compute with them in float32: a
+bfloat16 input is copied to twice the bytes, and the result is added in separate passes. These
+layers train float32 matrices as well, but if the base weight is narrower, they compute with copies
+of A and B that are rounded to its dtype.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from policy.lora import matrices
 class _AdaptedProduct(torch.autograd.Function):
     """y = x W^T + b + s (x A^T) B^T for x [..., in], W [out, in], A [r, in], B [out, r].
 
-    Products are in x's dtype with one rounding each; y and the gradient of x are accumulated by the
-    products themselves, without a pass that adds. Gradients of A and B are float32 of a product
-    rounded once. W and b have none.
+    Matrix products compute in x's dtype and round once each. The products accumulate into y and
+    into the gradient of x (``addmm_``), which saves a separate addition. The gradients of A and B
+    are products rounded once and then converted to float32. W and b have no gradient.
     """
 
     @staticmethod
@@ -50,21 +51,21 @@ class _AdaptedProduct(torch.autograd.Function):
     ) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
         rows, weight, low, narrow_down, narrow_up = ctx.saved_tensors
         gradient = gradient.reshape(-1, len(weight))
-        of_low = gradient @ narrow_up
-        of_up = (gradient.t() @ low).float().mul_(ctx.scaling)
-        of_down = (of_low.t() @ rows).float().mul_(ctx.scaling)
-        of_x = None
+        grad_low = gradient @ narrow_up
+        grad_up = (gradient.t() @ low).float().mul_(ctx.scaling)
+        grad_down = (grad_low.t() @ rows).float().mul_(ctx.scaling)
+        grad_x = None
         if ctx.needs_input_grad[0]:
-            of_x = (gradient @ weight).addmm_(of_low, narrow_down, alpha=ctx.scaling)
-            of_x = of_x.view(ctx.shape)
-        return of_x, None, None, of_down, of_up, None
+            grad_x = (gradient @ weight).addmm_(grad_low, narrow_down, alpha=ctx.scaling)
+            grad_x = grad_x.view(ctx.shape)
+        return grad_x, None, None, grad_down, grad_up, None
 
 
 class AdaptedLinear(Linear):
-    """A linear with adapters, one of which is active."""
+    """A linear layer with LoRA adapters, one of which is active."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[..., out] in the dtype of x [..., in]."""
+        """Return y [..., out] in the dtype of x [..., in]."""
         base: Any = self.get_base_layer()
         if self.disable_adapters or not _narrow(base):
             return super().forward(x, *args, **kwargs)
@@ -76,10 +77,10 @@ class AdaptedLinear(Linear):
 
 
 class AdaptedConv2d(Conv2d):
-    """A 1x1 convolution with adapters, one of which is active."""
+    """A 1x1 convolution with LoRA adapters, one of which is active."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[B, out, H, W] in the dtype of x [B, in, H, W]."""
+        """Return y [B, out, H, W] in the dtype of x [B, in, H, W]."""
         base: Any = self.get_base_layer()
         if self.disable_adapters or not _narrow(base):
             return super().forward(x, *args, **kwargs)
@@ -92,16 +93,16 @@ LAYERS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: AdaptedLinear,
     nn.Conv2d: AdaptedConv2d,
 }
-"""What wraps a module of each kind."""
+"""The class of LoRA layer that wraps each type of module."""
 
 
 def _narrow(base: nn.Module) -> bool:
-    """Whether it computes with fewer bits than the adapters are trained in."""
+    """Return True if the weight of ``base`` has fewer bits than float32, the adapters' dtype."""
     return base.get_parameter("weight").dtype.itemsize < torch.float32.itemsize
 
 
 def _active(layer: LoraLayer) -> tuple[Tensor, Tensor, float]:
-    """A, B and alpha / rank of the one adapter that is active."""
+    """Return A, B and alpha / rank of the only active adapter."""
     (name,) = layer.active_adapters
     down, up = matrices(layer, name)
     return down, up, layer.scaling[name]

@@ -1,4 +1,4 @@
-"""Which attention kernels passes with a gradient may take."""
+"""Selection of the attention kernels for passes with gradients."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 @contextmanager
 def sound_gradients(device: torch.device) -> Iterator[None]:
-    """Within the block attention on CUDA does without cuDNN, which torch prefers on Hopper.
+    """Disable cuDNN attention on CUDA within the context; torch prefers it on Hopper.
 
-    Its backward pass gives gradients that are NaN, or reads memory that is not its own (seen on an
-    H200 with torch 2.11, docs/gpu.md; torch's issue 196678). Forward passes of a density that is
-    trained belong in the block too: other kernels round otherwise. Nothing changes on a CPU.
+    Its backward pass returns NaN gradients or reads memory out of bounds (seen on an H200 with
+    torch 2.11, docs/gpu.md; PyTorch issue 196678). Run forward passes whose density is trained
+    within the context too, because other kernels round differently. Does nothing on a CPU.
     """
     if device.type != "cuda":
         yield

@@ -1,5 +1,6 @@
-"""Gradient checkpointing of a share of a transformer's blocks (arXiv 1604.06174): their activations
-are computed again in the backward pass instead of being kept.
+"""Gradient checkpointing of a fraction of a transformer's blocks (arXiv 1604.06174).
+
+The activations of a checkpointed block are recomputed in the backward pass instead of stored.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from policy.sharding import blocks_of
 
 
 def checkpoint_blocks(transformer: Diffusers, share: float) -> None:
-    """Recompute ``share`` of the blocks, 0 to 1, spread evenly; gradients are the same bit for bit.
+    """Recompute the fraction ``share`` (0 to 1) of the blocks, evenly spread.
 
-    ``transformer`` is a diffusers model. A module that it would recompute and that is no block of
-    one of its lists counts as a block that is.
+    Gradients stay bit-identical. ``transformer`` is a diffusers model. A module that it passes to
+    the checkpointing function but that is in none of its block lists is recomputed too.
     """
     if not share:
         return
-    # of every 1 / share blocks the last is recomputed
+    # the last of every 1 / share blocks is recomputed, the others are kept
     kept = {
         id(block)
         for i, block in enumerate(blocks_of(transformer))
         if int((i + 1) * share) == int(i * share)
     }
 
-    def run(module: nn.Module, *inputs: object) -> Tensor:
+    def call(module: nn.Module, *inputs: object) -> Tensor:
         if id(block_of(module)) in kept:
             return module(*inputs)
         return checkpoint(module.__call__, *inputs, use_reentrant=False)
 
-    transformer.enable_gradient_checkpointing(gradient_checkpointing_func=run)
+    transformer.enable_gradient_checkpointing(gradient_checkpointing_func=call)

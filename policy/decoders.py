@@ -1,7 +1,7 @@
-"""What decodes proxy images: the model's own autoencoder, or a tiny one of the same latents.
+"""Decoders of proxy images: the model's own autoencoder, or a tiny one for the same latents.
 
 Proxy images only have to be ranked, so they may be decoded more cheaply than images that are
-trained on or shown, which the model's own autoencoder always decodes in FP32.
+trained on or shown. The latter are always decoded by the model's own autoencoder in FP32.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ CLASS = "AutoencoderTiny"
 
 
 def proxy_dtype(config: RunConfig, on_gpu: bool) -> torch.dtype:
-    """The precision that proxy images are decoded in. Explored images that are trained on
-    themselves are no proxies: FP32.
+    """Return the dtype in which explored images are decoded.
+
+    It is FP32 if the arm trains on the explored images themselves: these are not proxies.
     """
     if not config.plan.regenerate:
         return torch.float32
-    wanted = config.explore.decoder_precision
-    return DTYPES[("bf16" if on_gpu else "fp32") if wanted == "auto" else wanted]
+    precision = config.explore.decoder_precision
+    return DTYPES[("bf16" if on_gpu else "fp32") if precision == "auto" else precision]
 
 
 def load_decoder(
     config: RunConfig, family: Family, device: torch.device, on_host: bool = False
 ) -> nn.Module:
-    """The decoder of proxy images, in eval mode, without gradients, in the precision for
-    ``device``; ``on_host``: it lies in host memory at first. Raises FileNotFoundError.
+    """Load the decoder of proxy images in eval mode, without gradients.
+
+    Its precision is that for ``device``. With ``on_host`` it is loaded into host memory first.
+    Raises FileNotFoundError if the decoder, or one of its weights, is not on this machine.
     """
     dtype = proxy_dtype(config, device.type == "cuda")
     if on_host:
@@ -49,49 +52,54 @@ def load_decoder(
         return family.load_vae(device, dtype)
     from diffusers import AutoencoderTiny
 
-    folder = _files(config, family).parent
-    read: Any = AutoencoderTiny.from_pretrained
-    vae, found = read(
+    folder = _weights_file(config, family).parent
+    load: Any = AutoencoderTiny.from_pretrained
+    vae, info = load(
         folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
     )
-    if absent := sorted(found["missing_keys"]):
+    if missing := sorted(info["missing_keys"]):
         raise FileNotFoundError(
-            f"explore.decoder: {str(folder)!r} lacks {len(absent)} weights, the first:"
-            f" {absent[0]}: download it again"
+            f"explore.decoder: {str(folder)!r} lacks {len(missing)} weights, the first:"
+            f" {missing[0]}: download it again"
         )
-    return _of_latents(vae, family).to(device).eval().requires_grad_(False)
+    return _configured_for_latents(vae, family).to(device).eval().requires_grad_(False)
 
 
 def blank_decoder(config: RunConfig, family: Family, dtype: torch.dtype) -> nn.Module:
-    """The same on the meta device; of a published tiny decoder that is not here, diffusers' own
-    defaults, which are those of the published ones.
+    """Return the decoder of proxy images on the meta device.
+
+    If a published tiny decoder is not on this machine, use diffusers' defaults, which are the
+    configuration of the published ones.
     """
     if config.explore.decoder == "full":
         return meta.blank(family, "vae", dtype)
     try:
-        described = json.loads((_files(config, family).parent / CONFIG).read_text())
+        settings = json.loads((_weights_file(config, family).parent / CONFIG).read_text())
     except FileNotFoundError:
-        described = {"latent_channels": family.part_config("vae")["latent_channels"]}
-    described = {
+        settings = {"latent_channels": family.part_config("vae")["latent_channels"]}
+    settings = {
         key: value
-        for key, value in described.items()
+        for key, value in settings.items()
         if not key.startswith("_") and key != "block_out_channels"  # written, but never read
     }
-    vae = build({"class": f"diffusers.{CLASS}", "config": described}, meta.META, dtype)
-    return _of_latents(vae, family)
+    vae = build({"class": f"diffusers.{CLASS}", "config": settings}, meta.META, dtype)
+    return _configured_for_latents(vae, family)
 
 
 def keeps_frames(vae: nn.Module) -> bool:
-    """Whether it keeps frames from call to call, also of an image: its decoder stays eager."""
+    """Return True if the autoencoder caches frames between calls.
+
+    Such an autoencoder caches them for single images too. Its decoder is not compiled.
+    """
     return hasattr(vae, "clear_cache")
 
 
 def compiled_decoder(vae: nn.Module) -> nn.Module:
-    """``vae`` with a compiled decoder; itself where it keeps frames from call to call.
+    """Return ``vae`` with a compiled decoder, or ``vae`` itself if it caches frames between calls.
 
-    Only the autoencoder itself is a copy, without weights. The decoder is one graph: what it does
-    between its blocks, at the size of the image, is as much as what they do. Nothing is compiled
-    before the first call, which belongs in ``compile_failures``.
+    The result is a shallow copy that shares the weights. The decoder is compiled as one graph,
+    because its operations between blocks, at the size of the image, cost as much as the blocks.
+    Compilation happens in the first call, which belongs in ``compile_failures``.
     """
     if keeps_frames(vae):
         return vae
@@ -103,51 +111,55 @@ def compiled_decoder(vae: nn.Module) -> nn.Module:
 
 
 def decoder_on(device: torch.device, vae: nn.Module, compile: bool) -> nn.Module:
-    """What decodes on ``device``: with ``compile`` a compiled one on GPUs. On a CPU the denoiser
-    takes nearly all of the time, and compiling a decoder a minute.
+    """Return the decoder to use on ``device``, compiled if ``compile`` is set and it is a GPU.
+
+    On a CPU the denoiser takes nearly all of the time, and compiling a decoder takes a minute.
     """
     return compiled_decoder(vae) if compile and device.type == "cuda" else vae
 
 
 def check_decoder(config: RunConfig, family: Family) -> None:
-    """Raises FileNotFoundError or ValueError, one line, for a tiny decoder that is missing or made
-    for other latents. Reads no weights.
+    """Raise an error if the configured tiny decoder cannot decode this model's latents.
+
+    Reads no weights. Raises FileNotFoundError if the decoder is missing, and ValueError if it was
+    made for other latents or if the model generates video. The message is one line.
     """
     if config.plan.explore is None or config.explore.decoder == "full":
         return
     if family.video:
         raise ValueError("explore.decoder: 'tiny' decodes images, not clips: use 'full'")
-    directory = _files(config, family).parent
+    directory = _weights_file(config, family).parent
     try:
         blank = blank_decoder(config, family, torch.float32)
         latents = torch.empty(1, *family.latent_shape, device=meta.META)
         vae: Diffusers = blank
-        made = vae.decode(family.unscale(vae, latents), return_dict=False)[0].shape
+        size = vae.decode(family.unscale(vae, latents), return_dict=False)[0].shape
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
             f"explore.decoder_path: {str(directory)!r} does not take this model's latents:"
             f" {first_line(error)}"
         ) from None
-    wanted = (1, 3, family.model.height, family.model.width)
-    if tuple(made) != wanted:
+    expected = (1, 3, family.model.height, family.model.width)
+    if tuple(size) != expected:
         raise ValueError(
-            f"explore.decoder_path: {str(directory)!r} makes images of {made[-1]}x{made[-2]} pixels"
-            f" of this model's latents, not {wanted[-1]}x{wanted[-2]}: it is another model's"
+            f"explore.decoder_path: {str(directory)!r} makes images of {size[-1]}x{size[-2]} pixels"
+            f" of this model's latents, not {expected[-1]}x{expected[-2]}: it is another model's"
         )
 
 
-def _of_latents(vae: Diffusers, family: Family) -> nn.Module:
-    """Tiny decoders take latents as the denoiser makes them, whatever their configuration says."""
+def _configured_for_latents(vae: Diffusers, family: Family) -> nn.Module:
+    """Make a tiny decoder take the denoiser's latents unscaled, whatever its configuration says."""
     vae.register_to_config(scaling_factor=1.0, shift_factor=0.0)
     if family.model.vae_slicing:
         vae.enable_slicing()
     return vae
 
 
-def _files(config: RunConfig, family: Family) -> Path:
-    """The weights of the tiny decoder on this machine: a directory's, or a hub id's in the cache.
+def _weights_file(config: RunConfig, family: Family) -> Path:
+    """Return the weights file of the tiny decoder: in its directory, or in the hub's cache.
 
-    Raises FileNotFoundError where they are not, ValueError for another kind of model.
+    Raises FileNotFoundError if a file is missing on this machine, and ValueError if there is no
+    tiny decoder for this family or the directory contains another class of model.
     """
     name = config.explore.decoder_path or family.tiny_decoder
     if name is None:
@@ -165,22 +177,25 @@ def _files(config: RunConfig, family: Family) -> Path:
                 f" directory of an {CLASS} with its weights as safetensors"
             )
     try:
-        found = json.loads((directory / CONFIG).read_text())["_class_name"]
+        class_name = json.loads((directory / CONFIG).read_text())["_class_name"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"explore.decoder_path: {CONFIG} of {str(directory)!r} cannot be read"
             f" ({type(error).__name__})"
         ) from None
-    if found != CLASS:
+    if class_name != CLASS:
         raise ValueError(
-            f"explore.decoder_path: {str(directory)!r} holds a {found}, a tiny decoder is an"
+            f"explore.decoder_path: {str(directory)!r} holds a {class_name}, a tiny decoder is an"
             f" {CLASS}"
         )
     return directory / WEIGHTS
 
 
 def _cached(repository: str) -> Path:
-    """Where the hub's cache keeps both files of ``repository``. Raises FileNotFoundError."""
+    """Return the directory in the hub's cache with both files of ``repository``.
+
+    Raises FileNotFoundError if one of them is not cached.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     config, weights = (try_to_load_from_cache(repository, file) for file in (CONFIG, WEIGHTS))

@@ -1,4 +1,4 @@
-"""The device of a process: found or missed in one line, described, limited to its share."""
+"""The compute device of a process: selection, memory limit, versions and error messages."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ NOT_FOUND = "none found"
 
 
 def driver() -> str:
-    """The version of NVIDIA's kernel driver."""
+    """Return the version of NVIDIA's kernel driver, or ``NOT_FOUND``."""
     try:
-        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", DRIVER.read_text())
+        match = re.search(r"\b\d+\.\d+(\.\d+)?\b", DRIVER.read_text())
     except OSError:
         return NOT_FOUND
-    return found[0] if found else NOT_FOUND
+    return match[0] if match else NOT_FOUND
 
 
 def toolkit() -> str:
-    """The version of the CUDA toolkit of this machine or image."""
-    if stated := os.environ.get("CUDA_VERSION"):
-        return stated
+    """Return the CUDA toolkit version of this machine or container image, or ``NOT_FOUND``."""
+    if version := os.environ.get("CUDA_VERSION"):
+        return version
     try:
         return str(json.loads(TOOLKIT.read_text())["cuda"]["version"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -36,18 +36,18 @@ def toolkit() -> str:
 
 
 def torch_release() -> tuple[int, int]:
-    """torch's version, such as (2, 13)."""
+    """Return (major, minor) of torch's version, such as (2, 13)."""
     major, minor, *_ = torch.__version__.split(".")
     return int(major), int(minor)
 
 
 def torch_cuda() -> str:
-    """The CUDA version that torch was built for."""
+    """Return the CUDA version that torch was built for."""
     return torch.version.cuda or "none, a build for CPUs"
 
 
 def no_cuda() -> str | None:
-    """Why torch has no CUDA device here, in one line, or None where it has."""
+    """Return a one-line reason why torch has no CUDA device, or None if it has one."""
     if torch.cuda.is_available():
         return None
     return (
@@ -57,17 +57,17 @@ def no_cuda() -> str | None:
 
 
 def device_for(kind: str, gpus: float, limited: bool = True) -> torch.device:
-    """The device of a process of service ``kind`` with this share of a GPU; 0: the CPU.
+    """Return the device for a process of service ``kind`` with ``gpus`` GPUs; the CPU if 0.
 
-    ``limited``: its memory is no more than the share, so that processes on one GPU cannot take each
-    other's.
-    Raises RuntimeError where there is no CUDA: a CPU is never taken in a GPU's place.
+    If ``limited`` and ``gpus`` is a fraction, cap the process's GPU memory at that fraction, so
+    that processes on one GPU cannot take each other's memory.
+    Raises RuntimeError if GPUs are configured but CUDA is missing: there is no fallback to the CPU.
     """
     if not gpus:
         return torch.device("cpu")
-    if (missing := no_cuda()) is not None:
+    if (reason := no_cuda()) is not None:
         raise RuntimeError(
-            f"services.{kind}.gpus = {gpus:g}, but {missing}: install a driver and a torch that fit"
+            f"services.{kind}.gpus = {gpus:g}, but {reason}: install a driver and a torch that fit"
             f" each other, or set services.{kind}.gpus = 0"
         )
     if limited and gpus < 1:
@@ -76,25 +76,31 @@ def device_for(kind: str, gpus: float, limited: bool = True) -> torch.device:
 
 
 def tf32_allowed() -> bool:
-    """Whether FP32 products may use TF32 tensor cores in this process."""
+    """Return True if FP32 matrix products may use TF32 tensor cores in this process."""
     return torch.get_float32_matmul_precision() != "highest"
 
 
 def allow_tf32(device: torch.device, allowed: bool) -> None:
-    """Let FP32 products use TF32, or not. On a CPU nothing: the switch means other roundings."""
+    """Allow or forbid TF32 in FP32 matrix products on a GPU; do nothing on a CPU.
+
+    On a CPU the same switch selects other roundings.
+    """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if allowed else "highest")
         torch.backends.cudnn.allow_tf32 = allowed
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until a GPU has done what was asked of it; a CPU has."""
+    """Wait until a GPU has finished all queued work; return at once on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """What runs of different devices are told apart by; ``capability`` as "9.0"."""
+    """Return the properties that identify a device and its software in the records of a run.
+
+    ``capability`` is the CUDA compute capability as text, such as "9.0".
+    """
     if device.type != "cuda":
         return {"device": device.type, "torch": torch.__version__}
     major, minor = torch.cuda.get_device_capability(device)
@@ -109,24 +115,24 @@ def describe(device: torch.device) -> dict[str, str]:
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """What was asked for and what is held, where a GPU ran out of memory; None for other errors."""
+    """Return requested and allocated memory as text if a GPU ran out of memory, else None."""
     if not isinstance(error, torch.OutOfMemoryError):
         return None
-    asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
-    what = f"{asked[1]} more were asked for" if asked else "more was asked for than is free"
+    match = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+    what = f"{match[1]} more were asked for" if match else "more was asked for than is free"
     if not torch.cuda.is_available():
         return what
     free, total = torch.cuda.mem_get_info()
-    held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    used, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     return (
-        f"{what}; this process holds {held / 1e9:.1f} GB and {(reserved - held) / 1e9:.1f} GB in"
+        f"{what}; this process holds {used / 1e9:.1f} GB and {(reserved - used) / 1e9:.1f} GB in"
         f" gaps, {free / 1e9:.1f} of the GPU's {total / 1e9:.1f} GB are free"
     )
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Compute with so many threads on the CPU: they fix the order of sums."""
+    """Use ``count`` CPU threads within the context; the number determines the order of sums."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -137,7 +143,7 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def tf32(device: torch.device, allowed: bool) -> Iterator[None]:
-    """Products in FP32 with TF32 or without."""
+    """Allow or forbid TF32 in FP32 matrix products within the context."""
     before = tf32_allowed()
     allow_tf32(device, allowed)
     try:

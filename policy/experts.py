@@ -1,4 +1,4 @@
-"""Transformers that are one denoiser: an expert for each range of noise levels."""
+"""A denoiser of two transformers: one expert for each range of noise levels."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import torch
 from torch import Tensor, nn
 
 EXPERTS = ("transformer", "transformer_2")
-"""What a pipeline calls them: the one of high noise levels, the one of low ones."""
+"""Their names in a pipeline: the expert for high noise levels, then that for low ones."""
 
 
 class Experts(nn.Module):
-    """Two transformers of diffusers as one: the second for timesteps below ``boundary``.
+    """Two diffusers transformers as one denoiser; the second handles timesteps below ``boundary``.
 
-    Experts, as eDiff-I (arXiv 2211.01324) calls them. Paths of modules begin with
-    the names in ``EXPERTS``.
+    eDiff-I (arXiv 2211.01324) calls them experts. Module paths begin with the names in ``EXPERTS``.
     """
 
-    transformer: Any  # of diffusers, as the other
+    transformer: Any  # both are diffusers models
     transformer_2: Any
 
     def __init__(self, high: nn.Module, low: nn.Module, boundary: float) -> None:
@@ -29,11 +28,11 @@ class Experts(nn.Module):
     def forward(
         self, timestep: Tensor, *, return_dict: bool = False, **rows: Tensor
     ) -> tuple[Tensor]:
-        """(of each row what its transformer makes of it,) for timestep [B] and ``rows`` [B, ...] by
-        name. A transformer sees its own rows alone.
+        """Return the 1-tuple of outputs [B, ...] for timestep [B] and named inputs [B, ...].
 
-        Without data, on the meta device, all rows are the first one's. Raises ValueError for
-        ``return_dict``.
+        Each transformer gets only the rows of its own timesteps. On the meta device, where the
+        timesteps have no values, the first transformer gets all rows. Raises ValueError if
+        ``return_dict`` is set.
         """
         if return_dict:
             raise ValueError("two transformers return a tuple")
@@ -42,28 +41,28 @@ class Experts(nn.Module):
             return self.transformer(timestep=timestep, return_dict=False, **rows)
         if bool(below.all()):
             return self.transformer_2(timestep=timestep, return_dict=False, **rows)
-        places = [chosen.nonzero().flatten() for chosen in (~below, below)]
+        indices = [chosen.nonzero().flatten() for chosen in (~below, below)]
         parts: list[Tensor] = []
-        for expert, place in zip((self.transformer, self.transformer_2), places, strict=True):
-            own = {name: tensor[place] for name, tensor in rows.items()}
-            parts += expert(timestep=timestep[place], return_dict=False, **own)
-        return (torch.cat(parts)[torch.cat(places).argsort()],)
+        for expert, index in zip((self.transformer, self.transformer_2), indices, strict=True):
+            own = {name: tensor[index] for name, tensor in rows.items()}
+            parts += expert(timestep=timestep[index], return_dict=False, **own)
+        return (torch.cat(parts)[torch.cat(indices).argsort()],)
 
     def below(self, timestep: Tensor) -> Tensor:
-        """Whether a timestep is the second expert's: bool in its shape."""
+        """Return a bool mask, shaped like ``timestep``, of the timesteps of the second expert."""
         return timestep < self.boundary
 
     def enable_gradient_checkpointing(self, **how: Any) -> None:
-        """As of a transformer."""
+        """Enable gradient checkpointing in both transformers."""
         for expert in (self.transformer, self.transformer_2):
             expert.enable_gradient_checkpointing(**how)
 
     def disable_gradient_checkpointing(self) -> None:
-        """As of a transformer."""
+        """Disable gradient checkpointing in both transformers."""
         for expert in (self.transformer, self.transformer_2):
             expert.disable_gradient_checkpointing()
 
 
 def experts_of(denoiser: nn.Module) -> list[nn.Module]:
-    """The transformers of a denoiser: itself, where it is one."""
+    """Return the transformers of a denoiser: a list of itself if it is a single one."""
     return list(denoiser.children()) if isinstance(denoiser, Experts) else [denoiser]

@@ -1,4 +1,4 @@
-"""The exploring side of the policy: a quantized denoiser with published weights, an autoencoder."""
+"""The exploring side of the policy: a quantized denoiser with published weights, and a decoder."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from policy.types import Conditioning
 
 
 class PackedPolicy:
-    """A denoiser that runs on published weights: quantized layers in place of its linears.
+    """A denoiser with quantized layers in place of its linears, which runs on published weights.
 
-    Quantized linears hold their packed weights only: the unquantized ones are dropped, module by
-    module, before anything moves to ``device``, which may have no room for them. ``plan`` is the
-    table of what runs quantized.
+    Quantized linears hold only their packed weights. The unquantized weights are freed module by
+    module before anything moves to ``device``, which may not have enough memory for them. ``plan``
+    lists which modules run quantized.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class PackedPolicy:
         full: Family | None = None,
         offload: bool = False,
     ) -> None:
-        """``transformer`` has no adapters; its linears are replaced.
+        """Quantize ``transformer``, which has no adapters, in place.
 
-        ``full``: the same model at full size, whose initial noises are cut down to this size.
-        ``trained``: suffixes of the modules whose weights must come with every version; None: what
-        comes is taken. ``compile`` and ``activation_amax`` as in ``Explorer``. ``offload``: the
-        transformer stays in host memory, and the caller moves it.
+        ``full`` is the same model at full size; its initial noises are reduced to this size.
+        ``trained`` are suffixes of the modules whose weights every version must contain; None
+        accepts any set. ``compile`` and ``activation_amax`` are as in ``Explorer``. With
+        ``offload`` the transformer stays in host memory, and the caller moves it.
         """
         self.family, self.backend, self.device = family, backend, torch.device(device)
         self.full = full
@@ -68,14 +68,15 @@ class PackedPolicy:
 
     @property
     def version(self) -> int | None:
-        """The policy version in place; None before the first load and after a failed one."""
+        """The loaded policy version; None before the first load and after a failed one."""
         return self._loaded.version if self._loaded else None
 
     def load(self, manifest: Manifest, shards: Sequence[np.ndarray | None]) -> tuple[int, str]:
-        """Copy published weights in place; returns (version, checksum) as the acknowledgement.
+        """Copy published weights in place; return (version, checksum) as the acknowledgement.
 
-        None stands for a shard that the last load has brought already. Raises WireError when they
-        are damaged or made for something else; there is no version then, until the next load.
+        A shard is None if the previous load already contained it. Raises WireError if the weights
+        are damaged or do not fit this model and backend; ``version`` is then None until the next
+        load succeeds.
         """
         before, self._loaded = self._loaded, None
         if manifest.format != self.backend.wire_format:
@@ -85,12 +86,12 @@ class PackedPolicy:
             )
         unpack_into(manifest, shards, self._targets(manifest), before)
         for layer in self._layers.values():
-            layer.arrived()  # once every layer is filled: some run as one
+            layer.arrived()  # only when all layers are filled: fused groups need all members
         self._loaded = manifest
         return manifest.version, manifest.checksum
 
     def _targets(self, manifest: Manifest) -> dict[str, Tensor]:
-        """The tensors that the manifest's entries fill: quantized layers, unquantized weights."""
+        """Return the tensors to fill: buffers of quantized layers, and unquantized weights."""
         targets = {
             f"{name}.{part}": buffer
             for name, layer in self._layers.items()
@@ -100,7 +101,8 @@ class PackedPolicy:
         for entry in manifest.entries:
             if entry.name in unquantized:
                 targets[entry.name] = self.transformer.get_parameter(entry.name)
-        # a trained module that did not come would go on with the weights of the base model
+        # required even if the manifest lacks it: without an error, a trained module that was not
+        # published would keep the weights of the base model
         for name in self._trained:
             if (weight := f"{name}.weight") in unquantized:
                 targets[weight] = self.transformer.get_parameter(weight)
@@ -119,13 +121,13 @@ class PackedPolicy:
         start: int | None = None,
         eager: bool = False,
     ) -> Tensor:
-        """Float32 [B, *latent] on the CPU, of one prompt at B seeds.
+        """Sample the latents of one prompt at B seeds: float32 [B, *latent] on the CPU.
 
-        ``cond`` has one row; the seeds are one batch; ``upto`` as in ``sample``. With ``path`` they
-        are what its paths end in, and ``solver`` is the path's; ``start`` as in ``sample_ends``.
-        ``eager``: without the graphs of ``compile``.
-        Raises RuntimeError while there is no version, CompileFailed where ``compile`` does not
-        work.
+        ``cond`` has one row, and all seeds are sampled in one batch. ``upto`` is as in ``sample``.
+        With ``path`` the latents are the ends of its paths and its solver is used instead of
+        ``solver``; ``start`` is as in ``sample_ends``. ``eager`` bypasses the compiled graphs.
+        Raises RuntimeError if no version is loaded or the latents are not finite, ValueError if
+        ``cond`` has more than one row, and CompileFailed if compilation fails.
         """
         if self._loaded is None:
             raise RuntimeError("this explorer has no policy version: load published weights first")
@@ -135,11 +137,11 @@ class PackedPolicy:
             )
         with compile_failures("explore.compile"):
             denoiser = self.transformer if eager else self._denoiser
-            asked = (self.family, denoiser, cond.repeat(len(seeds)), seeds)
+            inputs = (self.family, denoiser, cond.repeat(len(seeds)), seeds)
             if path is None:
-                latents = sample(*asked, steps, solver, guided=guided, full=self.full, upto=upto)
+                latents = sample(*inputs, steps, solver, guided=guided, full=self.full, upto=upto)
             else:
-                latents = sample_ends(*asked, path, steps, start, guided)
+                latents = sample_ends(*inputs, path, steps, start, guided)
         if not bool(torch.isfinite(latents).all()):
             raise RuntimeError(
                 f"policy version {self.version} gave latents that are not finite: lower"
@@ -149,7 +151,7 @@ class PackedPolicy:
 
 
 class Explorer(PackedPolicy):
-    """Makes proxy images with the policy version it was last given. Holds no text encoder."""
+    """Generates proxy images with the policy version loaded last. Has no text encoder."""
 
     def __init__(
         self,
@@ -165,16 +167,18 @@ class Explorer(PackedPolicy):
         vae: nn.Module | None = None,
         offload: bool = False,
     ) -> None:
-        """``dtype`` is that of the unquantized parts, unless the backend has one of its own.
-        ``vae`` decodes the images; None: the model's own, in FP32.
+        """Load the transformer of ``family`` and quantize it.
 
-        ``compile``: the first call at each batch size compiles the transformer, on a GPU the
-        decoder too, which takes up to a minute at real size; ValueError where nothing can be
-        compiled. ``activation_amax`` as in ``Backend.replacements``, ``trained`` and ``full`` as in
-        ``PackedPolicy``.
+        ``dtype`` is the dtype of the unquantized parts, unless the backend has its own. ``vae``
+        decodes the images; None means the model's own autoencoder in FP32.
 
-        ``offload``: denoiser and decoder begin in host memory, and ``offload.back`` brings them to
-        ``device``, for as long as this is to be used.
+        With ``compile`` the first call at each batch size compiles the transformer, and on a GPU
+        the decoder too, which takes up to a minute for a model of real size. Raises ValueError if
+        compilation is not possible. ``activation_amax`` is as in ``Backend.replacements``;
+        ``trained`` and ``full`` are as in ``PackedPolicy``.
+
+        With ``offload`` denoiser and decoder start in host memory; ``offload.back`` moves them to
+        ``device`` before use.
         """
         transformer = family.load_transformer("cpu", backend.dtype or dtype)
         super().__init__(
@@ -192,8 +196,8 @@ class Explorer(PackedPolicy):
         home = torch.device("cpu") if offload else self.device
         self.vae = vae if vae is not None else family.load_vae(home, torch.float32)
         self._decoder = decoder_on(self.device, self.vae, compile)
-        moving = frozen_tensors(transformer, self.vae)
-        self.offload = Offload(moving, self.device) if offload else None
+        tensors = frozen_tensors(transformer, self.vae)
+        self.offload = Offload(tensors, self.device) if offload else None
 
     def explore(
         self,
@@ -206,9 +210,10 @@ class Explorer(PackedPolicy):
         path: PathPlan | None = None,
         start: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(images of ``Family.decode``, latents float32 [B, *latent]) of one prompt at B seeds.
+        """Sample and decode one prompt at B seeds.
 
-        As ``latents``, decoded.
+        Returns (images as from ``Family.decode``, latents float32 [B, *latent]). The arguments are
+        those of ``latents``.
         """
         latents = self.latents(cond, seeds, steps, solver, guided, upto, path, start)
         with torch.no_grad(), compile_failures("explore.compile"):

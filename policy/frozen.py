@@ -1,9 +1,9 @@
-"""Frozen weights in 8 or 4 bits, adapters beside them (QLoRA, arXiv 2305.14314).
+"""Frozen base weights in 8 or 4 bits under LoRA adapters (QLoRA, arXiv 2305.14314).
 
-torchao packs and unpacks: "int8" is one scale per row, "nf4" NormalFloat of blocks of 64 whose
-scales are packed again. A layer multiplies by its weight unpacked, in the forward and in the
-backward pass anew, so that only packed weights stay; everybody who asks for the weight gets the
-same numbers. Adapters cannot be merged into packed weights.
+torchao packs and unpacks. "int8" has one scale per row; "nf4" is NormalFloat in blocks of 64 whose
+scales are quantized again. A layer unpacks its weight for each product, once in the forward and
+again in the backward pass, so that only packed weights stay in memory. All readers of the weight
+get the same numbers. Adapters cannot be merged into packed weights.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from policy.precision.swap import ModuleRow, quantize_plan
 from policy.sharding import whole
 
 FrozenFormat = Literal["int8", "nf4"]
-BLOCK, BLOCKS = 64, 256  # weights with a scale of their own, and scales with one
+BLOCK, BLOCKS = 64, 256  # weights per scale, and scales per second-level scale
 RULES = BACKENDS["emulated_nvfp4"]
-"""Whose rules say which layers are packed: what exploring packs, too, in any format it has."""
+"""The backend whose rules select the layers to pack, whatever the format of exploring is."""
 
 
 class _Product(torch.autograd.Function):
-    """y = x W^T + b [..., out] of x [..., in]; W is unpacked twice and not kept."""
+    """y = x W^T + b [..., out] for x [..., in]; W is unpacked in both passes and not kept."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, x: Tensor, layer: FrozenLinear
     ) -> Tensor:
-        # not the unpacked weight, which autograd would keep until the backward pass
+        # saves the layer, as autograd would keep the unpacked weight until the backward pass
         ctx.layer = layer
         return F.linear(x, layer.plain(), layer.bias)
 
@@ -48,7 +48,7 @@ class _Product(torch.autograd.Function):
 
 
 class FrozenLinear(nn.Linear):
-    """A linear whose weight is packed; it has no gradient."""
+    """A linear layer whose weight is packed and has no gradient."""
 
     def __init__(self, linear: nn.Linear, packing: FrozenFormat):
         super().__init__(linear.in_features, linear.out_features, False, "meta")
@@ -58,12 +58,12 @@ class FrozenLinear(nn.Linear):
         self.bias = linear.bias
 
     def plain(self) -> Tensor:
-        """The weight [out, in] unpacked, in the type that it was packed from."""
+        """Return the unpacked weight [out, in] in the dtype that it was packed from."""
         weight: Any = self.weight
         return weight.get_original_weight() if self.packing == "nf4" else weight.dequantize()
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., out] of x [..., in]."""
+        """Return y [..., out] for x [..., in]."""
         return _Product.apply(x, self)
 
 
@@ -73,14 +73,14 @@ def _packed(weight: Tensor, packing: FrozenFormat) -> Tensor:
         blocks = weight.numel() // BLOCK
         # scales are packed in whole groups, whose size must divide the number of blocks
         return ao.to_nf4(weight.contiguous(), BLOCK, math.gcd(blocks, BLOCKS))
-    one = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
-    one.weight = nn.Parameter(weight, requires_grad=False)
-    ao.quantize_(one, ao.Int8WeightOnlyConfig())
-    return one.weight
+    linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    ao.quantize_(linear, ao.Int8WeightOnlyConfig())
+    return linear.weight
 
 
 def plain_weight(module: nn.Module) -> Tensor:
-    """The weight of a module as products see it, without gradient; gathered where it is sharded."""
+    """Return the weight of a module, unpacked and without gradient; gather it if it is sharded."""
     if isinstance(module, FrozenLinear):
         return module.plain()
     return whole(module.get_parameter("weight").detach())
@@ -89,8 +89,9 @@ def plain_weight(module: nn.Module) -> Tensor:
 def frozen_rows(
     transformer: nn.Module, family: Family, patterns: Sequence[str] = ()
 ) -> list[ModuleRow]:
-    """The layers that are packed: linears that exploring packs too; ``patterns`` as in
-    ``explore.modules_to_not_convert``.
+    """Return the layers to pack: the linears that ``RULES`` would quantize for exploring.
+
+    ``patterns`` are as in ``explore.modules_to_not_convert``.
     """
     modules = dict(transformer.named_modules())
     plan = quantize_plan(transformer, family, patterns, RULES)
@@ -100,7 +101,10 @@ def frozen_rows(
 def freeze(
     transformer: nn.Module, family: Family, packing: FrozenFormat, patterns: Sequence[str] = ()
 ) -> None:
-    """Pack the weights of a bare transformer, in place. Raises ValueError where none can be."""
+    """Pack the weights of a transformer without adapters, in place.
+
+    Raises ValueError if no layer can be packed.
+    """
     rows = frozen_rows(transformer, family, patterns)
     if not rows:
         raise ValueError(f"lora.base = {packing!r}: no layer of the model can be packed")
@@ -111,8 +115,8 @@ def freeze(
 
 
 def packed_bytes(rows: Sequence[ModuleRow], packing: FrozenFormat) -> int:
-    """Bytes of the packed weights of these layers."""
-    if packing == "int8":  # with a scale and a zero of each row
+    """Return the size in bytes of the packed weights of these layers."""
+    if packing == "int8":  # and a scale and a zero point per row
         return sum(math.prod(row.shape) + 5 * row.shape[0] for row in rows)
     weights = [math.prod(row.shape) for row in rows]
     scales = [-(-count // BLOCK) for count in weights]
@@ -120,7 +124,7 @@ def packed_bytes(rows: Sequence[ModuleRow], packing: FrozenFormat) -> int:
 
 
 def missing() -> str | None:
-    """What has to be installed; None: nothing."""
+    """Return what has to be installed, or None if torchao is installed."""
     if importlib.util.find_spec("torchao") is None:
         return "there is no module 'torchao': pip install -c constraints.txt -e '.[base]'"
     return None

@@ -1,4 +1,4 @@
-"""Adapters as files: what checkpoints call them, and the LoRA of stock diffusers."""
+"""LoRA adapters as files: their names in checkpoints, and the diffusers LoRA format."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from records import atomic
 ENDING = ".safetensors"
 FILE = f"pytorch_lora_weights{ENDING}"
 FILES = dict(zip(EXPERTS, (FILE, f"pytorch_lora_weights_2{ENDING}"), strict=True))
-"""Of a model of two transformers each has a file of its own, as stock pipelines load them."""
+"""File of each transformer; stock pipelines load one file per transformer."""
 METADATA = "lora_adapter_metadata"
 PREFIX = "transformer."
 
 
 def adapter_file(name: str) -> str:
-    """What a checkpoint calls the file of an adapter, without ``ENDING``."""
+    """Return the name of an adapter's file in a checkpoint, without ``ENDING``."""
     return "adapter" if name == "current" else name
 
 
 def by_file(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The tensors of each file, the first transformer's before the second's; names in it are those
-    in its own transformer.
+    """Group tensors by the file that stores them, the first transformer's file first.
+
+    Keys within a file are relative to its transformer. Files without tensors are left out.
     """
-    found: dict[str, dict[str, Tensor]] = {file: {} for file in FILES.values()}
+    tensors_by_file: dict[str, dict[str, Tensor]] = {file: {} for file in FILES.values()}
     for key, value in state.items():
         expert, _, name = key.partition(".")
         file, name = (FILES[expert], name) if expert in FILES else (FILE, key)
-        found[file][name] = value
-    return {file: tensors for file, tensors in found.items() if tensors}
+        tensors_by_file[file][name] = value
+    return {file: tensors for file, tensors in tensors_by_file.items() if tensors}
 
 
 def save_diffusers_lora(path: str | Path, state: Mapping[str, Tensor], lora: Lora) -> list[str]:
-    """Write the directory that stock ``pipe.load_lora_weights(path)`` loads, with rank and alpha.
+    """Write a LoRA directory for diffusers' ``pipe.load_lora_weights(path)``, with rank and alpha.
 
-    Each file is written under another name and renamed, so that it is whole or absent. Returns
-    their names, the first transformer's before the second's.
+    Each file is written under a temporary name and renamed, so that it is complete or absent.
+    Returns the file names, the first transformer's first. Raises ValueError if ``state`` is empty.
     """
     if not state:
         raise ValueError("an adapter without weights cannot be saved")
@@ -73,15 +74,17 @@ def _save(file: Path, state: Mapping[str, Tensor], lora: Lora) -> None:
     }
     tensors = {PREFIX + key: value.float().contiguous() for key, value in state.items()}
     with atomic.replacing(file) as beside:
-        # save_file would not raise OSError where it may not write
+        # save_file does not raise OSError if it is not permitted to write
         beside.write_bytes(save(tensors, metadata=metadata))
 
 
 def load_diffusers_lora(
     path: str | Path, name: str = FILE
 ) -> tuple[dict[str, Tensor], float | None]:
-    """(a transformer's LoRA tensors, alpha or None) of a diffusers LoRA: a file, or the one called
-    ``name`` in a directory.
+    """Return (LoRA tensors of one transformer, alpha or None) of a diffusers LoRA.
+
+    ``path`` is a file, or a directory with a file ``name``. Raises FileNotFoundError if there is no
+    such file, and ValueError if it cannot be read or has no weights of a transformer.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -95,9 +98,9 @@ def load_diffusers_lora(
     try:
         with safe_open(file, framework="pt") as opened:
             alpha = _alpha((opened.metadata() or {}).get(METADATA, "{}"))
-            ours = [key for key in list(opened.keys()) if key.startswith(PREFIX)]
-            state = {key.removeprefix(PREFIX): opened.get_tensor(key) for key in ours}
-    # RecursionError: lists within too many lists
+            keys = [key for key in list(opened.keys()) if key.startswith(PREFIX)]
+            state = {key.removeprefix(PREFIX): opened.get_tensor(key) for key in keys}
+    # RecursionError: too deeply nested lists in the metadata
     except (SafetensorError, ValueError, RecursionError) as error:
         raise ValueError(
             f"lora.init_from: {str(file)!r} is not a readable safetensors file: {error}"
@@ -108,21 +111,25 @@ def load_diffusers_lora(
 
 
 def _alpha(metadata: str) -> float | None:
-    """The alpha that the metadata of a file gives. Raises ValueError, RecursionError."""
-    found: object = json.loads(metadata)
-    if not isinstance(found, dict):
+    """Return the alpha in a file's metadata, or None if it has none.
+
+    Raises ValueError if the metadata is invalid, and RecursionError if it is nested too deeply.
+    """
+    values: object = json.loads(metadata)
+    if not isinstance(values, dict):
         raise ValueError(f"its {METADATA} is no JSON object")
-    alpha = found.get(PREFIX + "lora_alpha")
+    alpha = values.get(PREFIX + "lora_alpha")
     if alpha is not None and not (type(alpha) in (int, float) and 0 < alpha < math.inf):
         raise ValueError(f"its lora_alpha is {str(alpha)[:80]!r}, no number above 0")
     return alpha
 
 
 def start_from(state: Mapping[str, Tensor], lora: Lora) -> None:
-    """Overwrite the initial ``state`` so that every product B A is that of ``lora.init_from``.
+    """Overwrite the initial ``state`` so that every product B A equals that of ``lora.init_from``.
 
-    A smaller rank fills the first rows of A and columns of B; a different alpha / rank is folded
-    into B.
+    A LoRA of smaller rank fills the first rows of A and the first columns of B. A different
+    alpha / rank is folded into B. Raises FileNotFoundError or ValueError if it is missing or does
+    not fit.
     """
     files = by_file(state)
     if len(files) > 1 and Path(str(lora.init_from)).is_file():
@@ -135,40 +142,40 @@ def start_from(state: Mapping[str, Tensor], lora: Lora) -> None:
 
 
 def _start_from(state: Mapping[str, Tensor], lora: Lora, file: str) -> None:
-    given, alpha = load_diffusers_lora(str(lora.init_from), file)
-    unknown = sorted(given.keys() - state.keys())
+    initial, alpha = load_diffusers_lora(str(lora.init_from), file)
+    unknown = sorted(initial.keys() - state.keys())
     if unknown:
         raise ValueError(
             f"lora.init_from: {lora.init_from!r} has {unknown[0]!r}, which is in no module of"
             " lora.targets: add it there"
         )
     modules = sorted({key.rsplit(".lora_", 1)[0] for key in state})
-    there = {key.rsplit(".lora_", 1)[0] for key in given}
-    if missing := [module for module in modules if module not in there]:
+    provided = {key.rsplit(".lora_", 1)[0] for key in initial}
+    if missing := [module for module in modules if module not in provided]:
         raise ValueError(
             f"lora.init_from: {lora.init_from!r} has nothing for {len(missing)} of"
             f" {len(modules)} adapted modules, such as {missing[0]!r}: name in lora.targets those"
             " that it has"
         )
-    for key, value in given.items():
+    for key, value in initial.items():
         module, part = key.rsplit(".lora_", 1)
-        if {f"{module}.lora_A.weight", f"{module}.lora_B.weight"} - given.keys():
+        if {f"{module}.lora_A.weight", f"{module}.lora_B.weight"} - initial.keys():
             raise ValueError(
                 f"lora.init_from: {lora.init_from!r} has only {key!r} of its pair of matrices"
             )
         if part != "A.weight":
             continue
-        down, up = value.float(), given[f"{module}.lora_B.weight"].float()
+        down, up = value.float(), initial[f"{module}.lora_B.weight"].float()
         rank, a, b = len(down), state[key], state[f"{module}.lora_B.weight"]
         if (
             rank > lora.rank
             or down.shape[1:] != a.shape[1:]
             or up.shape != (b.shape[0], rank, *b.shape[2:])
         ):
-            found = f"{up.shape[0]}x{down.shape[1]} of rank {rank}"
-            wanted = f"{b.shape[0]}x{a.shape[1]} of rank {lora.rank}"
+            own = f"{up.shape[0]}x{down.shape[1]} of rank {rank}"
+            expected = f"{b.shape[0]}x{a.shape[1]} of rank {lora.rank}"
             raise ValueError(
-                f"lora.init_from: {module} is {found}, here it is {wanted}: raise lora.rank or use"
+                f"lora.init_from: {module} is {own}, here it is {expected}: raise lora.rank or use"
                 " another LoRA"
             )
         a[:rank] = down

@@ -1,8 +1,8 @@
-"""What a pass of the denoiser takes, before it is loaded: bytes, operations and scratch memory.
+"""The cost of a denoiser pass, counted without its weights: bytes, operations and scratch memory.
 
-Modules are built on the meta device (``policy.meta``) and run there: what is counted are the
-operations that the real modules would carry out. Not counted: memory of a device's libraries and of
-the allocator's gaps.
+Modules are built on the meta device (``policy.meta``) and run there, and the operations that the
+real modules would execute are counted. The memory of a device's libraries and fragmentation of the
+allocator are not counted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from policy.types import Conditioning
 
 @dataclass(frozen=True)
 class Work(Step):
-    """What one pass takes: ``peak`` are the bytes allocated at once, without the weights and
-    without packed inputs of quantized layers, the largest of which has ``widest`` elements.
+    """The cost of one pass with its scratch memory.
+
+    ``peak`` is the largest number of bytes allocated at the same time, without the weights and
+    without packed inputs of quantized layers. ``widest`` is the number of elements of the largest
+    such input.
     """
 
     peak: int = 0
@@ -35,7 +38,7 @@ class Work(Step):
 
     @classmethod
     def of(cls, tally: Tally) -> Work:
-        """What was counted of a pass that ran on the meta device."""
+        """Return the cost of a pass that ran on the meta device under ``tally``."""
         return cls(
             flops=tally.flops,
             kernels=tally.kernels,
@@ -51,7 +54,7 @@ class Work(Step):
 
 
 def held_bytes(*modules: nn.Module) -> int:
-    """Bytes of the parameters and buffers of modules."""
+    """Return the size in bytes of all parameters and buffers of the modules."""
     tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
     return sum(tensor.nbytes for tensor in tensors)
 
@@ -59,7 +62,7 @@ def held_bytes(*modules: nn.Module) -> int:
 def conditioning_like(
     family: Family, rows: int, dtype: torch.dtype, device: torch.device | str = META
 ) -> Conditioning:
-    """Conditioning of ``rows`` prompts in the shapes of ``encode_prompt``, every token in use."""
+    """Return conditioning of ``rows`` prompts, shaped as by ``encode_prompt``, all tokens used."""
     shapes = family.conditioning_shapes.items()
     return Conditioning(
         {name: torch.ones(rows, *shape, dtype=dtype, device=device) for name, shape in shapes}
@@ -70,7 +73,7 @@ def conditioning_like(
 
 
 class LayerCall(NamedTuple):
-    """One call of a linear or convolution: its path, operations, and elements of its input."""
+    """One call of a linear or convolution: module path, operations, and elements of its input."""
 
     name: str
     flops: int
@@ -81,23 +84,24 @@ class LayerCall(NamedTuple):
 def calls_of(
     transformer: nn.Module, names: Collection[str], counter: TorchDispatchMode
 ) -> Iterator[list[LayerCall]]:
-    """The calls of the modules ``names`` in the block, which ``counter`` counts; attention is fused
-    there.
+    """Record the calls of the modules ``names`` within the context.
+
+    Yields the list that the calls are appended to. ``counter`` is active within the context, and
+    attention counts as a fused kernel.
     """
     calls: list[LayerCall] = []
 
-    def noting(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            # of the output's elements by channel, so that it holds for linears and convolutions
-            # alike
+    def hook_for(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            # output elements per channel times weight elements: valid for linears and convolutions
             weight = module.get_parameter("weight")
             flops = 2 * (output.numel() // weight.shape[0]) * weight.numel()
             calls.append(LayerCall(name, flops, inputs[0].numel()))
 
-        return note
+        return record
 
     hooks = [
-        module.register_forward_hook(noting(name))
+        module.register_forward_hook(hook_for(name))
         for name, module in weight_modules(transformer)
         if name in names
     ]
@@ -116,8 +120,10 @@ def sampling_work(
     dtype: torch.dtype,
     groups: Mapping[str, str] | None = None,
 ) -> Work:
-    """One call of an unquantized denoiser on the meta device for ``batch`` images, no gradients.
-    ``groups``: of the layers that would be quantized, the one that packs the input (``groups_of``).
+    """Return the cost of one call of a denoiser on the meta device, without gradients.
+
+    ``transformer`` is unquantized; ``batch`` is the number of images. ``groups`` maps each layer
+    that would be quantized to the layer that packs its input (``groups_of``).
     """
     groups = groups or {}
     x = torch.empty(batch, *family.latent_shape, device=META)
@@ -136,12 +142,12 @@ def sampling_work(
 
 
 def groups_of(plan: Sequence[ModuleRow]) -> dict[str, str]:
-    """By quantized layer, the fused group that it is in, or itself."""
+    """Map each quantized layer to the first layer of its fused group, or to itself."""
     return {row.name: row.fused or row.name for row in plan if row.quantized}
 
 
 def work_of(do: Callable[[], object]) -> Work:
-    """What ``do`` runs on the meta device."""
+    """Return the cost of what ``do`` runs on the meta device."""
     with fused_attention(), Tally() as tally:
         do()
     return Work.of(tally)

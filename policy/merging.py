@@ -1,4 +1,4 @@
-"""Adapters added into the weights they stand beside: W + (alpha / rank) B A."""
+"""Merging of LoRA adapters into the base weights: W + (alpha / rank) B A."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # as in policy.lora
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """Within the context float32 products are of float32, where TF32 is allowed otherwise."""
+    """Compute float32 products in full float32 within the context, even if TF32 is allowed."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -30,7 +30,10 @@ def exact_products() -> Iterator[None]:
 
 @torch.no_grad()
 def delta_weight(layer: LoraLayer, name: str) -> Tensor:
-    """(alpha / rank) B A of one adapted module: float32 [out, in], for a 1x1 convolution too."""
+    """Return (alpha / rank) B A of one adapted module, float32 [out, in].
+
+    The shape is the same for a 1x1 convolution.
+    """
     down, up = matrices(layer, name)
     with exact_products():
         return (up.flatten(1) @ down.flatten(1)) * layer.scaling[name]
@@ -44,13 +47,16 @@ def _base(layer: LoraLayer) -> nn.Module:
 
 @torch.no_grad()
 def merged_weight(layer: LoraLayer, name: str | None) -> Tensor:
-    """The merged weight of one adapted module, float32 in the shape of W; None gives W."""
+    """Return the merged weight of one adapted module, float32 in the shape of W.
+
+    ``name`` None returns the base weight W.
+    """
     weight = plain_weight(_base(layer)).float()
     return weight.clone() if name is None else weight + delta_weight(layer, name).view_as(weight)
 
 
 def merged_weights(transformer: nn.Module, name: str | None) -> Iterator[tuple[str, Tensor]]:
-    """(module path, ``merged_weight``) of each adapted module."""
+    """Yield (module path, ``merged_weight``) of each adapted module."""
     modules = adapted_modules(transformer)
     if name is not None:
         require_adapter(modules, name)
@@ -60,45 +66,44 @@ def merged_weights(transformer: nn.Module, name: str | None) -> Iterator[tuple[s
 
 @contextlib.contextmanager
 def merged(transformer: nn.Module, name: str | None) -> Iterator[None]:
-    """Within the context the transformer's weights are the merged ones, rounded once to their own
-    dtype, and adapters are off; None: the base model, as with ``use``.
+    """Merge the adapter ``name`` into the weights within the context; None gives the base model.
 
-    For passes without gradients. W itself is set aside, never written, so that afterwards the base
-    is what it was, bit for bit; meanwhile the merged weights of adapted modules are held beside it.
-    Of sharded weights each process merges its own rows, and passes then gather merged weights: all
-    processes must merge the same adapter. Raises KeyError for an adapter that does not exist,
-    ValueError for packed weights.
+    The merged weights are rounded once to the base dtype, and adapters are disabled. For passes
+    without gradients. The base weights are kept and restored afterwards, bit for bit; meanwhile
+    the merged weights of adapted modules need memory in addition. Each process merges its own rows
+    of sharded weights, and passes then gather the merged weights, so all processes must merge the
+    same adapter. Raises KeyError if the adapter does not exist, and ValueError for packed weights.
     """
     modules = adapted_modules(transformer)
     if name is not None:
         require_adapter(modules, name)
         if any(isinstance(_base(layer), FrozenLinear) for _, layer in modules):
             raise ValueError("adapters cannot be merged into weights that lora.base packs")
-    # one by one, so that an error in the middle puts back exactly what was merged
-    aside: list[Callable[[], object]] = []
+    # one undo function per module: an error halfway restores exactly the modules merged so far
+    undo: list[Callable[[], object]] = []
     try:
         for _, layer in modules if name is not None else ():
-            aside.append(_merge(layer, str(name)))
+            undo.append(_merge(layer, str(name)))
         with use(transformer, None):
             yield
     finally:
-        for put_back in aside:
-            put_back()
+        for restore in undo:
+            restore()
 
 
 @torch.no_grad()
 def _merge(layer: LoraLayer, name: str) -> Callable[[], object]:
-    """Merge into one module's weight; what is returned puts W back."""
+    """Merge an adapter into one module's weight; return a function that restores W."""
     weight = _base(layer).get_parameter("weight")
     shard = sharded(weight)
     if shard is None:
         base = weight.data
-        # another tensor, so that W comes back by a pointer: subtracting again would round
+        # a new tensor, so that restoring W assigns a pointer: subtracting the update would round
         weight.data = merged_weight(layer, name).to(weight.dtype)
         return lambda: setattr(weight, "data", base)
-    # into the memory that is gathered from; rows of the whole product, as a product of fewer rows
-    # may have other bits
-    here, own = shard.to_local(), own_rows(shard, delta_weight(layer, name))
-    base = here.clone()
-    here.copy_(base.float() + own.view_as(base))
-    return lambda: here.copy_(base)
+    # in place, because passes gather from this memory. The rows are taken from the full product, as
+    # a product of fewer rows may differ in its bits
+    local, delta = shard.to_local(), own_rows(shard, delta_weight(layer, name))
+    base = local.clone()
+    local.copy_(base.float() + delta.view_as(base))
+    return lambda: local.copy_(base)

@@ -1,4 +1,4 @@
-"""A pipeline's modules on the meta device, where tensors have shapes and no memory."""
+"""A pipeline's modules on the meta device, where tensors have shapes but no memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ META = torch.device("meta")
 
 
 def blank(family: Family, part: str, dtype: torch.dtype) -> nn.Module:
-    """A part of the pipeline on the meta device, as loading it in ``dtype`` would give it."""
+    """Return a pipeline component on the meta device, as if loaded in ``dtype``."""
     library, name = family.index[part]
     config = {
         key: value for key, value in family.part_config(part).items() if not key.startswith("_")
@@ -33,15 +33,17 @@ def blank(family: Family, part: str, dtype: torch.dtype) -> nn.Module:
     import transformers
 
     cls: Any = getattr(transformers, name)
-    described = cls.config_class.from_dict(config)
-    described.dtype = dtype  # some models ask it rather than torch's default
+    settings = cls.config_class.from_dict(config)
+    settings.dtype = dtype  # some models read it instead of torch's default dtype
     with made_in(dtype), META:
-        return cls(described).eval().requires_grad_(False)
+        return cls(settings).eval().requires_grad_(False)
 
 
 def as_loaded(model: Diffusers, dtype: torch.dtype) -> Diffusers:
-    """A model that was built, with the types of one that is loaded in ``dtype``: stored buffers,
-    such as tables of positions, are cast as weights are, and some weights stay in FP32.
+    """Give a model built from its configuration the dtypes of one loaded in ``dtype``.
+
+    Persistent buffers, such as position tables, are cast like weights, and the weights that the
+    model keeps in FP32 stay in FP32. Changes the model in place and returns it.
     """
     for path in model.state_dict().keys() - dict(model.named_parameters()).keys():
         owner, _, leaf = path.rpartition(".")
@@ -55,12 +57,12 @@ def as_loaded(model: Diffusers, dtype: torch.dtype) -> Diffusers:
 
 
 def blank_denoiser(family: Family, dtype: torch.dtype) -> nn.Module:
-    """The denoiser on the meta device, as loading it in ``dtype`` would give it."""
+    """Return the denoiser on the meta device, as if loaded in ``dtype``."""
     return family.denoiser(lambda part: blank(family, part, dtype))
 
 
 def text_encoders(family: Family, dtype: torch.dtype) -> dict[str, nn.Module]:
-    """The text encoders of the pipeline, by name, on the meta device."""
+    """Return the text encoders of the pipeline on the meta device, by component name."""
     return {
         part: blank(family, part, dtype)
         for part in family.components
@@ -71,7 +73,7 @@ def text_encoders(family: Family, dtype: torch.dtype) -> dict[str, nn.Module]:
 def blank_explorer(
     family: Family, backend: Backend, modules_to_not_convert: Sequence[str], dtype: torch.dtype
 ) -> tuple[nn.Module, list[ModuleRow], dict[str, QuantizedLinear | FusedMember]]:
-    """(transformer, plan, layers) of ``Explorer`` on the meta device; kernels may be missing."""
+    """Return (transformer, plan, layers) of ``Explorer`` on the meta device, without kernels."""
     transformer = blank_denoiser(family, backend.dtype or dtype)
     plan = quantize_plan(transformer, family, modules_to_not_convert, backend)
     with META:
@@ -80,7 +82,7 @@ def blank_explorer(
 
 
 def adapt(transformer: nn.Module, family: Family, lora: Lora) -> int:
-    """Wrap a meta transformer's targets with the adapter "current" in FP32; its parameter count."""
+    """Add the FP32 adapter "current" to a meta transformer; return its number of parameters."""
     modules = target_modules(transformer, lora.targets or family.lora_targets)
     with META:
         inject(transformer, lora, modules, ("current",))

@@ -1,9 +1,9 @@
-"""Frozen weights that are on a device in their turn and in host memory between turns, to the bit.
+"""Offloading of frozen weights to host memory between turns on the device, bit-exact.
 
-Every tensor keeps its object, its shape and its strides; what is exchanged is the memory behind it.
-So what holds the tensor (a module, a compiled block, a kernel's wrapper) sees it where it is now.
-Addresses on the device are others after each return: a captured CUDA graph would read freed memory,
-and nothing here captures any.
+Every tensor keeps its object, shape and strides; only its storage is exchanged. A module, a
+compiled block or a kernel wrapper that refers to the tensor therefore sees its current location.
+Device addresses change with each move, so a captured CUDA graph would read freed memory; no CUDA
+graphs are captured here.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from policy.device import synchronise
 
 ALIGNED = 256
-"""Bytes at multiples of which tensors begin in host memory: whole elements of every type."""
+"""Alignment in bytes of tensors in host memory, a multiple of the element size of every dtype."""
 
 
 def frozen_tensors(*modules: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers of modules, without those of adapters."""
+    """Yield the parameters and buffers of the modules, except parameters of adapters."""
     for module in modules:
         for name, parameter in module.named_parameters():
             if ".lora_" not in name:
@@ -32,67 +32,69 @@ def frozen_tensors(*modules: nn.Module) -> Iterator[Tensor]:
 
 
 class Offload:
-    """Moves tensors between host memory, where they begin, and ``device``.
+    """Moves tensors between host memory, where they start, and ``device``.
 
-    Host memory is taken once, is page-locked where the device is a GPU, and is kept while they are
-    on the device. Raises ValueError for a tensor whose elements share memory, RuntimeError where
-    memory cannot be page-locked.
+    Host memory is allocated once, page-locked if the device is a GPU, and kept while the tensors
+    are on the device. Raises ValueError for a tensor whose elements overlap or have gaps, and
+    RuntimeError if the memory cannot be page-locked.
     """
 
     def __init__(self, tensors: Iterator[Tensor], device: torch.device) -> None:
         self._device = device
         self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
-        self._host = _room_for(self._tensors)
+        self._host = _host_buffers_for(self._tensors)
         self.away = True
-        for tensor, room in zip(self._tensors, self._host, strict=True):
-            room.copy_(tensor.detach())
-            tensor.data = room  # one by one: twice the model may not fit the host
+        for tensor, buffer in zip(self._tensors, self._host, strict=True):
+            buffer.copy_(tensor.detach())
+            tensor.data = buffer  # one by one: the host may lack room for two
         if device.type == "cuda" and self._host:
             arena = self._host[0].untyped_storage()
             _page_lock(arena)
-            weakref.finalize(self, _unlock, arena).atexit = False
+            weakref.finalize(self, _page_unlock, arena).atexit = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes that each move takes."""
+        """Number of bytes that each move transfers."""
         return sum(tensor.nbytes for tensor in self._tensors)
 
     def back(self) -> int:
-        """Move to the device; returns the bytes that moved, 0 where all was there already."""
+        """Move the tensors to the device; return the bytes moved, 0 if they were there already."""
         if not self.away:
             return 0
-        for tensor, room in zip(self._tensors, self._host, strict=True):
-            here = torch.empty_strided(
-                room.size(), room.stride(), dtype=room.dtype, device=self._device
+        for tensor, buffer in zip(self._tensors, self._host, strict=True):
+            moved = torch.empty_strided(
+                buffer.size(), buffer.stride(), dtype=buffer.dtype, device=self._device
             )
-            tensor.data = here.copy_(room, non_blocking=True)
+            tensor.data = moved.copy_(buffer, non_blocking=True)
         synchronise(self._device)
         self.away = False
         return self.nbytes
 
     def out(self) -> int:
-        """Move to host memory; returns the bytes that moved, 0 where all was there already."""
+        """Move the tensors to host memory; return the bytes moved, 0 if they were there already."""
         if self.away:
             return 0
-        for tensor, room in zip(self._tensors, self._host, strict=True):
-            room.copy_(tensor.detach(), non_blocking=True)
+        for tensor, buffer in zip(self._tensors, self._host, strict=True):
+            buffer.copy_(tensor.detach(), non_blocking=True)
         synchronise(self._device)
-        for tensor, room in zip(self._tensors, self._host, strict=True):
-            tensor.data = room
+        for tensor, buffer in zip(self._tensors, self._host, strict=True):
+            tensor.data = buffer
         self.away = True
         return self.nbytes
 
 
 def release_cache(device: torch.device) -> None:
-    """Give memory that torch's allocator keeps for later back to the GPU."""
+    """Return cached, unused memory of torch's allocator to the GPU."""
     synchronise(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _room_for(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors like these in one piece of host memory: torch's own page-locked pieces are of powers
-    of two, up to twice as large.
+def _host_buffers_for(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Allocate tensors of the same layout in one block of host memory.
+
+    torch rounds its own page-locked allocations up to powers of two, at most twice the size.
+    Raises ValueError for a tensor whose elements overlap or have gaps.
     """
     starts, total = list[int](), 0
     for tensor in tensors:
@@ -114,7 +116,7 @@ def _room_for(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _page_lock(arena: torch.UntypedStorage) -> None:
     cuda: Any = torch.cuda.cudart()
-    # copies from pageable memory go through a buffer of the driver's, and wait for it
+    # copies from pageable memory go through a staging buffer of the driver and are synchronous
     error = int(cuda.cudaHostRegister(arena.data_ptr(), arena.nbytes(), 0))
     if error:
         raise RuntimeError(
@@ -123,6 +125,6 @@ def _page_lock(arena: torch.UntypedStorage) -> None:
         )
 
 
-def _unlock(arena: torch.UntypedStorage) -> None:
+def _page_unlock(arena: torch.UntypedStorage) -> None:
     cuda: Any = torch.cuda.cudart()
     cuda.cudaHostUnregister(arena.data_ptr())

@@ -1,6 +1,6 @@
-"""Counts what runs on the meta device: operations, and bytes at once, of passes without data.
+"""Counter of operations, kernels and memory of passes on the meta device, without data.
 
-Nothing of a model is known here; ``policy.memory`` says what is run.
+This module knows nothing about models; ``policy.memory`` selects what runs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 
 def flop_counts() -> dict[Any, Any]:
-    """Functions that count the operations of a call, by torch's operator."""
-    # here: it brings triton's run time, which neither the driver nor an actor needs to start
+    """Return the functions that count the operations of a call, by torch operator."""
+    # imported here: it loads the Triton runtime, which neither driver nor actors need to start
     from torch.utils.flop_counter import flop_registry
 
     aten: Any = torch.ops.aten
@@ -28,23 +28,27 @@ def flop_counts() -> dict[Any, Any]:
 
 
 INTENSITY = 100
-"""Operations for each byte below which a product waits for memory, not for tensor cores: depthwise
-convolutions, products with a few rows. Large GPUs reach 150 to 300.
+"""Operations per byte below which a product is bound by memory instead of tensor cores.
+
+Such are depthwise convolutions and products with few rows. Large GPUs reach 150 to 300.
 """
 HEAD = 128
-"""Numbers of a head of attention at which tensor cores are not kept waiting by exponentials."""
+"""Size of an attention head from which tensor cores do not wait for exponentials."""
 
 
 class Tally(TorchDispatchMode):
-    """While active, counts operations (products, convolutions, attention) and bytes of results, and
-    what an eager GPU would do: kernels, and bytes that they move, but those of large products;
-    ``small`` are those of small products.
+    """Dispatch mode that counts the cost of all operations while it is active.
 
-    ``attention`` are the operations of attention, ``heads`` the same as if each number of a head
-    had to wait as in heads of ``HEAD``: small heads take longer for an operation.
+    ``flops`` counts the operations of products, convolutions and attention; ``live`` and ``peak``
+    count the bytes of results. ``kernels`` and ``bytes`` are what a GPU would run and move in eager
+    mode, without the bytes of large products; ``small`` is the part of ``bytes`` that belongs to
+    small products.
 
-    ``converts``: convolutions hold their input and output a second time, as cuDNN does, which
-    exchanges the order of their axes.
+    ``attention`` counts the operations of attention. ``heads`` scales them to heads of size
+    ``HEAD`` that take the same time, because small heads take longer per operation.
+
+    With ``converts`` a convolution holds its input and output a second time, as with cuDNN, which
+    permutes their axes.
     """
 
     def __init__(self, converts: bool = False) -> None:
@@ -66,7 +70,7 @@ class Tally(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # what was there before is known, at no size: an operation may return it, or a view of it
+        # inputs are tracked with size 0: an operation may return one, or a view of it
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
                 self._track(tensor, counts=False)
@@ -74,7 +78,8 @@ class Tally(TorchDispatchMode):
             return args[0].add_(args[1])
         out = func(*args, **kwargs)
         convolves = self._converts and func._schema.name == "aten::convolution"
-        if convolves and _channels_last(args[0]):  # stays so on a GPU, not on the meta device
+        # a GPU keeps this layout, the meta device does not
+        if convolves and _channels_last(args[0]):
             out = out.contiguous(memory_format=torch.channels_last)
         count = self._counts.get(func._overloadpacket)
         flops = 0 if count is None else count(*args, **kwargs, out_val=out)
@@ -84,18 +89,18 @@ class Tally(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._track(tensor, counts=True)
         if convolves:
-            self.peak = max(self.peak, self.live + _converted(args[0], args[1], out))
+            self.peak = max(self.peak, self.live + _converted_bytes(args[0], args[1], out))
         return out
 
-    def _move(self, schema: Any, flops: int, given: Any, out: Any) -> None:
-        """Count a kernel and what it moves; views and allocations are none."""
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    def _move(self, schema: Any, flops: int, inputs: Any, out: Any) -> None:
+        """Count a kernel and the bytes it moves; ignore views and allocations."""
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         name = schema.name.removeprefix("aten::")
         view = not schema.is_mutable and any(value.alias_info for value in schema.returns)
-        if not made or view or name.startswith(FREE) or _whole:
+        if not outputs or view or name.startswith(FREE) or _single_kernel:
             return
-        read = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
-        moved = sum(tensor.nbytes for tensor in (*read, *made))
+        read = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        moved = sum(tensor.nbytes for tensor in (*read, *outputs))
         self.kernels += 1
         if "attention" in name:
             self.attention += flops
@@ -103,14 +108,14 @@ class Tally(TorchDispatchMode):
         if flops < INTENSITY * moved:
             self.bytes += moved
             self.small += moved if flops else 0
-        if name == "convolution" and given[0][2] is not None:  # its bias is added afterwards
+        if name == "convolution" and inputs[0][2] is not None:  # its bias is added afterwards
             self.kernels += 1
-            self.bytes += 2 * made[0].nbytes
+            self.bytes += 2 * outputs[0].nbytes
 
-    def normalized(self, given: Tensor) -> None:
-        """A norm that GPUs have one kernel for."""
+    def normalized(self, x: Tensor) -> None:
+        """Count a normalization that is a single kernel on a GPU."""
         self.kernels += 1
-        self.bytes += 2 * given.nbytes
+        self.bytes += 2 * x.nbytes
 
     def _track(self, tensor: Tensor, counts: bool) -> None:
         storage = tensor.untyped_storage()
@@ -119,12 +124,12 @@ class Tally(TorchDispatchMode):
             return
         size = storage.nbytes() if counts else 0
 
-        def gone(_: object) -> None:
+        def forget(_: object) -> None:
             self._known.pop(key, None)
             self.live -= size
 
-        # an entry ends with its storage, as the next one may be at the same address
-        self._known[key] = weakref.ref(storage, gone)
+        # the entry is removed with its storage, because the address may be reused
+        self._known[key] = weakref.ref(storage, forget)
         self.live += size
         self.peak = max(self.peak, self.live)
 
@@ -134,24 +139,28 @@ def _channels_last(tensor: Tensor) -> bool:
     return last and not tensor.is_contiguous()
 
 
-def _converted(given: Tensor, weight: Tensor, out: Tensor) -> int:
-    """Bytes of a convolution's second copies: none of one that is a plain product, or depthwise, or
-    whose input has its channels last already.
+def _converted_bytes(x: Tensor, weight: Tensor, out: Tensor) -> int:
+    """Return the bytes of the converted copies of a convolution's input and output.
+
+    There are none if it is a plain product (1x1), depthwise, or if its input is already
+    channels-last.
     """
     plain = math.prod(weight.shape[2:]) == 1 or weight.shape[1] == 1
-    return 0 if plain or _channels_last(given) else given.nbytes + out.nbytes
+    return 0 if plain or _channels_last(x) else x.nbytes + out.nbytes
 
 
 _active: list[Tally] = []
-_whole: list[None] = []
-"""Not empty while operations run that are one kernel on a GPU, but several here."""
+_single_kernel: list[None] = []
+"""Not empty while operations run that are one kernel on a GPU but several on the meta device."""
 FREE = ("empty", "new_empty", "_unsafe_view")
-"""Operators that move nothing, though they do not say that they are views."""
+"""Operators that move no data although their schema does not mark them as views."""
 
 
 def accumulates(sum_: Any, gradient: Any) -> bool:
-    """Whether a backward pass adds ``gradient`` to a sum that nothing else refers to. Autograd adds
-    in place then, but not under a dispatch mode such as ``Tally``, which must do it itself.
+    """Return True if a backward pass adds ``gradient`` to a sum that nothing else references.
+
+    Autograd then adds in place, but not under a dispatch mode such as ``Tally``, which therefore
+    must do so itself.
     """
     both = isinstance(sum_, Tensor) and isinstance(gradient, Tensor)
     if not both or torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
@@ -162,51 +171,50 @@ def accumulates(sum_: Any, gradient: Any) -> bool:
 
 
 OWNERS = 2
-"""References to the storage of a tensor that nothing else shares: the tensor, and the query."""
+"""Reference count of an unshared tensor's storage: one by the tensor and one by the query."""
 
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Counts attention on the meta device as a fused kernel, without its scores in memory, and what
-    torch's root mean square norm moves as that of one kernel.
+    """Count attention and RMSNorm on the meta device as one fused kernel each within the context.
 
-    The function itself is exchanged: torch's own way of overriding it does not reach what a
-    backward pass computes again.
+    Fused attention has no attention scores in memory. The functions themselves are replaced,
+    because torch's override mechanism does not reach what a backward pass recomputes.
     """
     functional: Any = nn.functional
-    spelled_out = functional.scaled_dot_product_attention
+    original_attention = functional.scaled_dot_product_attention
 
     def attention(
         query: Tensor,
         key: Tensor,
         value: Tensor,
         attn_mask: Tensor | None = None,
-        *rest: Any,
-        **more: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Tensor:
         if query.device.type != "meta":
-            return spelled_out(query, key, value, attn_mask, *rest, **more)
-        scale = more.get("scale")
+            return original_attention(query, key, value, attn_mask, *args, **kwargs)
+        scale = kwargs.get("scale")
         # a mask changes neither the operations nor, being small, the memory
         return torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, False, False, scale=scale
         )[0]
 
-    spelled_norm = functional.rms_norm
+    original_norm = functional.rms_norm
 
-    def norm(given: Tensor, *rest: Any, **more: Any) -> Tensor:
-        _whole.append(None)
+    def norm(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        _single_kernel.append(None)
         try:
-            found = spelled_norm(given, *rest, **more)
+            result = original_norm(x, *args, **kwargs)
         finally:
-            _whole.pop()
+            _single_kernel.pop()
         for tally in _active:
-            tally.normalized(given)
-        return found
+            tally.normalized(x)
+        return result
 
     functional.scaled_dot_product_attention, functional.rms_norm = attention, norm
     try:
         yield
     finally:
-        functional.scaled_dot_product_attention = spelled_out
-        functional.rms_norm = spelled_norm
+        functional.scaled_dot_product_attention = original_attention
+        functional.rms_norm = original_norm

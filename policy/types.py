@@ -1,4 +1,4 @@
-"""What the policy's modules share: values that cross them, and names of dtypes."""
+"""Types shared by the policy's modules, and dtypes by name."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from records.weights import DTYPES as DTYPES  # for those who import it from here
+from records.weights import DTYPES as DTYPES  # re-exported
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
-"""(x [B, *latent], sigma 0-dim or [B]) -> v [B, *latent] = eps - x0, where x_t = (1 - t) x0 + t eps
-and sigma = t in [0, 1].
+"""Velocity function (x [B, *latent], sigma 0-dim or [B]) -> v [B, *latent].
+
+v = eps - x0, where x_t = (1 - t) x0 + t eps and sigma = t in [0, 1].
 """
 
 NEGATIVE = "negative/"
-"""Before the names of a negative prompt's tensors in a row of conditioning."""
+"""Prefix of the names of a negative prompt's tensors in conditioning."""
 
 
 @dataclass(frozen=True)
 class Conditioning:
-    """What the denoiser is told about B prompts: named float tensors, each [B, ...]."""
+    """The denoiser's inputs for B prompts: named float tensors, each [B, ...]."""
 
     tensors: dict[str, Tensor]
 
@@ -31,11 +32,14 @@ class Conditioning:
             raise ValueError(f"conditioning tensors need one common number of rows, got {lengths}")
 
     def __len__(self) -> int:
-        """B, the number of prompts."""
+        """Return B, the number of prompts."""
         return len(next(iter(self.tensors.values())))
 
     def repeat(self, n: int) -> Conditioning:
-        """Each prompt n times in a row: [B * n, ...]. One prompt is expanded without a copy."""
+        """Repeat each prompt n times consecutively: [B * n, ...].
+
+        A single prompt is expanded without a copy.
+        """
         if len(self) == 1:
             return self.each(lambda tensor: tensor.expand(n, *tensor.shape[1:]))
         return self.each(lambda tensor: tensor.repeat_interleave(n, dim=0))
@@ -43,11 +47,11 @@ class Conditioning:
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Conditioning:
-        """Moved and cast."""
+        """Return the conditioning moved to ``device`` and cast to ``dtype``."""
         return self.each(lambda tensor: tensor.to(device=device, dtype=dtype))
 
     def rows(self, index: int | slice | Sequence[int] | Tensor) -> Conditioning:
-        """Some of the prompts; an int gives one row, still with its batch dimension."""
+        """Return the selected prompts; an int selects one row and keeps the batch dimension."""
         if isinstance(index, int):
             if not -len(self) <= index < len(self):
                 raise IndexError(f"row {index} of a conditioning with {len(self)} rows")
@@ -57,31 +61,34 @@ class Conditioning:
         return self.each(lambda tensor: tensor[index])
 
     def each(self, do: Callable[[Tensor], Tensor]) -> Conditioning:
-        """What ``do`` makes of each of the tensors."""
+        """Return new conditioning with ``do`` applied to each tensor."""
         return Conditioning({name: do(tensor) for name, tensor in self.tensors.items()})
 
     def with_negative(self, negative: Conditioning) -> Conditioning:
-        """Each row with that of its negative prompt beside it, of ``negative`` as many or one."""
-        beside = (negative if len(negative) == len(self) else negative.repeat(len(self))).tensors
+        """Return the conditioning with the tensors of negative prompts added.
+
+        ``negative`` has as many rows, or one row for all prompts.
+        """
+        added = (negative if len(negative) == len(self) else negative.repeat(len(self))).tensors
         return Conditioning(
-            {**self.tensors, **{f"{NEGATIVE}{name}": tensor for name, tensor in beside.items()}}
+            {**self.tensors, **{f"{NEGATIVE}{name}": tensor for name, tensor in added.items()}}
         )
 
     def parted(self) -> tuple[Conditioning, Conditioning]:
-        """(each row's prompt, its negative prompt). Raises ValueError where there is none."""
-        against = {
+        """Split into (prompts, negative prompts); raise ValueError if the latter are missing."""
+        negative = {
             name.removeprefix(NEGATIVE): tensor
             for name, tensor in self.tensors.items()
             if name.startswith(NEGATIVE)
         }
-        if not against:
+        if not negative:
             raise ValueError("conditioning without a negative prompt: guidance needs one")
-        along = {name: self.tensors[name] for name in against}
-        return Conditioning(along), Conditioning(against)
+        positive = {name: self.tensors[name] for name in negative}
+        return Conditioning(positive), Conditioning(negative)
 
     @staticmethod
     def cat(parts: Sequence[Conditioning]) -> Conditioning:
-        """The rows of all parts, in order."""
+        """Concatenate the rows of all parts, in order; raise ValueError if there are none."""
         if not parts:
             raise ValueError("no conditioning to concatenate")
         return Conditioning(

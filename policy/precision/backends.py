@@ -1,4 +1,4 @@
-"""The precision backends of exploring by name, and the choice among them."""
+"""Registry of the precision backends of exploring, and their selection."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ BACKENDS: dict[str, Backend] = {name: found() for name, found in _CLASSES.items(
 
 
 def ladder() -> list[tuple[str, ...]]:
-    """Names of all backends from coarse to fine; those of one rung have the same precision."""
+    """Return the names of all backends from coarse to fine, grouped by equal precision."""
     rising = sorted(BACKENDS.values(), key=lambda backend: backend.bits)
     return [
-        tuple(backend.name for backend in rung)
-        for _, rung in groupby(rising, key=lambda backend: backend.bits)
+        tuple(backend.name for backend in level)
+        for _, level in groupby(rising, key=lambda backend: backend.bits)
     ]
 
 
 def wire_formats() -> dict[str, int]:
-    """Wire formats and the version of each. ``docs/precision.md`` tells what they mean."""
+    """Return the version of each wire format; ``docs/precision.md`` describes the formats."""
     return {backend.wire_format: backend.wire_version for backend in BACKENDS.values()}
 
 
 def auto_backends(kind: str) -> tuple[Backend, ...]:
-    """What "auto" tries on devices of this type, quickest first."""
+    """Return the backends that "auto" tries on devices of this type, fastest first."""
     place = "cuda" if kind == "cuda" else "cpu"
     return tuple(backend for backend in BACKENDS.values() if backend.auto_on == place)
 
@@ -43,17 +43,17 @@ def resolve_backend(
     compile: bool = False,
     step: Callable[[Backend], cost.Step] | None = None,
 ) -> tuple[Backend, str]:
-    """The backend of this name on this device, and why; "auto" takes the quickest.
+    """Return (backend, reason) for a configured name; "auto" selects the fastest backend.
 
-    On a GPU that is the first that packs activations by kernels or is compiled (``compile``), and
-    whose step, which ``step`` counts, is predicted to take less time than BF16's.
+    On a GPU "auto" selects the first backend that packs activations by kernels or is compiled
+    (``compile``) and whose step, as counted by ``step``, is predicted to be faster than BF16.
 
-    Raises ValueError, one line that begins with ``key``, for a name that is unknown or that this
-    device cannot run: nothing else is taken in its place.
+    Raises ValueError with a one-line message that begins with ``key`` if the name is unknown or
+    this device cannot run the backend; there is no fallback.
     """
     device = torch.device(device)
     if name == "auto":
-        return _best(device, compile, step)
+        return _fastest(device, compile, step)
     if name not in BACKENDS:
         raise ValueError(f"{key}: {name!r} is unknown: use auto, {', '.join(BACKENDS)}")
     refusal = BACKENDS[name].unavailable(device)
@@ -66,7 +66,7 @@ def resolve_backend(
 
 
 def eager_note(backend: Backend, device: torch.device | str, compile: bool) -> str:
-    """A warning to put after the reason for ``backend`` where packing may cost its gain, or ""."""
+    """Return a warning to append to the reason if eager packing may cost the gain, else ""."""
     device = torch.device(device)
     if compile or not backend.packs_eagerly or device.type != "cuda" or not kernels.missing(device):
         return ""
@@ -77,60 +77,63 @@ def eager_note(backend: Backend, device: torch.device | str, compile: bool) -> s
 
 
 def available_backends(device: torch.device | str) -> tuple[str, ...]:
-    """Names of all that this device can run."""
+    """Return the names of all backends that this device can run."""
     device = torch.device(device)
     return tuple(name for name, backend in BACKENDS.items() if backend.unavailable(device) is None)
 
 
 def finer_backend(current: str, available: Collection[str], finest: str) -> str | None:
-    """The next finer backend among ``available``, no finer than ``finest``, or None.
+    """Return the next finer backend among ``available``, no finer than ``finest``, or None.
 
-    ``finest`` is the regenerating precision: a proxy that is as precise as what it stands for
-    cannot gain by more bits. Raises ValueError for a name that is on no rung.
+    ``finest`` is the precision of regeneration: a proxy as precise as the regenerated image cannot
+    gain from more bits. Raises ValueError if ``current`` or ``finest`` is no backend.
     """
-    steps = ladder()
-    rungs = {name: number for number, names in enumerate(steps) for name in names}
+    levels = ladder()
+    level_of = {name: number for number, names in enumerate(levels) for name in names}
     for name in (current, finest):
-        if name not in rungs:
+        if name not in level_of:
             raise ValueError(
-                f"backend {name!r} has no precision to compare: one of {', '.join(rungs)} is"
+                f"backend {name!r} has no precision to compare: one of {', '.join(level_of)} is"
                 " expected"
             )
-    finer = steps[rungs[current] + 1 : rungs[finest] + 1]
+    finer = levels[level_of[current] + 1 : level_of[finest] + 1]
     return next((name for names in finer for name in names if name in available), None)
 
 
 def packing_backend(name: str, device: torch.device | str) -> Backend:
-    """The backend to pack for: any, as packing needs no kernel; "auto" chooses for ``device``."""
+    """Return the backend to pack weights for; "auto" selects one for ``device``.
+
+    Any named backend will do, because packing needs no kernels.
+    """
     return BACKENDS[name] if name in BACKENDS else resolve_backend(name, device)[0]
 
 
-def _best(
+def _fastest(
     device: torch.device, compile: bool, step: Callable[[Backend], cost.Step] | None
 ) -> tuple[Backend, str]:
-    passed_over = []
+    rejected = []
     for backend in auto_backends(device.type):
-        refusal = _no_gain(backend, device, compile, step)
-        if refusal is None:
+        reason = _reason_against(backend, device, compile, step)
+        if reason is None:
             break
-        passed_over.append(f"not {backend.name}: {refusal}")
+        rejected.append(f"not {backend.name}: {reason}")
     else:
-        raise ValueError(f"auto: no backend runs on {device.type}: {'; '.join(passed_over)}")
+        raise ValueError(f"auto: no backend runs on {device.type}: {'; '.join(rejected)}")
     if device.type != "cuda":
         return backend, (
             f"auto: there is no NVFP4 kernel for {device.type} here, so its arithmetic is emulated"
         )
-    why = "; ".join([f"{backend.name} is the quickest that this GPU supports", *passed_over])
+    why = "; ".join([f"{backend.name} is the quickest that this GPU supports", *rejected])
     return backend, f"auto: {why}"
 
 
-def _no_gain(
+def _reason_against(
     backend: Backend,
     device: torch.device,
     compile: bool,
     step: Callable[[Backend], cost.Step] | None,
 ) -> str | None:
-    """Why this backend does not run on this device, or is no gain there; None when it is one."""
+    """Return why a backend does not run or is not faster on this device; None if it is."""
     refusal = backend.unavailable(device)
     if refusal is not None or not backend.quantizes or device.type != "cuda":
         return refusal

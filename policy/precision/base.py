@@ -1,4 +1,4 @@
-"""What a precision backend says about itself. A new one is a row in ``configs/backends.py`` too."""
+"""Base class of precision backends; a new backend also needs a row in ``configs/backends.py``."""
 
 from __future__ import annotations
 
@@ -13,75 +13,80 @@ from policy.precision.layer import QuantizedLinear
 
 
 class Backend(ABC):
-    """One precision of exploring: what linears run in, and in which form their weights travel.
+    """A precision of exploring: how linears compute, and the format of their published weights.
 
-    Packing needs no particular device: a learner packs for GPUs that it does not have. Backends
-    with one ``wire_format`` load each other's published weights.
+    Packing does not depend on the device: a learner packs for GPUs that it does not have. Backends
+    with the same ``wire_format`` can load each other's published weights.
     """
 
     name: ClassVar[str]
     wire_format: ClassVar[str]
     wire_version: ClassVar[int] = 1
-    """Version of the wire format; raise it when what its buffers mean changes."""
+    """Version of the wire format; increment it when the meaning of its buffers changes."""
     wire_dtype: ClassVar[torch.dtype] = torch.float32
-    """The type in which adapted weights travel that are not quantized."""
+    """Dtype in which adapted but unquantized weights are published."""
     bits: ClassVar[float]
     """Bits per weight: the fewer, the coarser. Equal bits count as equal precision."""
     dtype: ClassVar[torch.dtype | None] = None
-    """What unquantized parts are loaded in, None to leave that to the caller."""
+    """Dtype in which unquantized parts are loaded; None leaves it to the caller."""
     quantizes: ClassVar[bool] = True
     fuses: ClassVar[bool] = False
-    """Whether linears that read the same input run as one product."""
+    """True if linears that read the same input run as one product."""
     packs_eagerly: ClassVar[bool] = False
-    """Whether activations are packed by many operations of torch before a quick product where
-    neither ``policy.precision.kernels`` nor compiling makes them few: then nothing is gained.
+    """True if packing activations takes many torch operations before the fast product.
+
+    Unless ``policy.precision.kernels`` or compilation fuses them, the format gains nothing.
     """
     auto_on: ClassVar[Literal["cuda", "cpu"] | None] = None
-    """Where "auto" may take it: on CUDA GPUs, or on everything else."""
+    """Devices on which "auto" may select it: CUDA GPUs ("cuda") or all others ("cpu")."""
     capability: ClassVar[tuple[int, int]] = (0, 0)
-    """The compute capability that a CUDA GPU needs for it."""
+    """Minimum compute capability of a CUDA GPU."""
     speedup: ClassVar[float] = 1.0
-    """Peak of its matrix products over that of BF16, on a GPU of this capability; for plans, where
-    ``policy.precision.accelerators`` does not state the peak of the wire format.
+    """Ratio of its peak matrix-product rate to that of BF16, on a GPU of this capability.
+
+    Plans use it if ``policy.precision.accelerators`` has no peak for the wire format.
     """
 
     @abstractmethod
     def unavailable(self, device: torch.device) -> str | None:
-        """Why this backend does not run on this device, or None when it does."""
+        """Return why this backend does not run on this device, or None if it does."""
 
     @abstractmethod
     def refuses(self, rows: int, columns: int) -> str | None:
-        """Why a weight [N, K] cannot be quantized, or None; the same on every device."""
+        """Return why a weight [N, K] cannot be quantized, or None; the same on every device."""
 
     @abstractmethod
     def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantizedLinear]:
-        """A function from a linear to its quantized layer with the buffers of ``pack``.
+        """Return a function from a linear to its quantized layer with the buffers of ``pack``.
 
-        The layers of one transformer come from one such function, and may share memory.
-        ``activation_amax`` is "power_of_two" or "exact", where a backend has one scale for all
-        activations of a layer.
+        Use one such function for all layers of a transformer; they may share memory.
+        ``activation_amax`` is "power_of_two" or "exact"; it applies to backends with one scale for
+        all activations of a layer.
         """
 
     def blanks(self) -> Callable[[nn.Linear], QuantizedLinear]:
-        """``replacements`` whose layers hold as much and need no kernels, but may not run."""
+        """Return a function as ``replacements`` for layers of the same size, which may not run.
+
+        Creating them needs no kernels.
+        """
         return self.replacements("power_of_two")
 
     def amax(self, weight: Tensor) -> Tensor:
-        """The largest magnitudes that a weight's scales start from: float32 [] or [N, 1]."""
+        """Return the largest magnitudes that determine a weight's scales: float32 [] or [N, 1]."""
         return weight.detach().abs().max().float()
 
     @abstractmethod
     def pack(self, weight: Tensor, search: bool, amax: Tensor | None = None) -> dict[str, Tensor]:
-        """Buffers of a layer with this weight [N, K]. ValueError when it is not finite.
+        """Return the buffers of a layer with this weight [N, K].
 
-        ``search``: spend time on better scales. ``amax`` in place of the weight's own, at least as
-        large.
+        ``search`` spends time on better scales. ``amax`` replaces that of the weight and must not
+        be smaller. Raises ValueError if the weight is not finite.
         """
 
     @abstractmethod
     def decode(self, packed: dict[str, Tensor]) -> Tensor:
-        """The weight that packed buffers stand for: float32 [N, K]."""
+        """Return the weight that packed buffers represent: float32 [N, K]."""
 
     @abstractmethod
     def changed(self, packed: dict[str, Tensor], before: dict[str, Tensor]) -> Tensor:
-        """Number of elements whose stored code differs: integer []."""
+        """Return the number of elements whose stored code differs: integer []."""

@@ -1,4 +1,4 @@
-"""torch.compile, or one clear line where it cannot work: never eager in its place."""
+"""Wrapper of torch.compile that raises a one-line error instead of falling back to eager mode."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from policy.experts import Experts
 from records.errors import described
 
 SHAPES = 64
-"""Shapes of inputs that one module is compiled for. torch's own limit is 8, where each size of a
-batch counts, and beyond it torch would run eagerly without a word.
+"""Number of input shapes that one module may be compiled for.
+
+torch's own limit is 8, each batch size counts, and beyond it torch would silently run eagerly.
 """
 
 
@@ -31,10 +32,13 @@ class CompileFailed(RuntimeError):
 
 
 def compiler_missing(device: torch.device) -> str | None:
-    """What torch.compile lacks here, or None: a C++ compiler for a CPU, Triton for a GPU."""
+    """Return why torch.compile cannot run, or None.
+
+    It needs a C++ compiler on a CPU and Triton on a GPU.
+    """
     if device.type == "cuda":
-        found, missing = importlib.util.find_spec("triton"), "on a GPU, which is not installed"
-        return None if found else f"torch.compile needs the package triton {missing}"
+        spec, missing = importlib.util.find_spec("triton"), "on a GPU, which is not installed"
+        return None if spec else f"torch.compile needs the package triton {missing}"
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler):
         return None
@@ -44,9 +48,11 @@ def compiler_missing(device: torch.device) -> str | None:
 
 
 class _Trained(nn.Module):
-    """A block for passes with gradients: its attention does without cuDNN's kernels, whose backward
-    pass is unsound, and says so in its graph. What torch's own switches allow is part of no guard
-    and of no cache's key: a graph that was made elsewhere would be taken for this one.
+    """A block for passes with gradients, whose compiled attention does not use cuDNN kernels.
+
+    cuDNN's backward pass is incorrect (``policy.attention``). The restriction is part of the traced
+    graph because torch's global switches are in no guard and no cache key: torch could otherwise
+    reuse a graph that was compiled with other kernels.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -61,7 +67,7 @@ class _Trained(nn.Module):
 
 
 def block_of(module: nn.Module) -> nn.Module:
-    """The block itself, of one that ``compiled`` made; any other module as it is."""
+    """Return the original of a block from ``compiled``; return any other module unchanged."""
     module = getattr(module, "_orig_mod", module)
     return module.block if isinstance(module, _Trained) else module
 
@@ -69,68 +75,71 @@ def block_of(module: nn.Module) -> nn.Module:
 def compiled(
     module: nn.Module, device: torch.device, key: str = "compile", trains: bool = False
 ) -> nn.Module:
-    """``module`` compiled for each shape that it is called with; the weights are shared.
+    """Return ``module`` compiled for each input shape, with shared weights.
 
-    Where there are lists of blocks each block is compiled, not the whole: equal blocks share one
-    graph, so that the first call takes as long as one block of each kind. Nothing is compiled
-    before that call, which belongs in ``compile_failures``. Raises ValueError, naming the setting
-    ``key``, where it could not be. Where torch would go on eagerly it is told to fail, in all of
-    this process. ``trains``: for a pass with gradients, and those that are compared with it.
+    If the module has lists of blocks, each block is compiled separately: equal blocks share one
+    graph, so the first call takes only as long as compiling one block of each kind. Compilation
+    happens in that call, which belongs in ``compile_failures``. Set ``trains`` for passes with
+    gradients and for passes that are compared with them.
+
+    Changes torch's settings for the whole process, so that torch raises an error where it would
+    fall back to eager mode. Raises ValueError, which names the setting ``key``, if compilation is
+    not possible.
     """
-    # here: it takes 1.5 CPU seconds, which only those need who compile
+    # imported here: it takes 1.5 CPU seconds, which only compilation needs
     import torch._dynamo
 
     missing = compiler_missing(device)
     if missing is not None:
         raise ValueError(f"{key}: {missing}: install it or set {key} = false")
-    refused = {
-        str(why) for part in module.modules() if (why := getattr(part, "not_compiled", None))
+    reasons = {
+        str(reason) for part in module.modules() if (reason := getattr(part, "not_compiled", None))
     }
-    if refused:
-        raise ValueError(f"{key}: {refused.pop()}, or set {key} = false")
+    if reasons:
+        raise ValueError(f"{key}: {reasons.pop()}, or set {key} = false")
     settings: Any = torch._dynamo.config
     if settings.disable:
         raise ValueError(
             f"{key}: the environment variable TORCH_COMPILE_DISABLE turns it off: unset it or set"
             f" {key} = false"
         )
-    # else torch runs what it cannot compile eagerly: other bits, several times slower
+    # otherwise torch silently runs eagerly: with different bits, and several times slower
     settings.suppress_errors = False
     settings.fail_on_recompile_limit_hit = True
     settings.recompile_limit = SHAPES
-    return _by_block(module, trains) or _graphs(module, trains)
+    return _by_block(module, trains) or _compile(module, trains)
 
 
-def _graphs(module: nn.Module, trains: bool) -> nn.Module:
+def _compile(module: nn.Module, trains: bool) -> nn.Module:
     if not trains:
         return cast("nn.Module", torch.compile(module, dynamic=False))
-    # rounded where eager passes round: graphs with and without gradients fuse other operations, and
-    # a ratio of their densities must not see that
+    # round where eager mode rounds: graphs with and without gradients fuse different operations,
+    # and a ratio of their densities must not depend on that
     options: dict[str, Any] = {"emulate_precision_casts": True}
     return cast("nn.Module", torch.compile(_Trained(module), dynamic=False, options=options))
 
 
 def _by_block(module: nn.Module, trains: bool) -> nn.Module | None:
-    """``module`` with compiled blocks in its lists of blocks, or None where it has no such list.
+    """Return ``module`` with compiled blocks in its block lists, or None if it has no such list.
 
-    Only the module itself and its lists are copies, without weights: the original stays eager, as
-    training needs it, and whatever is done to its blocks and weights later shows here too.
+    Only the module and its lists are shallow copies. The original stays eager, as training needs
+    it, and later changes of its blocks and weights affect the copy too.
     """
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
-    found = False
+    has_blocks = False
     for name, part in module.named_children():
         if isinstance(part, nn.ModuleList) and len(part):
-            found = True
-            twin._modules[name] = nn.ModuleList(_graphs(block, trains) for block in part)
+            has_blocks = True
+            twin._modules[name] = nn.ModuleList(_compile(block, trains) for block in part)
         elif isinstance(module, Experts):
-            found = True
-            twin._modules[name] = _by_block(part, trains) or _graphs(part, trains)
-    return twin if found else None
+            has_blocks = True
+            twin._modules[name] = _by_block(part, trains) or _compile(part, trains)
+    return twin if has_blocks else None
 
 
 def computing(device: torch.device, backend: str) -> str:
-    """Device, kernels and versions in one line: equal lines compute equal bits."""
+    """Return device, kernels and versions in one line; equal lines mean bit-identical results."""
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
     else:
@@ -139,7 +148,7 @@ def computing(device: torch.device, backend: str) -> str:
 
 
 def processor() -> str:
-    """The model of this machine's CPU, as Linux names it, or its architecture."""
+    """Return the model name of this machine's CPU as in Linux, or its architecture."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -149,18 +158,18 @@ def processor() -> str:
 
 @contextlib.contextmanager
 def compile_failures(key: str) -> Iterator[None]:
-    """Turns errors of compiling into CompileFailed, one line that names the setting ``key``."""
+    """Turn compilation errors into CompileFailed with one line that names the setting ``key``."""
     try:
         yield
     except Exception as error:
-        # importing it takes seconds, and it is there if anything was compiled
-        found = sys.modules.get("torch._dynamo.exc")
-        if found is not None and isinstance(error, found.FailOnRecompileLimitHit):
+        # not imported, which takes seconds: it is loaded already if anything was compiled
+        errors = sys.modules.get("torch._dynamo.exc")
+        if errors is not None and isinstance(error, errors.FailOnRecompileLimitHit):
             raise CompileFailed(
                 f"{key}: called with more than {SHAPES} shapes: use batches of fewer sizes, or set"
                 f" {key} = false"
             ) from error
-        if found is not None and isinstance(error, found.TorchDynamoException):
+        if errors is not None and isinstance(error, errors.TorchDynamoException):
             inner = getattr(error, "inner_exception", None) or error
             raise CompileFailed(
                 f"{key}: torch.compile failed: {described(inner)}: fix that or set {key} = false"

@@ -1,10 +1,11 @@
-"""What passes of a denoiser and of a decoder take on a GPU: arithmetic on what is counted.
+"""Cost model of denoiser and decoder passes on a GPU, computed from counted operations.
 
     seconds = max(sum of multiplications / rates + bytes / bandwidths, kernels * ISSUE)
 
-Products, attention and packing have rates of their own; other operations move bytes, fewer where
-blocks are compiled. The rates are shares of what a vendor states, calibrated on one H200
-(docs/performance.md has predictions beside measurements); other GPUs are taken to reach the same.
+Matrix products, attention and packing have their own rates; other operations are bound by the bytes
+that they move, which are fewer in compiled blocks. The rates are fractions of the vendor's peaks,
+calibrated on one H200 (docs/performance.md compares predictions with measurements); other GPUs are
+assumed to reach the same fractions.
 """
 
 from __future__ import annotations
@@ -15,28 +16,33 @@ from dataclasses import dataclass
 from policy.precision.accelerators import ACCELERATORS, Accelerator, accelerator_of
 
 ISSUE = 25e-6
-"""Seconds that Python and torch need for one eager kernel, with the modules around it."""
+"""Seconds that Python and torch need to issue one eager kernel, including module overhead."""
 SUSTAINED = {
     "bf16": 0.76, "fp8": 0.74, "nvfp4": 0.69,
     "attention": 0.61,
     "decode bf16": 0.127, "decode fp32": 0.093,
     "packing": 0.65, "memory": 0.40,
 }  # fmt: skip
-"""Shares of the vendor's peaks that are reached: of BF16's by attention in heads of 128 numbers and
-by decoders, whose FP32 convolutions run in TF32; of the bandwidth by kernels that pack, and by all
-else that an eager model runs, of which much is short rows, broadcasts and transposed copies. The
-share of NVFP4 has not been measured.
+"""Fractions of the vendor's peaks that are reached.
+
+Attention (in heads of size 128) and decoding are relative to the BF16 peak; the FP32 convolutions
+of decoders run in TF32. "packing" (packing kernels) and "memory" (all other eager operations, many
+of them on short rows, broadcasts or transposed copies) are relative to the bandwidth. The fraction
+of NVFP4 has not been measured.
 """
 COMPILED = {"bytes": 0.25, "kernels": 0.55, "decoder": 0.49}
-"""Of what the eager model moves and launches, what is left where blocks are compiled, but for what
-small products move; and of a decoder's seconds. One decoder was measured, in BF16.
+"""Factors by which compilation reduces bytes and kernels of the blocks, and a decoder's seconds.
+
+The bytes of small products are not reduced. One decoder was measured, in BF16.
 """
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Operations and bytes per second that a GPU is taken to reach; ``quantized`` is of products in
-    ``form``, which is "bf16" where quantized layers gain nothing.
+    """Operations and bytes per second that a GPU is assumed to reach.
+
+    ``quantized`` is the rate of products in the format ``form``, which is "bf16" if quantized
+    layers gain nothing.
     """
 
     form: str
@@ -51,8 +57,10 @@ class Rates:
 def rates(
     peak: float, quantized: float, bandwidth: float, form: str, share: float | None = None
 ) -> Rates:
-    """From peaks in TFLOP/s and a bandwidth in TB/s, infinite where it is not known. ``share``: of
-    the peaks, what products, attention and decoders reach, in place of ``SUSTAINED``.
+    """Return the rates for peaks in TFLOP/s and a bandwidth in TB/s.
+
+    The bandwidth is infinite if it is not known. ``share`` is the fraction of the peaks that
+    products, attention and decoders reach; it replaces ``SUSTAINED``.
     """
 
     def reached(what: str) -> float:
@@ -74,14 +82,14 @@ def rates(
 
 
 def rates_of(accelerator: Accelerator, form: str) -> Rates | None:
-    """Of a GPU that is known; None where it has no tensor cores for the format."""
+    """Return the rates of a listed GPU, or None if it has no tensor cores for the format."""
     peak = accelerator.peak(form)
     return None if peak is None else rates(accelerator.bf16, peak, accelerator.bandwidth, form)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Packing one input: kernels, and bytes that they read and write per bfloat16 element."""
+    """Cost of packing one input: kernels, and bytes read and written per bfloat16 element."""
 
     kernels: int
     bytes: float
@@ -89,18 +97,20 @@ class Packing:
 
 EAGER = {"fp8": Packing(10, 33.01), "nvfp4": Packing(64, 172.75)}
 FUSED = {"fp8": Packing(1, 3.0), "nvfp4": Packing(2, 4.69)}
-"""By wire format, as ``python -m bench packing`` counts them; a test compares them."""
+"""Costs by wire format, as counted by ``python -m bench packing``; a test compares them."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One pass of a model: ``flops``, two per multiplication and addition, ``quantized`` of them in
-    quantized layers, which read ``inputs`` tensors of ``elements`` in all; ``kernels`` and
-    ``bytes`` of the unquantized model run eagerly, the bytes without those of large products;
-    ``small`` of them are those of products that wait for memory.
+    """Counted cost of one pass of a model.
 
-    ``attention`` of the operations are those of attention, which takes as long as for ``heads``
-    operations in heads of 128 numbers.
+    ``flops`` has two operations per multiply-add; ``quantized`` of them are in quantized layers,
+    which read ``inputs`` tensors with ``elements`` elements in total. ``kernels`` and ``bytes`` are
+    those of the unquantized model in eager mode, without the bytes of large products; ``small`` of
+    the bytes belong to memory-bound products.
+
+    ``attention`` of the operations are in attention, which takes as long as ``heads`` operations in
+    heads of size 128.
     """
 
     flops: float = 0
@@ -115,15 +125,18 @@ class Step:
 
 
 def seconds(step: Step, at: Rates, fused: bool = True, compiled: bool = False) -> float:
-    """What the step takes in ``at.form``, with inputs packed by kernels (``fused``) or by torch."""
-    plain, spared = step.flops - step.attention, step.bytes - step.small
+    """Return the predicted seconds of a step in the format ``at.form``.
+
+    Inputs are packed by kernels if ``fused`` is set, else by torch operations.
+    """
+    products, other = step.flops - step.attention, step.bytes - step.small
     busy = step.heads / at.attention
-    busy += (step.small + spared * (COMPILED["bytes"] if compiled else 1.0)) / at.memory
+    busy += (step.small + other * (COMPILED["bytes"] if compiled else 1.0)) / at.memory
     kernels = step.kernels * (COMPILED["kernels"] if compiled else 1.0)
     if at.form == "bf16":
-        busy += plain / at.bf16
+        busy += products / at.bf16
     else:
-        busy += (plain - step.quantized) / at.bf16 + step.quantized / at.quantized
+        busy += (products - step.quantized) / at.bf16 + step.quantized / at.quantized
         packing = (FUSED if fused or compiled else EAGER).get(at.form, Packing(0, 0.0))
         busy += step.elements * packing.bytes / at.packing
         kernels += step.inputs * packing.kernels
@@ -133,9 +146,9 @@ def seconds(step: Step, at: Rates, fused: bool = True, compiled: bool = False) -
 def speed(
     step: Step, accelerator: Accelerator, wire_format: str, fused: bool, compiled: bool = False
 ) -> float | None:
-    """How many times as fast as BF16, compiled too if it is, the step should be.
+    """Return the predicted speed of a step relative to BF16, both compiled if ``compiled`` is set.
 
-    None where nothing is known of the format, or the accelerator has no tensor cores for it.
+    Returns None if the format is unknown or the accelerator has no tensor cores for it.
     """
     if wire_format == "bf16":
         return 1.0
@@ -147,34 +160,35 @@ def speed(
 
 
 def slower(step: Step, name: str, wire_format: str, compiled: bool = False) -> str | None:
-    """Why a format is no gain on the GPU called ``name`` even with a fused packing.
+    """Return why a format is no faster than BF16 on the GPU ``name``, even with fused packing.
 
-    None where it is one, or nothing is known of that GPU or format.
+    Returns None if it is faster, or if the GPU or the format is unknown.
     """
     accelerator = accelerator_of(name)
     if accelerator is None:
         return None
-    found = speed(step, accelerator, wire_format, fused=True, compiled=compiled)
-    if found is None or found > 1.0:
+    ratio = speed(step, accelerator, wire_format, fused=True, compiled=compiled)
+    if ratio is None or ratio > 1.0:
         return None
-    return f"a step is predicted to run at {found:.2f} times the speed of BF16 on {name}"
+    return f"a step is predicted to run at {ratio:.2f} times the speed of BF16 on {name}"
 
 
 FORMS = (("eager", False, False), ("by kernels", True, False), ("compiled", True, True))
-"""How activations are packed: by torch, by kernels, by kernels in compiled blocks."""
+"""(name, fused, compiled) of packing by torch, by kernels, and by kernels in compiled blocks."""
 
 
 def table(
     steps: dict[str, Step], accelerators: Sequence[str] = tuple(ACCELERATORS)
 ) -> list[list[str]]:
-    """Rows of text with a header: per accelerator and model the predicted speed against BF16,
-    which is compiled too in the columns that are.
+    """Return rows of text, with a header, of the predicted speed per accelerator and model.
+
+    Speeds are relative to BF16, which is compiled too in the columns with compilation.
     """
     columns = [(wire, fused, compiled) for wire in FUSED for _, fused, compiled in FORMS]
     header = [f"{wire} {how}" for wire in FUSED for how, *_ in FORMS]
     rows = [["GPU", "model", *header]]
     for name in accelerators:
         for model, step in steps.items():
-            found = [speed(step, ACCELERATORS[name], *column) for column in columns]
-            rows.append([name, model, *("" if s is None else f"{s:.2f}" for s in found)])
+            speeds = [speed(step, ACCELERATORS[name], *column) for column in columns]
+            rows.append([name, model, *("" if s is None else f"{s:.2f}" for s in speeds)])
     return rows

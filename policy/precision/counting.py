@@ -1,4 +1,4 @@
-"""What one call of a model's denoiser does, counted on tensors without data: see ``cost.Step``."""
+"""Counting of one denoiser call on tensors without data (``cost.Step``)."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ def step_of(
     batch: int,
     modules_to_not_convert: Sequence[str] = (),
 ) -> Step:
-    """One call for ``batch`` images at the family's size, all text tokens in use. ``transformer``
-    is unquantized, in bfloat16 on the meta device.
+    """Return the cost of one call for ``batch`` images at the family's size, all text tokens used.
+
+    ``transformer`` is unquantized and in bfloat16 on the meta device.
     """
     plan = quantize_plan(transformer, family, modules_to_not_convert, backend)
     return sampling_work(family, transformer, batch, torch.bfloat16, groups_of(plan))
 
 
 def configured_step(config: RunConfig, backend: Backend) -> Step:
-    """A step of a run's explorer: its model and size, one chunk of seeds."""
+    """Return the cost of one step of a run's explorer: its model and size, one chunk of seeds."""
     family = family_for(config.explored_model)
     transformer = blank_denoiser(family, torch.bfloat16)
     explore = config.explore

@@ -2,7 +2,7 @@
 
 y = alpha (Ux Uw^T) + bias with Ux, Uw = q * sf of activations and weights, float32 products (exact)
 and sums, and no rounding before alpha. A layer holds its weight packed (4.5 bits per element) and
-decodes Uw anew in each forward: that costs little compared with the product, and no float32 copy
+decodes Uw in each forward pass: this costs little compared with the product, and no float32 copy
 stays in memory. Inference only.
 """
 
@@ -25,9 +25,9 @@ ALPHA = 1.0 / (nvfp4.SPAN * nvfp4.SPAN)
 class Workspace:
     """Tables and scratch memory shared by the emulated layers of one transformer; not thread-safe.
 
-    Quantizes an input once for all layers that get it. What ``quantized`` returns is overwritten by
-    the next call with another input. ``exact``: the amax of activations is not rounded up to a
-    power of two.
+    Quantizes an input once for all layers that read it. The result of ``quantized`` is overwritten
+    by the next call with another input. With ``exact`` the amax of activations is not rounded up to
+    a power of two.
     """
 
     def __init__(self, exact: bool = False) -> None:
@@ -38,7 +38,7 @@ class Workspace:
         self._last = LastInput()
 
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Values of packed bytes and of scale bytes on ``device``."""
+        """Return the tables of values of packed bytes and of scale bytes on ``device``."""
         if torch.compiler.is_compiling():
             return nvfp4.nibble_values(device), nvfp4.scale_values(device)
         if device not in self._tables:
@@ -46,7 +46,7 @@ class Workspace:
         return self._tables[device]
 
     def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``nvfp4.quantize_activation`` of x [..., K]: U float32 [rows, K], amax float32 []."""
+        """Return ``nvfp4.quantize_activation`` of x [..., K]: U [rows, K] and amax [], float32."""
         return self._last.once(x, self._quantize)
 
     def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,8 +57,8 @@ class Workspace:
         return self._quantize_on_cpu(rows)
 
     def _quantize_on_cpu(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """``nvfp4.quantize_activation`` in eight passes over memory that stays allocated."""
-        # on a CPU fresh pages cost more than the arithmetic itself
+        """Compute ``nvfp4.quantize_activation`` in eight passes over reused memory."""
+        # reused, because on a CPU new memory pages cost more than the arithmetic
         count, width = rows.numel(), rows.shape[1]
         if self._value.numel() < count:
             self._value, self._scratch = torch.empty(count), torch.empty(count, dtype=torch.int32)
@@ -70,7 +70,8 @@ class Workspace:
         torch.bitwise_and(blocks.view(torch.int32), 0x7FFFFFFF, out=scratch)
         largest = scratch.amax(-1, keepdim=True).view(torch.float32)
         amax = _power_of_two_above(largest.max().item())
-        if not 2.0**-100 < amax < 2.0**100:  # also 0 and NaN: where the exact short cuts below end
+        # outside of this range, and for 0 and NaN, the shortcuts below are not exact
+        if not 2.0**-100 < amax < 2.0**100:
             return nvfp4.quantize_activation(rows)
         # S_enc is 2688 / amax without rounding, S_enc * fp32(1/6) is 448 / amax, and no block
         # exceeds 448
@@ -83,7 +84,7 @@ class Workspace:
 
 
 def _power_of_two_above(amax: float) -> float:
-    """The least power of two that is not below amax; 0 and non-finite values stay as they are."""
+    """Return the smallest power of two >= amax; return 0 and non-finite values unchanged."""
     if amax == 0 or not math.isfinite(amax):
         return amax
     mantissa, exponent = math.frexp(amax)
@@ -91,7 +92,7 @@ def _power_of_two_above(amax: float) -> float:
 
 
 class EmulatedNVFP4Linear(QuantizedLinear):
-    """x [..., K] -> [..., N] in x's dtype. Buffers as in ``nvfp4.Packed``."""
+    """Linear layer x [..., K] -> [..., N] in x's dtype, with the buffers of ``nvfp4.Packed``."""
 
     float32_buffers = ("amax",)
     codes: Tensor
@@ -108,7 +109,7 @@ class EmulatedNVFP4Linear(QuantizedLinear):
         self.workspace = workspace
 
     def forward(self, x: Tensor) -> Tensor:
-        """alpha (Ux Uw^T) + bias."""
+        """Return alpha (Ux Uw^T) + bias."""
         operand, amax = self.workspace.quantized(x)
         weight = nvfp4.decoded_operand(self.codes, self.scales, *self.workspace.tables(x.device))
         # both operands are small integers times powers of two: products are exact in float32, and
@@ -120,20 +121,20 @@ class EmulatedNVFP4Linear(QuantizedLinear):
 
 
 class EmulatedNVFP4(NVFP4Packing):
-    """The backend."""
+    """The backend ``emulated_nvfp4``."""
 
     name = "emulated_nvfp4"
     auto_on = "cpu"
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Runs anywhere."""
+        """Return None: it runs on every device."""
         return None
 
     def refuses(self, rows: int, columns: int) -> str | None:
-        """NVFP4 needs whole blocks along K."""
+        """Return a reason if K is not a multiple of the block size, else None."""
         return f"K = {columns} is not a multiple of {BLOCK}" if columns % BLOCK else None
 
     def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantizedLinear]:
-        """Layers that share one workspace."""
+        """Return a function to layers that share one workspace."""
         workspace = Workspace(exact=activation_amax == "exact")
         return lambda linear: EmulatedNVFP4Linear(linear, workspace)

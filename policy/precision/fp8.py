@@ -1,9 +1,9 @@
 """``fp8``: E4M3 matrix products with one scale per row, for Hopper and Ada; on a CPU for tests.
 
 Every row of the activations [M, K] and of the weight [N, K] has s = max|row| / 448 and codes
-e4m3(row * (1 / s)); dividing would take a GPU longer than memory does. y = bf16((codes_x
-codes_w^T) s_x s_w^T + bias), sums in float32. A row's codes depend on that row alone, so an image
-does not depend on its neighbours in the batch. The kernel is torch's ``_scaled_mm`` with row-wise
+e4m3(row * (1 / s)); divisions would take a GPU longer than the memory traffic. y = bf16((codes_x
+codes_w^T) s_x s_w^T + bias), with sums in float32. A row's codes depend only on that row, so an
+image does not depend on the rest of the batch. The kernel is torch's ``_scaled_mm`` with row-wise
 scales.
 """
 
@@ -23,35 +23,36 @@ from policy.precision.nvfp4 import E4M3_MAX
 
 SMALLEST = torch.finfo(torch.float32).tiny
 FAST_ACCUMULATION = True
-"""Hopper then sums within tensor cores alone, with 13 bits behind the point of the largest product.
-On an H200 large products are 8 to 31 % faster than with partial sums in float32, and
-0.2 to 0.3 % off the exact ones instead of the 0.17 % of rounding to bfloat16; FP8's own rounding
-makes 3.7 %. No effect on a CPU.
+"""Let Hopper accumulate within tensor cores only, 13 bits after the point of the largest product.
+
+On an H200 large products are 8 to 31 % faster than with partial sums in float32. Their error is 0.2
+to 0.3 %, instead of the 0.17 % of rounding to bfloat16; FP8's own rounding error is 3.7 %. No
+effect on a CPU.
 """
 
 CPU_ROWS = (2, 13)
-"""The torch whose product of FP8 tensors has scales for rows on a CPU too."""
+"""First torch version whose FP8 product supports row-wise scales on a CPU."""
 
 
 def row_scales(x: Tensor) -> Tensor:
-    """max|row| / 448 of x [M, K]: float32 [M, 1], at least the smallest normal number."""
+    """Return max|row| / 448 of x [M, K]: float32 [M, 1], at least the smallest normal number."""
     # not 0, so that the codes of a zero row are 0 and not NaN
     return (x.abs().amax(-1, keepdim=True).float() / E4M3_MAX).clamp(min=SMALLEST)
 
 
 def quantize_rows(x: Tensor, scales: Tensor) -> Tensor:
-    """e4m3(x * (1 / s)), saturating: float8_e4m3fn like x [M, K]. A non-finite row gives NaN."""
+    """Return e4m3(x * (1 / s)), saturating: float8_e4m3fn [M, K]. A non-finite row gives NaN."""
     return (x.float() * scales.reciprocal()).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 class Activations:
-    """Codes and scales of the last input, shared by the layers that get it."""
+    """Cache of the codes and scales of the last input, shared by the layers that read it."""
 
     def __init__(self) -> None:
         self._last = LastInput()
 
     def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(float8_e4m3fn [rows, K], float32 [rows, 1]) of x [..., K]."""
+        """Return codes float8_e4m3fn [rows, K] and scales float32 [rows, 1] of x [..., K]."""
         return self._last.once(x, self._quantize)
 
     @staticmethod
@@ -64,7 +65,7 @@ class Activations:
 
 
 class FP8Linear(QuantizedLinear):
-    """x [..., K] -> [..., N] in x's dtype.
+    """Linear layer x [..., K] -> [..., N] in x's dtype.
 
     Buffers: ``codes`` uint8 [N, K], the bits of E4M3; ``scales`` float32 [N].
     """
@@ -80,12 +81,11 @@ class FP8Linear(QuantizedLinear):
         self.activations = activations
 
     def forward(self, x: Tensor) -> Tensor:
-        """(codes_x codes_w^T) s_x s_w^T + bias, rounded to bfloat16 once."""
+        """Return (codes_x codes_w^T) s_x s_w^T + bias, rounded to bfloat16 once."""
         codes, scales = self.activations.quantized(x)
         y = torch._scaled_mm(
             codes,
-            # the kernel wants its second operand by columns, which rows of codes are when
-            # transposed
+            # the kernel needs a column-major second operand: the transpose of the row-major codes
             self.codes.view(torch.float8_e4m3fn).t(),
             scale_a=scales,
             scale_b=self.scales.view(1, -1),
@@ -97,7 +97,7 @@ class FP8Linear(QuantizedLinear):
 
 
 class FP8(Backend):
-    """The backend. The wire format ``fp8``, version 1, is the layer's two buffers."""
+    """The backend ``fp8``. Its wire format ``fp8``, version 1, is the two buffers of the layer."""
 
     name = wire_format = "fp8"
     bits = 8
@@ -107,7 +107,10 @@ class FP8(Backend):
     speedup = 2
 
     def unavailable(self, device: torch.device) -> str | None:
-        """FP8 tensor cores from compute capability 8.9 on; a CPU will do from torch 2.13 on."""
+        """Return why FP8 does not run on this device, or None if it does.
+
+        It needs a GPU of compute capability 8.9 or higher, or a CPU with torch 2.13 or later.
+        """
         if device.type == "cpu":
             if torch_release() >= CPU_ROWS:
                 return None
@@ -124,25 +127,28 @@ class FP8(Backend):
         )
 
     def refuses(self, rows: int, columns: int) -> str | None:
-        """The CUDA kernel wants both dimensions of the weight in multiples of 16."""
-        # asked on a CPU as well: a learner there packs for GPUs, and must quantize the same layers
+        """Return why it cannot be quantized: the kernel needs both sizes in multiples of 16."""
+        # the same on a CPU: a learner there packs for GPUs and must quantize the same layers
         for letter, size in (("K", columns), ("N", rows)):
             if size % 16:
                 return f"{letter} = {size} is not a multiple of 16"
         return None
 
     def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantizedLinear]:
-        """Layers that share the quantized input. Rows have scales, so no ``activation_amax``."""
+        """Return a function to layers that share the quantized input.
+
+        Ignores ``activation_amax``, as every row has its own scale.
+        """
         activations = Activations()
         return lambda linear: FP8Linear(linear, activations)
 
     def amax(self, weight: Tensor) -> Tensor:
-        """max|row|: [N, 1]."""
+        """Return max|row|: float32 [N, 1]."""
         return weight.detach().abs().amax(-1, keepdim=True).float()
 
     def pack(self, weight: Tensor, search: bool, amax: Tensor | None = None) -> dict[str, Tensor]:
-        """codes and scales. ``search`` changes nothing."""
-        # with E4M3's three mantissa bits, no neighbour of a row's scale is worth the search
+        """Return codes and scales; ``search`` has no effect. Raises ValueError if not finite."""
+        # with E4M3's three mantissa bits a search among neighboring scales is not worthwhile
         exact = weight.detach().float()
         own = self.amax(exact)
         if not math.isfinite(float(own.max())):
@@ -152,9 +158,9 @@ class FP8(Backend):
         return {"codes": quantize_rows(exact, scales).view(torch.uint8), "scales": scales.flatten()}
 
     def decode(self, packed: dict[str, Tensor]) -> Tensor:
-        """float32 [N, K]."""
+        """Return the weight that the buffers represent: float32 [N, K]."""
         return packed["codes"].view(torch.float8_e4m3fn).float() * packed["scales"].unsqueeze(-1)
 
     def changed(self, packed: dict[str, Tensor], before: dict[str, Tensor]) -> Tensor:
-        """How many codes differ."""
+        """Return the number of codes that differ."""
         return (packed["codes"] != before["codes"]).sum()

@@ -1,7 +1,8 @@
 """Linears that read the same input (to_q, to_k, to_v) as one product.
 
-One larger product keeps a GPU's tensor cores busier than three. Published weights do not show it:
-each linear travels by itself, and is copied into its rows of the joint buffers.
+One larger product uses a GPU's tensor cores better than three small ones. Published weights are
+independent of this: each linear is published separately and copied into its rows of the joint
+buffers.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from policy.precision.layer import QuantizedLinear
 
 
 class Joint:
-    """The joint layer of a group, and its last result until every member has taken its part.
+    """The joint layer of a group of linears, with its last result until all members have read it.
 
     Not thread-safe.
     """
 
     def __init__(self, layer: QuantizedLinear, sizes: Sequence[int]) -> None:
         self.layer, self.sizes = layer, tuple(sizes)
-        # what is one value per layer, such as amax, arrives once per member, and must agree
+        # a scalar per layer, such as amax, is published once per member, and all must be equal
         self.single = {
             name: torch.zeros(len(sizes), *buffer.shape, dtype=buffer.dtype)
             for name, buffer in layer.wire_targets().items()
@@ -33,32 +34,32 @@ class Joint:
         self._parts: list[Tensor | None] = []
 
     def part(self, x: Tensor, index: int) -> Tensor:
-        """The rows of one member in the result for x.
+        """Return the outputs of one member for x; compute the joint result if it is not cached.
 
-        Traced by torch.compile, an input counts as unchanged between the calls of the members:
-        attention does not write to it.
+        While torch.compile traces, the input is assumed to be unchanged between the calls of the
+        members, because attention does not write to it.
         """
         traced = torch.compiler.is_compiling()
         unversioned = not traced and x.is_inference()
         version = 0 if traced or unversioned else x._version
-        found = (
+        result = (
             self._parts[index]
             if self._input is x and self._version == version and not unversioned
             else None
         )
-        if found is None:
+        if result is None:
             self._parts = list(self.layer(x).split(self.sizes, dim=-1))
             self._input, self._version = x, version
-            found = self._parts[index]
-        assert found is not None
-        # given up part by part: a block's q, k and v need not all stay until the next block
+            result = self._parts[index]
+        assert result is not None
+        # freed part by part: a block's q, k and v need not all stay until the next block
         self._parts[index] = None
         if all(part is None for part in self._parts):
             self._input, self._parts = None, []
-        return found
+        return result
 
     def arrived(self) -> None:
-        """All members were filled. Raises ValueError when what they must have in common differs."""
+        """Finish loading after all members are filled; raise ValueError if their scalars differ."""
         for name, values in self.single.items():
             if not bool((values == values[0]).all()):
                 raise ValueError(
@@ -70,22 +71,22 @@ class Joint:
 
 
 class FusedMember(nn.Module):
-    """One linear of a group: x [..., K] -> [..., N]. The first one owns the joint layer."""
+    """One linear of a fused group, x [..., K] -> [..., N]; the first one owns the joint layer."""
 
     def __init__(self, joint: Joint, index: int) -> None:
         super().__init__()
         self._joint, self._index = joint, index
         self.in_features, self.out_features = joint.layer.in_features, joint.sizes[index]
-        # with one owner the joint weights move, and are counted, once
+        # registered in one member only, so that the joint weights are moved and counted once
         if index == 0:
             self.layer = joint.layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Its part of the joint result."""
+        """Return this member's part of the joint result."""
         return self._joint.part(x, self._index)
 
     def wire_targets(self) -> dict[str, Tensor]:
-        """Its rows of the joint buffers, by the names that the backend's ``pack`` uses."""
+        """Return its rows of the joint buffers, by the names that the backend's ``pack`` uses."""
         start, joint = sum(self._joint.sizes[: self._index]), self._joint
         return {
             name: (
@@ -97,7 +98,7 @@ class FusedMember(nn.Module):
         }
 
     def arrived(self) -> None:
-        """Called after all targets were filled; the first member answers for the group."""
+        """Finish loading after all targets were filled; the first member acts for the group."""
         if self._index == 0:
             self._joint.arrived()
 
@@ -105,11 +106,11 @@ class FusedMember(nn.Module):
 def join(
     linears: Sequence[nn.Linear], replacement: Callable[[nn.Linear], QuantizedLinear]
 ) -> list[FusedMember]:
-    """Members in place of linears [N_i, K] of one input, over one joint layer [sum N_i, K]."""
+    """Return members that replace linears [N_i, K] of one input by a joint layer [sum N_i, K]."""
     first, sizes = linears[0], [linear.out_features for linear in linears]
     joined = nn.Linear(first.in_features, sum(sizes), bias=False, device="meta")
     shape = (joined.out_features, joined.in_features)
-    # a shape and a device, but no memory: the layer takes nothing else from its weight
+    # has a shape and a device but no memory: the layer reads nothing else of this weight
     joined.weight = nn.Parameter(first.weight.new_empty(1).expand(shape), requires_grad=False)
     if any(linear.bias is not None for linear in linears):
         biases = [

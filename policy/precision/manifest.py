@@ -1,4 +1,4 @@
-"""The manifest of published weights: what the bytes of a version's shards are."""
+"""Manifest of published weights: describes the bytes in a version's shards."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import xxhash
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TRAVEL = (torch.uint8, torch.float8_e4m3fn, *FLOATS)
 WIRE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TRAVEL}
-"""What may travel, by torch's own name."""
+"""The dtypes that may be published, by torch's name."""
 WIRE_NAMES = {dtype: name for name, dtype in WIRE_DTYPES.items()}
 Piece = tuple[int, slice, slice]
 """Index of a shard, slice of the shard, slice of the entry."""
 
 
 class WireError(RuntimeError):
-    """Published bytes that differ from their manifest, or from what the model here needs."""
+    """Published weights do not match their manifest, or do not fit this model."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: ``nbytes`` bytes from ``offset`` of the concatenated shards, row-major."""
+    """One tensor, row-major: ``nbytes`` bytes at ``offset`` in the concatenated shards."""
 
     name: str
     dtype: str
@@ -38,10 +38,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the shards of one version hold.
+    """The contents of the shards of one version.
 
-    ``format`` and ``format_version`` say what the buffers mean. ``hashes``: xxh3-64 of the shards,
-    in hex.
+    ``format`` and ``format_version`` define the meaning of the buffers. ``hashes`` are the xxh3-64
+    hashes of the shards in hex.
     """
 
     version: int
@@ -53,18 +53,20 @@ class Manifest:
 
     @cached_property
     def checksum(self) -> str:
-        """xxh3-128 of all fields, hex: equal checksums mean equal weights of equal version."""
-        # it finds damage and mistakes, not forgers, at the speed of memory
+        """xxh3-128 of all fields in hex; equal checksums mean equal weights and version."""
+        # not cryptographic: detects damage and mistakes, not forgery, at memory speed
         return xxhash.xxh3_128_hexdigest(json.dumps(asdict(self), sort_keys=True).encode())
 
     @property
     def nbytes(self) -> int:
-        """Size of all shards."""
+        """Size of all shards in bytes."""
         return sum(self.shard_sizes)
 
     def changed_since(self, before: Manifest | None) -> list[int]:
-        """The shards that are sent to one who holds ``before``: all shards of every tensor of
-        which some bytes differ, and all there are where the two lay out their tensors differently.
+        """Return the indices of the shards to send to a receiver that holds ``before``.
+
+        These are all shards of every tensor of which some bytes differ, and all shards if the
+        layout of the tensors differs or ``before`` is None.
         """
         everything = range(len(self.hashes))
         if before is None or self._layout != before._layout:
@@ -72,12 +74,12 @@ class Manifest:
         changed = {index for index in everything if self.hashes[index] != before.hashes[index]}
         for entry in self.entries:
             parts = {index for index, _, _ in self.pieces(entry)}
-            # an entry may be converted as it is copied, so it is never copied in part
+            # whole entries, because a partial copy could not be converted to the target dtype
             changed |= parts if any(self.hashes[i] != before.hashes[i] for i in parts) else set()
         return sorted(changed)
 
     def pieces(self, entry: Entry) -> Iterator[Piece]:
-        """The shards and slices that hold the bytes of an entry."""
+        """Yield the shards and slices that hold the bytes of an entry."""
         return pieces(entry, self._starts, self.shard_sizes)
 
     @cached_property
@@ -90,7 +92,7 @@ class Manifest:
 
 
 def pieces(entry: Entry, starts: Sequence[int], sizes: Sequence[int]) -> Iterator[Piece]:
-    """The pieces of an entry over shards of ``sizes`` that begin at ``starts``."""
+    """Yield the pieces of an entry in shards of ``sizes`` that start at ``starts``."""
     start, end = entry.offset, entry.offset + entry.nbytes
     while start < end:
         shard = bisect_right(starts, start) - 1

@@ -1,8 +1,8 @@
 """NVFP4: E2M1 values in blocks of 16 along K, an E4M3 scale per block, an FP32 amax per tensor.
 
-The arithmetic is that of NVIDIA's TransformerEngine from 2.14.1 on (recipe ``NVFP4BlockScaling``,
-1x16 blocks, no random Hadamard transform, no stochastic rounding), bit for bit, all of it in
-float32:
+The arithmetic matches NVIDIA's TransformerEngine from 2.14.1 on bit for bit (recipe
+``NVFP4BlockScaling``, 1x16 blocks, no random Hadamard transform, no stochastic rounding). All of it
+is in float32:
 
     S_enc = min(2688 / amax, FLT_MAX), or 1 where amax is 0
             2688 = 448 * 6, the largest E4M3 times the largest E2M1
@@ -13,7 +13,7 @@ float32:
             rounded to nearest even, saturating at 6
     value = q * ((sf * amax) * (1 / 2688))
 
-A matrix product sees U = q * sf alone: y = alpha Ux Uw^T with alpha = amax_x amax_w / 2688^2.
+A matrix product uses only U = q * sf: y = alpha Ux Uw^T with alpha = amax_x amax_w / 2688^2.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 SPAN = E4M3_MAX * E2M1_MAX
 FLOAT_MAX = torch.finfo(torch.float32).max
-# rounded to float32 before they are used, as constants of the kernels are
+# rounded to float32 before use, like the constants of the kernels
 SIXTH = torch.tensor(1.0 / 6.0, dtype=torch.float32).item()
 SPAN_INVERSE = torch.tensor(1.0 / SPAN, dtype=torch.float32).item()
 E4M3_SMALLEST_NORMAL = 2.0**-6
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SEARCH_OFFSETS = tuple(range(-4, 8))
-"""E4M3 codes, relative to the plain one, among which the scale search chooses. On Gaussian and on
-heavy-tailed weights every choice of a search over all codes lay within -3..7.
+"""Candidates of the scale search: offsets of E4M3 codes from that of the plain scale.
+
+On Gaussian and on heavy-tailed weights, a search over all codes only chose offsets within -3..7.
 """
 ROWS = 4096
-"""Of a search at a time: a candidate's error takes as much memory as the FP32 weight itself."""
+"""Rows searched at a time: the error of a candidate needs as much memory as the FP32 rows."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight [N, K] in 4.5 bits per element, plus four bytes.
+    """A weight [N, K] packed in 4.5 bits per element, plus four bytes.
 
     ``codes`` uint8 [N, K / 2], even element in the low nibble; ``scales`` uint8 [N, K / 16], the
     bits of E4M3; ``amax`` float32 [].
@@ -58,29 +59,29 @@ class Packed:
 def round_to_mantissa_(v: Tensor, bits: int, lowest: int, scratch: Tensor | None = None) -> Tensor:
     """Round float32 v in place, half to even, to ``bits`` mantissa bits.
 
-    ``lowest`` is the least normal exponent of the rounded format. Adding and subtracting M = 1.5 *
-    2^(23 - bits) * p, with p the power of two below |v| but at least 2^lowest, rounds to multiples
-    of p / 2^bits. The bits of M come from those of v by integer arithmetic: no branches, no tables,
-    five passes.
+    ``lowest`` is the smallest normal exponent of the target format. Adding and subtracting M = 1.5
+    * 2^(23 - bits) * p, with p the power of two below |v| but at least 2^lowest, rounds to
+    multiples of p / 2^bits. The bits of M are computed from those of v by integer arithmetic, in
+    five passes without branches or tables.
     """
     power = torch.bitwise_and(v.view(torch.int32), 0x7F800000, out=scratch)
-    # 0x400000, the mantissa's top bit, makes 1.5 of 1: M + v then stays within M's binade for v of
-    # either sign, so that the last bit of the sum has one weight
+    # 0x400000, the mantissa's top bit, turns 1 into 1.5: M + v then stays within M's binade for v
+    # of either sign, so that the last bit of the sum always has the same weight
     power.clamp_(min=(127 + lowest) << 23).add_(((23 - bits) << 23) + 0x400000)
     magic = power.view(torch.float32)
     return v.add_(magic).sub_(magic)
 
 
 def round_e2m1_(v: Tensor, scratch: Tensor | None = None, saturate: bool = True) -> Tensor:
-    """Round float32 v to E2M1, half to even, in place; |v| < 7 unless ``saturate``."""
+    """Round float32 v to E2M1 in place, half to even; requires |v| < 7 unless ``saturate``."""
     return round_to_mantissa_(
         v.clamp_(-E2M1_MAX, E2M1_MAX) if saturate else v, bits=1, lowest=0, scratch=scratch
     )
 
 
 def block_amax(x: Tensor) -> Tensor:
-    """max|x| of each 16 neighbours: [..., K] -> [..., K / 16]."""
-    # halving is quicker than torch's reduction over so short a dimension
+    """Return max|x| of each block of 16 elements: [..., K] -> [..., K / 16]."""
+    # repeated halving is faster than torch's reduction over such a short dimension
     largest = x.abs().unflatten(-1, (-1, BLOCK))
     for half in (8, 4, 2, 1):
         largest = torch.maximum(largest[..., :half], largest[..., half:])
@@ -88,28 +89,28 @@ def block_amax(x: Tensor) -> Tensor:
 
 
 def encoding_scale(amax: Tensor) -> Tensor:
-    """S_enc float32 [] of a tensor's amax."""
-    # not SPAN / amax: torch computes that as SPAN times the reciprocal, with two roundings
+    """Return S_enc, float32 [], for the amax of a tensor."""
+    # not SPAN / amax, which torch computes as SPAN times the reciprocal, with two roundings
     scale = torch.div(torch.full_like(amax, SPAN), amax).clamp(max=FLOAT_MAX)
     return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
 
 
 def block_scales(largest: Tensor, s_enc: Tensor) -> Tensor:
-    """The plain E4M3 scales of blocks with these amax values: float8_e4m3fn, same shape."""
+    """Return the plain E4M3 scales for these block amax values: float8_e4m3fn, same shape."""
     return (largest * (s_enc * SIXTH)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def inverse_scales(scales: Tensor, s_enc: Tensor) -> Tensor:
-    """What elements are multiplied by before rounding; ``scales`` float32."""
+    """Return the factors (inv) of elements before rounding; ``scales`` are float32."""
     return torch.reciprocal(scales * torch.reciprocal(s_enc)).clamp(max=FLOAT_MAX)
 
 
 def quantize(weight: Tensor, search: bool = False, amax: Tensor | None = None) -> Packed:
     """Pack a weight [N, K] of any float dtype, K a multiple of 16.
 
-    ``search`` chooses each block's scale among 12 neighbours of the plain one by squared error
-    (never worse than plain). ``amax`` replaces max|W|, for a scale that is frozen over a run;
-    larger values saturate. Raises ValueError for a bad shape or a non-finite weight.
+    ``search`` selects each block's scale among 12 candidates around the plain one by squared
+    error (never worse than plain). ``amax`` replaces max|W|, for a scale that is frozen over a run;
+    larger values saturate. Raises ValueError for a bad shape or a non-finite weight or amax.
     """
     if weight.ndim != 2 or weight.shape[1] % BLOCK:
         raise ValueError(
@@ -118,7 +119,7 @@ def quantize(weight: Tensor, search: bool = False, amax: Tensor | None = None) -
     values = weight.detach().float()
     largest = block_amax(values)
     own = largest.max() if largest.numel() else values.new_zeros(())
-    # before the check: a range from elsewhere may be what is not finite
+    # before the check, because a given amax may be non-finite as well
     amax = own if amax is None else amax.detach().to(own)
     if not (math.isfinite(own.item()) and math.isfinite(amax.item())):
         raise ValueError(
@@ -129,7 +130,7 @@ def quantize(weight: Tensor, search: bool = False, amax: Tensor | None = None) -
 
 
 def _pack(values: Tensor, largest: Tensor, amax: Tensor, search: bool = False) -> Packed:
-    """``values`` float32 [N, K] with the amax of its blocks, at this amax of the tensor."""
+    """Pack ``values`` float32 [N, K] with block amax ``largest`` and tensor amax ``amax``."""
     s_enc = encoding_scale(amax)
     scales = block_scales(largest, s_enc)
     if search:
@@ -140,31 +141,34 @@ def _pack(values: Tensor, largest: Tensor, amax: Tensor, search: bool = False) -
 
 
 def frozen_amax(base: Tensor, now: Tensor) -> Tensor:
-    """The amax that a weight is packed with all through a run, with head-room for its updates.
+    """Return the amax with which a weight is packed throughout a run, with headroom for updates.
 
-    It is twice that of the run's first weight, doubled until it covers ``now``.
-    ``base`` and ``now`` are largest absolute values, float32 of one shape. E4M3 scales are relative
-    to amax, so the head-room of one binade costs only the smallest scales; what it buys is that a
-    small update leaves the grid of all other blocks alone. A function of the two weights, not of
-    the history, so that a resumed run packs the same.
+    It is twice the amax of the run's first weight, doubled until it covers ``now``. ``base`` and
+    ``now`` are largest absolute values, float32 of the same shape. E4M3 scales are relative to
+    amax, so one binade of headroom affects only the smallest scales, and in return a small update
+    does not change the grid of all other blocks. The result depends on the two weights and not on
+    the history, so that a resumed run packs identically.
     """
     return torch.where(base > 0, base * power_of_two_above(now / base).clamp(min=2.0), now)
 
 
 def scaled(values: Tensor, scales: Tensor, s_enc: Tensor) -> Tensor:
-    """x * inv [..., K] with one inverse per block."""
+    """Return x * inv [..., K], with one inverse per block."""
     inverse = inverse_scales(scales.float(), s_enc).unsqueeze(-1)
     return (values.unflatten(-1, (-1, BLOCK)) * inverse).flatten(-2)
 
 
 def search_scales(values: Tensor, plain: Tensor, s_enc: Tensor, amax: Tensor) -> Tensor:
-    """The scale of least squared error per block, plain on ties: float8_e4m3fn [N, K / 16]."""
+    """Return the scales of least squared error per block: float8_e4m3fn [N, K / 16].
+
+    Ties keep the plain scale.
+    """
     chosen = plain.view(torch.uint8).clone()
     for start in range(0, len(values), ROWS):
         part, codes = values[start : start + ROWS], chosen[start : start + ROWS]
         base = codes.to(torch.int16)
         least = _block_error(part, base, s_enc, amax)
-        # in the order of codes, and only a strictly smaller error wins: the choice is reproducible
+        # fixed order, and only a strictly smaller error wins: the choice is reproducible
         for offset in SEARCH_OFFSETS:
             candidate = (base + offset).clamp_(0, 126)  # 126 is 448, 127 is NaN
             error = _block_error(part, candidate, s_enc, amax)
@@ -175,7 +179,7 @@ def search_scales(values: Tensor, plain: Tensor, s_enc: Tensor, amax: Tensor) ->
 
 
 def _block_error(values: Tensor, codes: Tensor, s_enc: Tensor, amax: Tensor) -> Tensor:
-    """Squared error of each block under these E4M3 codes: [N, K / 16]."""
+    """Return the squared error of each block with these E4M3 scale codes: [N, K / 16]."""
     scales = codes.to(torch.uint8).view(torch.float8_e4m3fn)
     q = round_e2m1_(scaled(values, scales, s_enc)).unflatten(-1, (-1, BLOCK))
     unit = (scales.float() * amax * SPAN_INVERSE).unsqueeze(-1)
@@ -183,43 +187,43 @@ def _block_error(values: Tensor, codes: Tensor, s_enc: Tensor, amax: Tensor) -> 
 
 
 def encode(q: Tensor, negative: Tensor) -> Tensor:
-    """E2M1 values [N, K] and the signs from before rounding to nibbles: uint8 [N, K / 2]."""
+    """Encode E2M1 values [N, K], with the signs before rounding, as nibbles: uint8 [N, K / 2]."""
     magnitude = q.abs()
-    # exponent and top mantissa bit: right from 1.0 on
+    # exponent and top mantissa bit: correct for magnitudes from 1.0 on
     above = (magnitude.view(torch.int32) >> 22) - 252
     code = torch.maximum(above, (magnitude * 2).to(torch.int32).clamp_(max=2)).to(torch.uint8)
-    # the sign of what was rounded to 0 is kept, as the kernels do: -0 and 0 are two codes
+    # values rounded to 0 keep their sign, as in the kernels: -0 and 0 are two codes
     code |= negative.to(torch.uint8) << 3
     return code[:, 0::2] | code[:, 1::2] << 4
 
 
 def nibble_values(device: torch.device | str = "cpu") -> Tensor:
-    """The two values of each byte, low nibble first: float32 [256, 2]."""
+    """Return the two values of each byte, low nibble first: float32 [256, 2]."""
     values = torch.tensor([*VALUES, *(-value for value in VALUES)], device=device)
     byte = torch.arange(256, device=device)
     return torch.stack([values[byte & 15], values[byte >> 4]], dim=1)
 
 
 def scale_values(device: torch.device | str = "cpu") -> Tensor:
-    """The value of each E4M3 byte: float32 [256]."""
+    """Return the value of each E4M3 byte: float32 [256]."""
     return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
 
 
 def decoded_codes(codes: Tensor, nibbles: Tensor) -> Tensor:
-    """q: float32 [N * K / 16, 16] from codes [N, K / 2] and the table of ``nibble_values``."""
-    # a pair of values as one float64: four times quicker than gathering rows of two
+    """Decode codes [N, K / 2] by the table of ``nibble_values`` to q, float32 [N * K / 16, 16]."""
+    # gathers each pair of values as one float64: four times faster than gathering rows of two
     pairs = torch.index_select(nibbles.view(torch.float64).flatten(), 0, codes.flatten().int())
     return pairs.view(torch.float32).view(-1, BLOCK)
 
 
 def decoded_operand(codes: Tensor, scales: Tensor, nibbles: Tensor, e4m3: Tensor) -> Tensor:
-    """U = q * sf [N, K], exact in float32, of codes [N, K / 2] and scales [N, K / 16]."""
+    """Return U = q * sf [N, K], exact in float32, of codes [N, K / 2] and scales [N, K / 16]."""
     sf = torch.index_select(e4m3, 0, scales.flatten().int()).unsqueeze(-1)
     return decoded_codes(codes, nibbles).mul_(sf).view(len(codes), -1)
 
 
 def dequantize(packed: Packed) -> Tensor:
-    """The weight that the packed form stands for: float32 [N, K]."""
+    """Return the weight that the packed form represents: float32 [N, K]."""
     unit = packed.scales.view(torch.float8_e4m3fn).float() * packed.amax * SPAN_INVERSE
     return (
         decoded_codes(packed.codes, nibble_values(packed.codes.device))
@@ -229,27 +233,28 @@ def dequantize(packed: Packed) -> Tensor:
 
 
 def activation_amax(largest: Tensor, exact: bool = False) -> Tensor:
-    """The amax of activations: a power of two unless ``exact``, NaN if not finite."""
+    """Return the amax of activations: a power of two unless ``exact``, NaN if not finite."""
     amax = largest.max()
     return torch.where(torch.isfinite(amax), amax, torch.nan) if exact else power_of_two_above(amax)
 
 
 def pack_activation(x: Tensor, exact: bool = False) -> Packed:
-    """Activations [M, K] packed as a weight is, for kernels that take both operands packed."""
-    # without a check of values, which would wait for the GPU
+    """Pack activations [M, K] like a weight, for kernels that take both operands packed."""
+    # values are not checked, because that would wait for the GPU
     values = x.float()
     largest = block_amax(values)
     return _pack(values, largest, activation_amax(largest, exact))
 
 
 def quantize_activation(x: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
-    """(U float32 like x, amax float32 []) of activations [..., K], K a multiple of 16.
+    """Return (U float32 [..., K], amax float32 []) of activations [..., K], K a multiple of 16.
 
-    amax is rounded up to a power of two. One amax serves the whole batch, which would let an image
-    change its neighbours' rounding. The power of two does not move unless a neighbour is larger
-    than it altogether, and by then E4M3 scales just move by a power of two as well: values stay the
-    same unless a block's amax is below amax / 2^15, where E4M3 is subnormal. A non-finite amax
-    gives NaN. ``exact`` takes amax as it is, to measure what the rounding costs.
+    amax is rounded up to a power of two, because one amax is used for the whole batch and an exact
+    one would let an image change the rounding of the others. The power of two changes only if
+    another image has larger values than it, and then the E4M3 scales change by a power of two as
+    well: the values stay the same unless a block's amax is below amax / 2^15, where E4M3 is
+    subnormal. A non-finite amax gives NaN. ``exact`` uses amax unrounded, to measure the cost of
+    rounding it.
     """
     values = x.float()
     largest = block_amax(values)
@@ -257,15 +262,15 @@ def quantize_activation(x: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]
     s_enc = encoding_scale(amax)
     scales = block_scales(largest, s_enc).float()
     v = scaled(values, scales, s_enc)
-    # v exceeds 6 only by the rounding of sf to E4M3, at most 1/16, as long as that is normal;
-    # checked where it costs no sync
+    # as long as sf is normal, v exceeds 6 only by the rounding of sf to E4M3, at most 1/16, and
+    # need not saturate; checked only where that needs no synchronization
     checked = x.device.type == "cpu" and not torch.compiler.is_compiling()
     round_e2m1_(v, saturate=not checked or bool(scales.min() < E4M3_SMALLEST_NORMAL))
     return (v.unflatten(-1, (-1, BLOCK)) * scales.unsqueeze(-1)).flatten(-2), amax
 
 
 def power_of_two_above(amax: Tensor) -> Tensor:
-    """The least power of two that is not below amax; 0 stays 0, non-finite becomes NaN."""
+    """Return the smallest power of two >= amax; 0 stays 0, non-finite values become NaN."""
     mantissa, exponent = torch.frexp(amax)
     power = torch.ldexp(torch.ones_like(amax), exponent - (mantissa == 0.5).to(exponent.dtype))
     return torch.where(amax == 0, amax, torch.where(torch.isfinite(amax), power, torch.nan))

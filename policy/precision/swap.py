@@ -1,4 +1,4 @@
-"""Which modules of a transformer run quantized, and putting quantized layers in their place."""
+"""Selection of the modules that run quantized, and their replacement by quantized layers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from policy.precision.fused import FusedMember, join
 from policy.precision.layer import PointwiseConvolution, QuantizedLinear
 
 SMALL = re.compile(r"dim<(\d+)")
-"""The pattern for layers with a small dimension."""
+"""Pattern ``dim<N`` of ``modules_to_not_convert``: layers with a dimension below N."""
 
 
 @dataclass(frozen=True)
 class ModuleRow:
     """One row of the table that a run writes: a module with a weight matrix, quantized or not.
 
-    ``fused``: the first of the linears that run as one product with it, all of which read the same
-    input.
+    ``fused`` is the name of the first linear of its fused group, whose members read the same input
+    and run as one product.
     """
 
     name: str
@@ -35,9 +35,9 @@ class ModuleRow:
 
 
 def weight_modules(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Conv2d]]:
-    """(module path, linear or convolution) in the transformer's order; adapters are not listed."""
+    """Yield (module path, linear or convolution) in module order, without those of adapters."""
     for name, module in transformer.named_modules():
-        # the weight under an adapter is found by way of the module that wraps it, once
+        # skipped here: an adapted weight is listed once, by the path of the wrapping module
         if any(part == "base_layer" or part.startswith("lora_") for part in name.split(".")):
             continue
         owner = getattr(module, "base_layer", module)
@@ -51,11 +51,11 @@ def quantize_plan(
     modules_to_not_convert: Sequence[str] = (),
     backend: Backend | None = None,
 ) -> list[ModuleRow]:
-    """A row for every module with a weight matrix of a bare or adapted transformer.
+    """Return a row for every module with a weight matrix of a bare or adapted transformer.
 
-    ``modules_to_not_convert`` are further fnmatch patterns, beyond the family's; the last that
-    matches decides, and ``!PATTERN`` takes back. ``dim<N`` is a layer with fewer rows or columns
-    than N. Raises ValueError for a pattern that matches nothing.
+    ``modules_to_not_convert`` are fnmatch patterns in addition to the family's; the last matching
+    pattern decides, and ``!PATTERN`` includes modules again. ``dim<N`` matches layers with fewer
+    than N rows or columns. Raises ValueError for a pattern that matches nothing.
     """
     modules = list(weight_modules(transformer))
     for pattern in modules_to_not_convert:
@@ -68,23 +68,25 @@ def quantize_plan(
         _row(name, module, family.modules_to_not_convert, modules_to_not_convert, backend)
         for name, module in modules
     ]
-    first = _fused(rows, family.fuse) if backend is not None and backend.fuses else {}
+    first = _fused_groups(rows, family.fuse) if backend is not None and backend.fuses else {}
     return [replace(row, fused=first.get(row.name)) for row in rows]
 
 
 def changing_modules(plan: Sequence[ModuleRow], adapted: Container[str]) -> list[str]:
-    """The modules whose packed weights may differ from version to version: adapted ones, and those
-    that run as one product with an adapted one, as they share its range.
+    """Return the modules whose packed weights may change from version to version.
+
+    These are the adapted modules and all modules fused with an adapted one, because a fused group
+    shares its amax.
     """
     groups = {row.fused for row in plan if row.fused is not None and row.name in adapted}
     return [row.name for row in plan if row.name in adapted or row.fused in groups]
 
 
-def _fused(rows: Sequence[ModuleRow], fuse: Sequence[Sequence[str]]) -> dict[str, str]:
-    """For each linear that runs as one with others, the first of them.
+def _fused_groups(rows: Sequence[ModuleRow], fuse: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Map each linear that runs fused with others to the first linear of its group.
 
-    ``fuse`` are groups of names, relative to their block. A group runs together where all of it is
-    quantized; its weights have the same K.
+    ``fuse`` are groups of names, relative to their block. A group is fused if all its members are
+    quantized and have the same K.
     """
     shapes = {row.name: row.shape for row in rows if row.quantized}
     first: dict[str, str] = {}
@@ -109,18 +111,18 @@ def _row(
     backend: Backend | None,
 ) -> ModuleRow:
     shape = tuple(module.weight.shape)
-    left: str | None = None
-    for patterns, whose in (
+    excluded: str | None = None
+    for patterns, source in (
         (family, "the model family"),
         (configured, "explore.modules_to_not_convert"),
     ):
         for pattern in patterns:
             if pattern.startswith("!"):
-                left = None if _matches(name, module, pattern[1:]) else left
-            elif left is None and _matches(name, module, pattern):
-                left = f"left unquantized by {whose}: {pattern}"
-    if left is not None:
-        return ModuleRow(name, shape, False, left)
+                excluded = None if _matches(name, module, pattern[1:]) else excluded
+            elif excluded is None and _matches(name, module, pattern):
+                excluded = f"left unquantized by {source}: {pattern}"
+    if excluded is not None:
+        return ModuleRow(name, shape, False, excluded)
     if isinstance(module, nn.Conv2d) and not is_pointwise(module):
         groups = f" in {module.groups} groups" if module.groups > 1 else ""
         return ModuleRow(name, shape, False, f"a convolution of {shape[2]}x{shape[3]}{groups}")
@@ -136,14 +138,14 @@ def _row(
 
 
 def _matches(name: str, module: nn.Linear | nn.Conv2d, pattern: str) -> bool:
-    """Whether a pattern of ``modules_to_not_convert``, without its "!", is of this module."""
+    """Return True if a pattern of ``modules_to_not_convert``, without "!", matches this module."""
     if size := SMALL.fullmatch(pattern):
         return min(module.weight.shape[:2]) < int(size[1])
     return fnmatchcase(name, pattern)
 
 
 def is_pointwise(module: nn.Conv2d) -> bool:
-    """Whether a convolution is a linear layer over the channels of each pixel."""
+    """Return True if a convolution is a linear layer over the channels of each pixel."""
     return (
         module.kernel_size == module.stride == (1, 1)
         and module.groups == 1
@@ -152,13 +154,13 @@ def is_pointwise(module: nn.Conv2d) -> bool:
 
 
 def as_linear(module: nn.Linear | nn.Conv2d) -> nn.Linear:
-    """A linear, or a 1x1 convolution as the linear that it is, in the same memory."""
+    """Return a linear, or a 1x1 convolution as a linear that shares its memory."""
     if isinstance(module, nn.Linear):
         return module
     rows, columns = module.weight.shape[:2]
     linear = nn.Linear(columns, rows, bias=False, device="meta")
     linear.weight = nn.Parameter(module.weight.detach().view(rows, columns), requires_grad=False)
-    # None where the convolution has none
+    # None if the convolution has no bias
     linear.bias = module.bias  # pyright: ignore[reportAttributeAccessIssue]
     return linear
 
@@ -170,10 +172,11 @@ def swap_linears(
     activation_amax: str = "power_of_two",
     blank: bool = False,
 ) -> dict[str, QuantizedLinear | FusedMember]:
-    """Replace the modules that ``plan`` quantizes by the backend's layers; frees their weights.
+    """Replace the modules that ``plan`` quantizes by the backend's layers, and free their weights.
 
-    Returns the layers by the name of what they replace; that of a 1x1 convolution lies within the
-    module in its place. ``blank``: layers that need no kernels, to be counted and not to be run.
+    Returns the layers by the name of the module that they replace; the layer of a 1x1 convolution
+    is inside the module that replaces it. ``blank`` creates layers that need no kernels, for
+    counting only. Raises ValueError if a module of the plan is wrapped, as by an adapter.
     """
     if not any(row.quantized for row in plan):
         return {}
@@ -188,7 +191,7 @@ def swap_linears(
                 f"cannot quantize {row.name!r}: it is a {type(module).__name__}, swap before"
                 " anything wraps it"
             )
-        # groups follow when all others are swapped: their members are joined at once
+        # fused groups follow below, because their members are joined together
         if row.fused is None:
             layer = swapped[row.name] = replacement(as_linear(module))
             transformer.set_submodule(

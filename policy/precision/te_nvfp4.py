@@ -1,7 +1,7 @@
-"""``te_nvfp4``: NVFP4 tensor cores by TransformerEngine, over the buffers of ``torch_nvfp4``.
+"""``te_nvfp4``: NVFP4 tensor cores through TransformerEngine, on the buffers of ``torch_nvfp4``.
 
-NOT VERIFIED: this has not run on a Blackwell GPU. Written against TransformerEngine 2.20.
-``tests/policy/test_nvfp4_hardware.py`` compares it there with the emulation.
+NOT VERIFIED: this has not run on a Blackwell GPU. Written for TransformerEngine 2.20.
+``tests/policy/test_nvfp4_hardware.py`` compares it with the emulation on such a GPU.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from policy.precision.torch_nvfp4 import NVFP4Weight, TorchNVFP4
 from records.errors import first_line
 
 Engine = Any
-"""TransformerEngine's modules and objects: it is not installed where types are checked."""
+"""TransformerEngine's modules and objects; untyped, as it is not installed for type checks."""
 PARTS = ("DType", "NVFP4Quantizer", "NVFP4Tensor", "autocast", "is_nvfp4_available")
 
 
 def import_engine() -> tuple[Engine, Engine]:
-    """The modules ``transformer_engine.pytorch`` and ``transformer_engine.common.recipe``.
+    """Import ``transformer_engine.pytorch`` and ``transformer_engine.common.recipe``.
 
-    Raises ImportError, whatever went wrong: TransformerEngine raises RuntimeError without CUDA.
+    Raises ImportError for any failure; TransformerEngine itself raises RuntimeError without CUDA.
     """
     try:
         return importlib.import_module("transformer_engine.pytorch"), importlib.import_module(
@@ -39,11 +39,11 @@ def import_engine() -> tuple[Engine, Engine]:
 
 
 TRICKS = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
-"""What the recipe does for training, and this format does without."""
+"""Fields of the recipe that disable its training techniques, which this format does not use."""
 
 
 def engine_lacks(engine: Any, recipes: Any) -> list[str]:
-    """What ``te_nvfp4`` is made of and this TransformerEngine does not have."""
+    """Return the parts of TransformerEngine that ``te_nvfp4`` needs and this version lacks."""
     missing = [part for part in PARTS if not hasattr(engine, part)]
     recipe = getattr(recipes, "NVFP4BlockScaling", None)
     if recipe is None:
@@ -53,21 +53,21 @@ def engine_lacks(engine: Any, recipes: Any) -> list[str]:
 
 
 def nvfp4_recipe(recipes: Any) -> Any:
-    """``NVFP4BlockScaling`` of the module ``transformer_engine.common.recipe`` as this format is:
-    1x16 blocks, one exact amax per tensor.
+    """Return the recipe ``NVFP4BlockScaling`` for this format: 1x16 blocks, exact amax per tensor.
 
-    Not its scaling by row: that writes FP32 and finishes by eager passes, 26 bytes per element of
-    the result. Weights come packed, so "map to 4 or 6" concerns activations only.
+    ``recipes`` is the module ``transformer_engine.common.recipe``. Row-wise scaling is not used: it
+    writes FP32 and finishes with eager passes, 26 bytes per element of the result. Weights are
+    already packed, so "map to 4 or 6" affects activations only.
     """
     return recipes.NVFP4BlockScaling(**dict.fromkeys(TRICKS, True))
 
 
 INDEXED = 2**31
-"""Elements that TransformerEngine's kernels, which count in int32, can address."""
+"""Number of elements that TransformerEngine's kernels can address with int32 indices."""
 
 
 class EngineLinear(NVFP4Weight):
-    """x [..., K] -> [..., N] by ``te.Linear`` over an ``NVFP4Tensor`` of this module's buffers."""
+    """x [..., K] -> [..., N] by ``te.Linear`` on an ``NVFP4Tensor`` of this module's buffers."""
 
     not_compiled = (
         "TransformerEngine excludes its layers from tracing, so that every one of them would break"
@@ -81,9 +81,9 @@ class EngineLinear(NVFP4Weight):
         self._built_on: int | None = None
 
     def _built(self) -> Engine:
-        """The te.Linear over the buffers where they are now: moving a module gives it new ones."""
+        """Return the te.Linear for the current buffers; rebuild it after the module was moved."""
         if self._built_on != self.codes.data_ptr():
-            # in a tuple, or torch would make it a submodule of this one
+            # in a tuple, otherwise torch would register it as a submodule
             self._linear, self._built_on = (self._build(),), self.codes.data_ptr()
         return self._linear[0]
 
@@ -92,7 +92,7 @@ class EngineLinear(NVFP4Weight):
         quantizer = te.NVFP4Quantizer(
             rowwise=True, columnwise=False, with_rht=False, with_2d_quantization=False
         )
-        # scales in cuBLAS's order fill whole tiles of 128 rows: see ``layer.swizzled``
+        # scales in cuBLAS's order are padded to tiles of 128 rows, see ``layer.swizzled``
         rows = -(-self.out_features // 128) * 128
         weight = te.NVFP4Tensor(
             (self.out_features, self.in_features),
@@ -109,7 +109,7 @@ class EngineLinear(NVFP4Weight):
             requires_grad=False,
             device=self.codes.device,
         )
-        # on meta, so that it makes no weight of its own: ours is put in that place
+        # on the meta device, so that it allocates no weight: it is replaced below
         linear = te.Linear(
             self.in_features,
             self.out_features,
@@ -123,9 +123,9 @@ class EngineLinear(NVFP4Weight):
         return linear.eval()
 
     def forward(self, x: Tensor) -> Tensor:
-        """One te.Linear, rows padded with zeros to a multiple of 32: its fast quantizer wants that.
+        """Apply te.Linear to rows zero-padded to a multiple of 32, as its fast quantizer requires.
 
-        Raises ValueError for more elements than it can count.
+        Raises ValueError for more elements than its kernels can address.
         """
         rows = rows_of(x).to(torch.bfloat16)
         largest = len(rows) * max(self.in_features, self.out_features)
@@ -140,18 +140,21 @@ class EngineLinear(NVFP4Weight):
 
 
 class EngineNVFP4(TorchNVFP4):
-    """The backend, of the same weights as ``torch_nvfp4``. Packing needs no TransformerEngine,
-    running does.
+    """The backend ``te_nvfp4``, which uses the same published weights as ``torch_nvfp4``.
 
-    Its own layers run with one exact amax per tensor. A power of two, which keeps images apart, its
-    quantizer cannot be given: layers with that are those of ``torch_nvfp4``.
+    Running needs TransformerEngine, packing does not. Its own layers use one exact amax per tensor.
+    Its quantizer does not support a power of two as amax, which keeps images independent of each
+    other: with that setting the layers are those of ``torch_nvfp4``.
     """
 
     name = "te_nvfp4"
     auto_on = None
 
     def unavailable(self, device: torch.device) -> str | None:
-        """What ``torch_nvfp4`` needs, all parts of TransformerEngine, and what that says itself."""
+        """Return why this backend does not run on this device, or None if it does.
+
+        Checks the needs of ``torch_nvfp4``, the parts of TransformerEngine, and its own report.
+        """
         refusal = super().unavailable(device)
         if refusal is not None:
             return refusal
@@ -171,8 +174,9 @@ class EngineNVFP4(TorchNVFP4):
         return None if available else f"TransformerEngine says: {reason}"
 
     def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantizedLinear]:
-        """Layers that share one recipe, or the packed input. Raises ImportError where
-        TransformerEngine is absent.
+        """Return a function to layers that share one recipe, or the packed input if not "exact".
+
+        Raises ImportError if TransformerEngine is needed but missing.
         """
         if activation_amax != "exact":
             return super().replacements(activation_amax)
@@ -181,5 +185,5 @@ class EngineNVFP4(TorchNVFP4):
         return lambda linear: EngineLinear(linear, engine, recipe)
 
     def blanks(self) -> Callable[[nn.Linear], QuantizedLinear]:
-        """The weights that the layers hold, without TransformerEngine."""
+        """Return a function to layers of the same size that need no TransformerEngine."""
         return NVFP4Weight

@@ -1,10 +1,9 @@
-"""``torch_nvfp4``: NVFP4 tensor cores by torch alone.
+"""``torch_nvfp4``: NVFP4 tensor cores through torch alone.
 
-NOT VERIFIED: this has not run on a Blackwell GPU. What a CPU can tell has been tested: the packed
-buffers, the order of the scales, the padding, and torch's own check of the arguments' shapes (on
-fake tensors). Written against torch 2.13. To be looked at first on a GPU:
-``tests/policy/test_nvfp4_hardware.py`` runs there, and compares with the emulation; whether
-captured graphs survive a load, which copies in place; speed.
+NOT VERIFIED: this has not run on a Blackwell GPU. Tested on a CPU are the packed buffers, the order
+of the scales, the padding, and torch's own check of argument shapes (on fake tensors). Written for
+torch 2.13. To check first on a GPU: ``tests/policy/test_nvfp4_hardware.py``, which compares with
+the emulation; whether captured graphs survive a load, which copies in place; speed.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from policy.precision.packing import NVFP4Packing
 
 
 class NVFP4Weight(QuantizedLinear):
-    """A weight in the form that NVFP4 kernels read, filled from the compact form that travels.
+    """A weight in the layout of NVFP4 kernels, filled from the compact published form.
 
     On the device: ``codes`` uint8 [N, K / 2], ``swizzled`` uint8 [ceil(N/128) 128 * ceil(K/64) 4],
     ``amax`` and ``factor`` = amax / 2688 float32 [1]. The compact scales [N, K / 16] stay on the
-    host: they are put in order on arrival, and the kernel does not need them.
+    host: they are reordered after each load, and the kernel does not read them.
     """
 
     float32_buffers = ("amax", "factor")
@@ -37,7 +36,7 @@ class NVFP4Weight(QuantizedLinear):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
-        # no buffer, or it would follow the module to the device
+        # not a buffer, which would move to the device with the module
         self.compact = torch.zeros(self.out_features, self.in_features // BLOCK, dtype=torch.uint8)
         self.add_buffer(linear, "codes", (self.out_features, self.in_features // 2), torch.uint8)
         self.add_buffer(linear, "swizzled", swizzled(self.compact).shape, torch.uint8)
@@ -45,19 +44,21 @@ class NVFP4Weight(QuantizedLinear):
             self.add_buffer(linear, name, (1,), torch.float32)
 
     def wire_targets(self) -> dict[str, Tensor]:
-        """``amax`` travels without a dimension: a view of the same memory."""
+        """Return the tensors to fill; ``amax`` is published without dimensions and is a view."""
         return {"codes": self.codes, "scales": self.compact, "amax": self.amax.view(())}
 
     def arrived(self) -> None:
-        """Put the scales in order and make the factor, in place."""
-        # in place, as a captured graph reads from the memory that it was captured with
+        """Reorder the scales and compute the factor, in place."""
+        # in place, because a captured graph reads from the memory that it was captured with
         self.swizzled.copy_(swizzled(self.compact))
         torch.mul(self.amax, SPAN_INVERSE, out=self.factor)
 
 
 class Operand(NamedTuple):
-    """Activations [M, K] as the product reads them: ``codes`` uint8 [M up to a multiple of 16,
-    K / 2], ``scales`` uint8 in cuBLAS's order, ``factor`` = amax / 2688 float32 [].
+    """Packed activations [M, K] in the layout of the product.
+
+    ``codes`` uint8 [M rounded up to a multiple of 16, K / 2], ``scales`` uint8 in cuBLAS's order,
+    ``factor`` = amax / 2688 float32 [].
     """
 
     codes: Tensor
@@ -66,8 +67,9 @@ class Operand(NamedTuple):
 
 
 def pack_operand(x: Tensor, exact: bool) -> Operand:
-    """Activations [..., K], K a multiple of 16: by two kernels where there are such, else by many
-    operations with the same result.
+    """Pack activations [..., K], K a multiple of 16.
+
+    Uses two kernels if they are available, else many torch operations with the same result.
     """
     rows = rows_of(x)
     if kernels.missing(x.device) is None:
@@ -79,13 +81,13 @@ def pack_operand(x: Tensor, exact: bool) -> Operand:
 def scaled_mm(
     x: Operand, codes: Tensor, scales: Tensor, factor: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """alpha (Ux Uw^T) + bias of packed x [M, K] and a weight [N, K] in kernel form: bfloat16 [M,
-    N], rounded once; M in multiples of 16.
+    """Return alpha (Ux Uw^T) + bias of packed x [M, K] and a weight [N, K] in kernel layout.
 
-    Each operand has two scales: E4M3 per block of 16, and float32 per
-    tensor, amax / 2688, so that the kernel applies alpha before it rounds.
+    The result is bfloat16 [M, N], rounded once; M is a multiple of 16. Each operand has two scales:
+    E4M3 per block of 16, and float32 per tensor, amax / 2688, so that the kernel applies alpha
+    before it rounds.
     """
-    # here: torch before 2.10 has neither, and must import this file to say why it cannot run it
+    # imported here, because torch before 2.10 has neither, and must import this file to report so
     from torch.nn.functional import ScalingType, SwizzleType
     from torch.nn.functional import scaled_mm as torch_scaled_mm
 
@@ -106,8 +108,9 @@ def scaled_mm(
 
 
 class TorchNVFP4Linear(NVFP4Weight):
-    """x [..., K] -> [..., N]: activations packed once for all layers that get them, the product by
-    cuBLAS.
+    """Linear layer x [..., K] -> [..., N] with a cuBLAS product.
+
+    Activations are packed once for all layers that read them.
     """
 
     def __init__(self, linear: nn.Linear, last: LastInput, exact: bool) -> None:
@@ -115,25 +118,25 @@ class TorchNVFP4Linear(NVFP4Weight):
         self._last, self._exact = last, exact
 
     def forward(self, x: Tensor) -> Tensor:
-        """alpha (Ux Uw^T) + bias."""
+        """Return alpha (Ux Uw^T) + bias."""
         packed = self._last.once(x, lambda x: pack_operand(x, self._exact))
         y = scaled_mm(packed, self.codes, self.swizzled, self.factor, self.bias)
-        # without the rows that filled up the last multiple of 16
+        # without the padding rows
         return self.shaped(y.narrow(0, 0, x.numel() // self.in_features), x)
 
 
 class TorchNVFP4(NVFP4Packing):
-    """The backend."""
+    """The backend ``torch_nvfp4``."""
 
     name = "torch_nvfp4"
     dtype = torch.bfloat16
     fuses = packs_eagerly = True
     auto_on = "cuda"
-    capability = (10, 0)  # from which on there are NVFP4 tensor cores
+    capability = (10, 0)  # the first with NVFP4 tensor cores
     speedup = 4
 
     def unavailable(self, device: torch.device) -> str | None:
-        """A Blackwell GPU, and torch from 2.10 on."""
+        """Return a reason unless it is a Blackwell GPU with torch 2.10 or later, else None."""
         if not hasattr(torch.nn.functional, "scaled_mm"):
             return (
                 f"torch {torch.__version__} has no torch.nn.functional.scaled_mm, which came with"
@@ -141,21 +144,21 @@ class TorchNVFP4(NVFP4Packing):
             )
         if device.type != "cuda" or not torch.cuda.is_available():
             return "NVFP4 kernels need a Blackwell GPU, and torch sees no CUDA device here"
-        found = torch.cuda.get_device_capability(device)
-        if found >= self.capability:
+        present = torch.cuda.get_device_capability(device)
+        if present >= self.capability:
             return None
         return (
             "NVFP4 kernels need a Blackwell GPU of compute capability 10.0, this one has"
-            f" {found[0]}.{found[1]}"
+            f" {present[0]}.{present[1]}"
         )
 
     def refuses(self, rows: int, columns: int) -> str | None:
-        """The kernels want K / 2 and N in multiples of 16."""
+        """Return a reason, or None if K / 2 and N are multiples of 16 as the kernels require."""
         if columns % 32:
             return f"K = {columns} is not a multiple of 32"
         return f"N = {rows} is not a multiple of 16" if rows % 16 else None
 
     def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantizedLinear]:
-        """Layers that share the packed input."""
+        """Return a function to layers that share the packed input."""
         last = LastInput()
         return lambda linear: TorchNVFP4Linear(linear, last, activation_amax == "exact")

@@ -1,4 +1,4 @@
-"""``bf16`` and ``fp32``: no quantization. The naive arm, and the yardstick of the others."""
+"""Backends ``bf16`` and ``fp32`` without quantization: the naive arm and the baseline."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from policy.precision.layer import QuantizedLinear
 
 
 class Unquantized(Backend):
-    """Adapted modules travel merged, in ``dtype``; every other one is the base model's."""
+    """Base of the unquantized backends: only adapted modules are published, with merged weights."""
 
     quantizes = False
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Runs anywhere."""
+        """Return None: it runs on every device."""
         return None
 
     def refuses(self, rows: int, columns: int) -> str | None:
-        """Every layer."""
+        """Return a reason for every layer, as nothing is quantized."""
         return f"backend {self.name} quantizes nothing"
 
     def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantizedLinear]:
-        """There are none. Raises ValueError for any layer."""
+        """Return a function that raises ValueError for any layer, as there are none."""
 
         def refuse(linear: nn.Linear) -> QuantizedLinear:
             raise ValueError(
@@ -35,15 +35,15 @@ class Unquantized(Backend):
         return refuse
 
     def pack(self, weight: Tensor, search: bool, amax: Tensor | None = None) -> dict[str, Tensor]:
-        """The weight itself."""
+        """Return the weight in ``wire_dtype``."""
         return {"weight": weight.to(self.wire_dtype)}
 
     def decode(self, packed: dict[str, Tensor]) -> Tensor:
-        """float32 [N, K]."""
+        """Return the weight in float32 [N, K]."""
         return packed["weight"].float()
 
     def changed(self, packed: dict[str, Tensor], before: dict[str, Tensor]) -> Tensor:
-        """How many weights differ."""
+        """Return the number of elements that differ."""
         return (packed["weight"] != before["weight"]).sum()
 
 

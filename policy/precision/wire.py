@@ -1,4 +1,4 @@
-"""Published weights: named tensors as shards of bytes, packed and unpacked by their manifest."""
+"""Wire format of published weights: named tensors as shards of bytes with a manifest."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from policy.precision.manifest import (
 
 @dataclass(frozen=True)
 class Section:
-    """Tensors one after the other, in shards of their own: a part of a version."""
+    """A part of a version: concatenated tensors in separate shards."""
 
-    entries: tuple[Entry, ...]  # offsets count from the section's begin
+    entries: tuple[Entry, ...]  # offsets are relative to the start of the section
     shards: tuple[np.ndarray, ...]  # uint8
     hashes: tuple[str, ...]
 
@@ -34,7 +34,8 @@ class Section:
 def pack_section(named: dict[str, Tensor], shard_bytes: int) -> Section:
     """Concatenate tensors, in the order of ``named``, into uint8 shards of ``shard_bytes``.
 
-    There are no gaps, and the last shard is shorter. Raises ValueError for what cannot travel.
+    There are no gaps; the last shard may be shorter. Raises ValueError for an unsupported dtype or
+    a shard size below 1.
     """
     if shard_bytes < 1:
         raise ValueError(f"shards of {shard_bytes} bytes: at least 1 is needed")
@@ -54,7 +55,7 @@ def pack_section(named: dict[str, Tensor], shard_bytes: int) -> Section:
         source = _bytes(tensor.detach().cpu().contiguous()).numpy()
         for shard, inside, piece in pieces(entry, starts, sizes):
             shards[shard][inside] = source[piece]
-    # of each shard, not of the whole: one that is as it was need not be fetched or sent again
+    # one hash per shard, so that an unchanged shard need not be fetched or sent again
     hashes = tuple(xxhash.xxh3_64_hexdigest(shard.data) for shard in shards)
     return Section(tuple(entries), shards, hashes)
 
@@ -62,17 +63,20 @@ def pack_section(named: dict[str, Tensor], shard_bytes: int) -> Section:
 def assemble(
     sections: Sequence[Section], version: int, format: str
 ) -> tuple[Manifest, list[np.ndarray]]:
-    """One version of several sections, and its shards. ``format``: the wire format of a backend."""
+    """Combine sections into one version; return its manifest and shards.
+
+    ``format`` is the wire format of a backend. Raises ValueError if it is unknown.
+    """
     versions = wire_formats()
     if format not in versions:
         raise ValueError(f"wire format {format!r} is unknown: use one of {', '.join(versions)}")
     shards = [shard for section in sections for shard in section.shards]
-    hashes = tuple(found for section in sections for found in section.hashes)
+    hashes = tuple(digest for section in sections for digest in section.hashes)
     entries: list[Entry] = []
-    begin = 0
+    start = 0
     for section in sections:
-        entries += [replace(entry, offset=begin + entry.offset) for entry in section.entries]
-        begin += sum(shard.nbytes for shard in section.shards)
+        entries += [replace(entry, offset=start + entry.offset) for entry in section.entries]
+        start += sum(shard.nbytes for shard in section.shards)
     sizes = tuple(shard.nbytes for shard in shards)
     return Manifest(version, format, versions[format], sizes, hashes, tuple(entries)), shards
 
@@ -85,38 +89,38 @@ def unpack_into(
 ) -> None:
     """Verify everything, then copy each entry into its target in place.
 
-    In place, because captured graphs and compiled code keep the pointers of the targets.
-    A float target may differ from its entry in float width; everything else must agree. None
-    stands for a shard that ``targets`` hold already, from the version ``before``. Raises WireError,
-    naming what differs, before any target has changed.
+    The copies are in place because captured graphs and compiled code keep the pointers of the
+    targets. A float target may differ from its entry in float width; everything else must match. A
+    shard is None if ``targets`` already hold its content from the version ``before``. Raises
+    WireError, which names the mismatch, before any target is changed.
     """
-    here = wire_formats().get(manifest.format, "unknown")
-    if manifest.format_version != here:
+    supported = wire_formats().get(manifest.format, "unknown")
+    if manifest.format_version != supported:
         raise WireError(
             f"version {manifest.version} is {manifest.format} in version {manifest.format_version},"
-            f" here it is {here}: learner and rollout actors must run the same Sol-RL"
+            f" here it is {supported}: learner and rollout actors must run the same Sol-RL"
         )
-    # all checks before the first copy: half a version would be a policy that nobody published
+    # all checks before the first copy: a partial load would be a policy that was never published
     _check_shards(manifest, shards, before)
     _check_targets(manifest, targets)
     with torch.no_grad():
         for entry in manifest.entries:
             parts = list(manifest.pieces(entry))
-            arrived = [
+            received = [
                 (shard, inside, piece)
                 for index, inside, piece in parts
                 if (shard := shards[index]) is not None
             ]
-            if len(arrived) == len(parts):  # else none of its bytes has changed
-                _copy(WIRE_DTYPES[entry.dtype], targets[entry.name], arrived)
+            if len(received) == len(parts):  # otherwise none of its bytes have changed
+                _copy(WIRE_DTYPES[entry.dtype], targets[entry.name], received)
 
 
 def _copy(
     dtype: torch.dtype, target: Tensor, pieces: Sequence[tuple[np.ndarray, slice, slice]]
 ) -> None:
-    """Bytes of ``dtype`` into their places in ``target``."""
+    """Copy pieces of bytes of ``dtype`` into ``target``."""
     in_place = target.dtype == dtype and target.device.type == "cpu"
-    # whole on the host first: bytes cannot be written into a device or another float width
+    # staged on the host first: bytes cannot be written to a device or to another float width
     staged = target if in_place else torch.empty(target.shape, dtype=dtype)
     buffer = _bytes(staged).numpy()
     for shard, inside, piece in pieces:
@@ -126,7 +130,7 @@ def _copy(
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor: uint8 [nbytes], shared."""
+    """Return the memory of a contiguous tensor as uint8 [nbytes], shared."""
     return (
         tensor.detach().view(-1).view(torch.uint8)
         if tensor.numel()
@@ -147,7 +151,7 @@ def _check_shards(
     if any(size < 1 for size in manifest.shard_sizes):
         raise WireError(f"{label}: the manifest has a shard of {min(manifest.shard_sizes)} bytes")
     needed = set(manifest.changed_since(before))
-    for index, (shard, size, wanted) in enumerate(
+    for index, (shard, size, expected) in enumerate(
         zip(shards, manifest.shard_sizes, manifest.hashes, strict=True)
     ):
         if shard is None:
@@ -163,11 +167,11 @@ def _check_shards(
                 f"{label}: shard {index} is {shard.dtype} {list(shard.shape)}, the manifest says"
                 f" {size} bytes"
             )
-        found = xxhash.xxh3_64_hexdigest(shard.data)
-        if found != wanted:
+        actual = xxhash.xxh3_64_hexdigest(shard.data)
+        if actual != expected:
             raise WireError(
-                f"{label}: shard {index} is damaged, its xxh3 is {found}, the manifest says"
-                f" {wanted}: publish again"
+                f"{label}: shard {index} is damaged, its xxh3 is {actual}, the manifest says"
+                f" {expected}: publish again"
             )
 
 

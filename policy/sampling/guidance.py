@@ -1,4 +1,4 @@
-"""Classifier-free guidance (arXiv 2207.12598): a second velocity, of a negative prompt."""
+"""Classifier-free guidance (arXiv 2207.12598) with the velocity of a negative prompt."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from policy.types import Conditioning
 
 @dataclass(frozen=True)
 class Guided:
-    """A scale, whether both velocities come of one pass of twice the batch, and the scale at low
-    noise levels, where a model has a transformer of their own.
+    """Guidance settings of a stage.
+
+    ``scale`` is the guidance scale. ``one_pass`` computes both velocities in one pass of twice the
+    batch. ``low_noise`` is the scale at low noise levels, for models with a separate transformer
+    for them.
     """
 
     scale: float
@@ -24,12 +27,12 @@ class Guided:
 
     @staticmethod
     def of(settings: Guidance, stage: Stage) -> Guided | None:
-        """Guidance of a stage; None where there is none, and one velocity is enough."""
+        """Return the guidance of a stage, or None if it has none (one velocity is enough)."""
         return Guided.at(settings, settings.scale(stage))
 
     @staticmethod
     def at(settings: Guidance, scale: float) -> Guided | None:
-        """Guidance at this scale; None for 1, where one velocity is enough."""
+        """Return guidance at this scale, or None for 1 (one velocity is enough)."""
         return Guided(scale, settings.one_pass, settings.low_noise) if scale != 1 else None
 
 
@@ -41,9 +44,10 @@ def velocity(
     cond: Conditioning,
     guided: Guided | None,
 ) -> Tensor:
-    """The family's velocity [B, *latent] as ``Family.velocity`` gives it, guided where asked for.
+    """Return the velocity [B, *latent] of ``Family.velocity``, with guidance if ``guided`` is set.
 
-    Gradients go through both velocities.
+    Gradients flow through both velocities. Raises ValueError for guidance without a negative
+    prompt in ``cond``.
     """
     if guided is None:
         return family.velocity(transformer, x, sigma, cond)
@@ -53,12 +57,12 @@ def velocity(
             transformer,
             torch.cat([x, x]),
             torch.cat([sigma, sigma]) if sigma.ndim else sigma,
-            # the negative prompt first, as diffusers' pipelines stack them
+            # the negative prompt first, as in diffusers' pipelines
             Conditioning.cat([negative, positive]),
         )
-        against, along = both.chunk(2)
+        negative_velocity, positive_velocity = both.chunk(2)
     else:
-        along = family.velocity(transformer, x, sigma, positive)
-        against = family.velocity(transformer, x, sigma, negative)
+        positive_velocity = family.velocity(transformer, x, sigma, positive)
+        negative_velocity = family.velocity(transformer, x, sigma, negative)
     scale = family.guidance_scale(sigma.to(x.device), guided.scale, guided.low_noise)
-    return family.guided(along, against, scale)
+    return family.guided(positive_velocity, negative_velocity, scale)

@@ -1,4 +1,4 @@
-"""Seeds and their noise. Everything random of a run comes from its run seed through here."""
+"""Seeds and their noise: the source of all randomness of a run, derived from its run seed."""
 
 from __future__ import annotations
 
@@ -25,39 +25,38 @@ PURPOSES: tuple[str, ...] = (
     "sde",  # fresh noise of a stochastic solver's steps, one stream per sample
     "identity",  # initial noises that learner and rollout actors both sample from
 )
-"""What seeds are for. The position is written into the top byte of a seed: append, never reorder.
-"""
+"""Purposes of seeds. The position determines the top byte of a seed: append, never reorder."""
 
 MASK_64 = 2**64 - 1
 
 
 def stream_seed(run_seed: int, purpose: str, *index: int) -> int:
-    """A 64-bit seed of a run: the purpose's number above, a hash of run seed and index below.
+    """Return the 64-bit seed of a run for a purpose and an index.
 
-    The top 8 bits are the number, the others those of blake2b(purpose, run_seed, index). Seeds of
-    two purposes differ by construction, for any run seeds and indices. Within a purpose a million
-    seeds collide with a probability of 1e-5. Raises ValueError for a purpose that is not in
-    PURPOSES.
+    The top 8 bits are the purpose's number, the others are bits of blake2b(purpose, run_seed,
+    index). Seeds of different purposes differ by construction, for any run seeds and indices. A
+    million seeds of one purpose collide with a probability of 1e-5. Raises ValueError for a purpose
+    that is not in PURPOSES.
     """
     top, name = _named(purpose, run_seed, index)
     return top | int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "little")
 
 
 def stream_seeds(count: int, run_seed: int, purpose: str, *index: int) -> tuple[int, ...]:
-    """``stream_seed`` with 0, 1, ... ``count`` - 1 as the last index."""
+    """Return ``stream_seed`` with 0, 1, ... ``count`` - 1 as the last index."""
     top, name = _named(purpose, run_seed, index)
-    begun, parts = hashlib.blake2b(name, digest_size=7), []
+    prefix, parts = hashlib.blake2b(name, digest_size=7), []
     for last in range(count):
-        digest = begun.copy()
+        digest = prefix.copy()
         digest.update(b"/%d" % last)
         parts.append(digest.digest())
-    # all at once, as a run may need a hundred thousand: the number is each one's eighth byte
-    whole = bytes([top >> 56]).join([*parts, b""])
-    return tuple(np.frombuffer(whole, "<u8").tolist())
+    # converted at once, as a run may need a hundred thousand; the number is the eighth byte of each
+    joined = bytes([top >> 56]).join([*parts, b""])
+    return tuple(np.frombuffer(joined, "<u8").tolist())
 
 
 def _named(purpose: str, run_seed: int, index: Sequence[int]) -> tuple[int, bytes]:
-    """(the purpose's number in the top 8 bits, what is hashed). Raises ValueError."""
+    """Return (purpose's number in the top 8 bits, message to hash); raise ValueError if unknown."""
     if purpose not in PURPOSES:
         raise ValueError(
             f"seed purpose {purpose!r} is unknown: use one of {', '.join(PURPOSES)}, or append it"
@@ -68,13 +67,13 @@ def _named(purpose: str, run_seed: int, index: Sequence[int]) -> tuple[int, byte
 
 
 def noise_for(seeds: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Standard normal noise, float32 [B, *shape] on the CPU.
+    """Return standard normal noise, float32 [B, *shape] on the CPU.
 
-    Row i is a function of seeds[i] and shape alone. The generator is numpy's Philox with the seed
-    as its key, so all 64 bits count; torch's CPU generator keeps only the low 32 bits of a seed,
-    and its normal sampling depends on the instruction set.
+    Row i depends only on seeds[i] and shape. The generator is numpy's Philox with the seed as its
+    key, so all 64 bits are used; torch's CPU generator keeps only the low 32 bits of a seed, and
+    its normal sampling depends on the instruction set.
     """
-    import torch  # here, so that an actor that only names seeds starts without it
+    import torch  # imported here, so that actors that only derive seeds start without it
 
     generators = (np.random.Generator(np.random.Philox(key=int(seed) & MASK_64)) for seed in seeds)
     rows = [generator.standard_normal(tuple(shape), np.float32) for generator in generators]

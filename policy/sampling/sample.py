@@ -1,4 +1,4 @@
-"""From seeds and conditioning to latents."""
+"""Sampling of latents from seeds and conditioning."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def sample(
     full: Family | None = None,
     upto: int | None = None,
 ) -> Tensor:
-    """Latents at sigma 0, float32 [B, *latent] on the CPU: row i of seed i and of row i of cond.
+    """Sample latents at sigma 0, float32 [B, *latent] on the CPU, one per seed and row of ``cond``.
 
-    ``batch_size`` images go through the transformer at a time; None means all. With ``full``, the
-    same model at a larger size, the initial noises are its own, cut down to this size. ``upto``:
-    after so many of the steps it ends with the clean sample that the denoiser predicts there.
-    Raises ValueError when rows and seeds differ.
+    ``batch_size`` images go through the transformer at a time; None means all. ``full`` is the same
+    model at a larger size; if it is given, its initial noises are reduced to this size. With
+    ``upto`` sampling stops after that many of the steps, the last of which returns the clean sample
+    predicted by the denoiser. Raises ValueError if the numbers of rows and seeds differ.
     """
     if len(cond) != len(seeds):
         raise ValueError(
@@ -44,22 +44,22 @@ def sample(
     parameter = next(transformer.parameters())
     sigmas = family.sigmas(steps)
     if upto is not None:
-        # the last step of every solver goes to x - sigma v itself
+        # the last step of every solver returns x - sigma v, the predicted clean sample
         sigmas = torch.cat([sigmas[:upto], sigmas[-1:]])
     if full is None:
         noise = noise_for(seeds, family.latent_shape)
     else:
         noise = full.smaller_noise(noise_for(seeds, full.latent_shape), family)
     size = batch_size or len(seeds)
-    done = []
+    latents = []
     for start in range(0, len(seeds), size):
         rows = slice(start, start + size)
         part = cond.rows(rows).to(parameter.device, parameter.dtype)
-        done.append(
+        latents.append(
             SOLVERS[solver](
                 lambda x, sigma, part=part: velocity(family, transformer, x, sigma, part, guided),
                 noise[rows].to(parameter.device),
                 sigmas,
             ).cpu()
         )
-    return torch.cat(done)
+    return torch.cat(latents)

@@ -1,10 +1,10 @@
 """Triton programs that pack activations; ``policy.precision.kernels`` launches them.
 
-Written so that no compiler may change a bit: values are compared, clamped and rounded as integers,
-so that a product never meets a sum (which could be contracted to an FMA), and E4M3 and E2M1 codes
-come from those integers, as Triton's interpreter rounds its own casts differently (on a GPU FP8
-takes the GPU's). Divisions are ``div_rn``, correctly rounded; ``/`` is not. Offsets are int64, for
-more than 2^31 elements.
+They are written so that no compiler may change a bit. Values are compared, clamped and rounded as
+integers, so that no product is followed by a sum, which could be contracted to an FMA. E4M3 and
+E2M1 codes are computed from these integers because Triton's interpreter rounds its casts
+differently (FP8 on a GPU uses the GPU's cast). Divisions use the correctly rounded ``div_rn``, as
+``/`` is not. Offsets are int64, for more than 2^31 elements.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MANTISSA = tl.constexpr(0x007FFFFF)
 
 @triton.jit
 def as_float32(x):
-    """float32 of x; of bfloat16 by its bits: the interpreter converts subnormal numbers wrongly."""
+    """Convert x to float32, bfloat16 by its bits: the interpreter converts subnormals wrongly."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
@@ -29,13 +29,13 @@ def as_float32(x):
 
 @triton.jit
 def magnitude_bits(v):
-    """|v| as the bits of float32: integers that are ordered like the numbers, NaN above all."""
+    """Return |v| as the bits of float32: integers in the same order as the values, NaN largest."""
     return v.to(tl.int32, bitcast=True) & ABSOLUTE
 
 
 @triton.jit
 def e4m3_code(bits):
-    """The E4M3 byte of |v| from its float32 bits: half to even, saturating at 448, NaN as 127."""
+    """Return the E4M3 byte of |v| from its float32 bits: half to even, max 448, NaN as 127."""
     low = tl.minimum(bits, 0x43E00000)  # 448
     # normal: drop 20 bits of the mantissa, half to even, and move the exponent's bias from 127 to 7
     normal = ((low + 0x7FFFF + ((low >> 20) & 1)) >> 20) - (120 << 3)
@@ -48,7 +48,7 @@ def e4m3_code(bits):
 
 @triton.jit
 def e4m3_value(code):
-    """float32 of the E4M3 byte of a number that is not negative."""
+    """Return the float32 value of the E4M3 byte of a non-negative number."""
     normal = ((code << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)  # 2^-9
     return tl.where(code == 127, float("nan"), value)
@@ -56,7 +56,7 @@ def e4m3_value(code):
 
 @triton.jit
 def e2m1_code(v):
-    """The E2M1 nibble of v: half to even, saturating at 6; what rounds to zero keeps its sign."""
+    """Return the E2M1 nibble of v: half to even, saturating at 6; zeros keep their sign."""
     low = tl.minimum(magnitude_bits(v), 0x40C00000)  # 6
     normal = ((low + 0x1FFFFF + ((low >> 22) & 1)) >> 22) - 252
     # below 1: the last bit of 2^22 is 0.5
@@ -67,8 +67,8 @@ def e2m1_code(v):
 
 @triton.jit
 def power_of_two_above(bits):
-    """The bits of the least power of two not below a number of these bits; 0 stays 0."""
-    filled = bits - 1  # subnormal: fill all places below the highest bit, and add one
+    """Return the bits of the smallest power of two >= the number with these bits; 0 stays 0."""
+    filled = bits - 1  # for subnormals: set all bits below the highest one, then add one
     filled |= filled >> 1
     filled |= filled >> 2
     filled |= filled >> 4
@@ -80,9 +80,9 @@ def power_of_two_above(bits):
 
 @triton.jit
 def fp8_rows(x, codes, scales, columns, WIDTH: tl.constexpr, HARDWARE: tl.constexpr):
-    """One row per program: read once, kept in registers, written as codes and its scale.
+    """Pack one row per program: read it once, keep it in registers, write its codes and scale.
 
-    HARDWARE: the GPU's own rounding to E4M3, which is that of ``e4m3_code`` in a fifth of the time.
+    HARDWARE uses the GPU's cast to E4M3, which rounds like ``e4m3_code`` in a fifth of the time.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
@@ -91,10 +91,10 @@ def fp8_rows(x, codes, scales, columns, WIDTH: tl.constexpr, HARDWARE: tl.conste
     amax = tl.max(magnitude_bits(v), 0).to(tl.float32, bitcast=True)
     scale = tl.div_rn(amax, 448.0)
     least = tl.full((), SMALLEST, tl.int32).to(tl.float32, bitcast=True)
-    scale = tl.where(scale < least, least, scale)  # NaN stays
+    scale = tl.where(scale < least, least, scale)  # keeps NaN
     scaled = v * tl.div_rn(1.0, scale)
     if HARDWARE:
-        # else NaN would become 448
+        # propagates NaN, which would otherwise become 448
         limited = tl.maximum(scaled, -448.0, propagate_nan=tl.PropagateNan.ALL)
         limited = tl.minimum(limited, 448.0, propagate_nan=tl.PropagateNan.ALL)
         code = limited.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -107,7 +107,7 @@ def fp8_rows(x, codes, scales, columns, WIDTH: tl.constexpr, HARDWARE: tl.conste
 
 @triton.jit
 def partial_amax(x, partial, count, BLOCK: tl.constexpr):
-    """max|x| of every ``tl.num_programs``-th block of elements, as bits: int32 [programs]."""
+    """Write max|x| of every ``tl.num_programs``-th block of elements, as bits: int32 [programs]."""
     program = tl.program_id(0).to(tl.int64)
     largest = tl.zeros((BLOCK,), tl.int32)
     for start in range(program * BLOCK, count, tl.num_programs(0).to(tl.int64) * BLOCK):
@@ -122,8 +122,8 @@ def nvfp4_tiles(
     x, partial, codes, scales, factor, rows, padded, columns,
     PARTIALS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of 128 x 64 elements per program: codes, and its 512 scales in cuBLAS's order."""
-    # the scale of the tensor, by every program again: a few hundred numbers that stay in L2
+    """Pack one tile of 128 x 64 elements per program: codes, and 512 scales in cuBLAS's order."""
+    # every program recomputes the tensor scale from a few hundred numbers, which stay in L2
     bits = tl.max(tl.load(partial + tl.arange(0, PARTIALS)), 0)
     top = bits if EXACT else power_of_two_above(bits)
     top = tl.where(bits < INFINITY, top, 0x7FC00000).to(tl.float32, bitcast=True)
@@ -142,11 +142,11 @@ def nvfp4_tiles(
     block = tl.max(magnitude_bits(v), 2).to(tl.float32, bitcast=True)
     code = e4m3_code(magnitude_bits(block * (encode * 0.1666666716337204)))  # fp32(1 / 6)
     scale = e4m3_value(code)
-    # a scale of zero has the largest inverse; zero itself must not be divided by
+    # a zero scale has the largest inverse; a division by zero must be avoided
     decoded = scale * tl.div_rn(1.0, encode)
     inverse = tl.div_rn(1.0, tl.where(decoded == 0.0, 1.0, decoded))
     inverse = tl.where((decoded == 0.0) | (inverse > largest), largest, inverse)
-    # neighbours share a byte, the even one in its low nibble
+    # two neighbors share a byte, the even one in the low nibble
     even, odd = tl.split(tl.reshape(e2m1_code(v * inverse[:, :, None]), (128, 32, 2)))
 
     pair = tile_column * 32 + tl.arange(0, 32)[None, :]
