@@ -26,7 +26,7 @@ class Turn:
     def begin(self, offload: Offload | None) -> Moved:
         """Take the GPU: what was moved to host memory comes back."""
         start = time.perf_counter()
-        moved = offload.back() if offload is not None else 0
+        moved = offload.to_device() if offload is not None else 0
         self._has_it = True
         return Moved(moved, time.perf_counter() - start)
 
@@ -37,7 +37,7 @@ class Turn:
         start = time.perf_counter()
         self._has_it = False
         # after the line above: where this fails half-way, nothing may work on what is left
-        moved = offload.out() if offload is not None else 0
+        moved = offload.to_host() if offload is not None else 0
         release_cache(self._device)
         return Moved(moved, time.perf_counter() - start)
 

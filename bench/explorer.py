@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from bench.architectures import Case, case_of
 from bench.timing import Options, Ratio, interleave
 from configs.load import ConfigError
-from policy.device import synchronise, threads
+from policy.device import synchronize, threads
 from policy.families.architectures import published_names
-from policy.memory import groups_of, held_bytes, sampling_work
+from policy.pass_cost import denoiser_cost, groups_of, held_bytes
 from policy.precision.backends import BACKENDS, Backend, available_backends, resolve_backend
 from policy.precision.compiling import compiled, compiler_missing
 from policy.precision.swap import quantize_plan, swap_linears, weight_modules
@@ -31,7 +31,7 @@ def quantizable_share(case: Case, backend: Backend) -> float:
     """
     transformer = case.build("meta")
     plan = quantize_plan(transformer, case.family, (), backend)
-    work = sampling_work(case.family, transformer, 1, torch.float32, groups_of(plan))
+    work = denoiser_cost(case.family, transformer, 1, torch.float32, groups_of(plan))
     return work.quantized / work.flops
 
 
@@ -72,7 +72,7 @@ def explorer_transformer(case: Case, backend: Backend, device: torch.device) -> 
             for part, tensor in packed.items():
                 targets[part].copy_(tensor)
     for layer in layers.values():
-        layer.arrived()
+        layer.finish_loading()
     return transformer
 
 
@@ -170,7 +170,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run()
-    synchronise(device)
+    synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
 
 
@@ -183,7 +183,7 @@ def one_step(
     @torch.no_grad()
     def run() -> None:
         case.family.velocity(denoiser, x, sigma, cond)
-        synchronise(device)
+        synchronize(device)
 
     return run
 

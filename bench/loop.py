@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from bench.plain import PlainLoop
 from bench.ring import one_rollout_actor, quiet_ring
+from bench.single_process import SingleProcessLoop
 from bench.timing import Options, Ratio, ray_for
 from configs.load import parse
 from configs.schema import RunConfig
@@ -77,8 +77,8 @@ async def _alternate(config: RunConfig, repeats: int, scratch: Path) -> dict[str
     await services.start()
     threads = torch.get_num_threads()
     try:
-        plain = PlainLoop(alone, prompts, str(scratch / "failure"))
-        together = PlainLoop(alone, prompts, str(scratch / "failure"), together=True)
+        plain = SingleProcessLoop(alone, prompts, str(scratch / "failure"))
+        together = SingleProcessLoop(alone, prompts, str(scratch / "failure"), together=True)
         for index in range(repeats + 1):
             start = time.perf_counter()
             await ring.iteration(index)

@@ -19,10 +19,10 @@ from configs.section import Tree
 from planning.make import described
 from policy.checkpointing import checkpoint_blocks
 from policy.families import Family
-from policy.lora import use
-from policy.memory import conditioning_like, work_of
+from policy.lora import use_adapter
 from policy.merging import merged
-from policy.meta import META, adapt, blank_denoiser
+from policy.meta import META, adapt, meta_denoiser
+from policy.pass_cost import conditioning_like, count_cost
 from policy.precision.accelerators import ACCELERATORS, Accelerator
 from policy.precision.cost import Step, rates_of, seconds
 from policy.types import DTYPES
@@ -49,7 +49,7 @@ def passes_of(config: RunConfig, family: Family) -> dict[str, dict[str, Step]]:
     weights).
     """
     dtype = DTYPES[config.regenerate.precision]
-    transformer = blank_denoiser(family, dtype)
+    transformer = meta_denoiser(family, dtype)
     checkpoint_blocks(transformer, config.optimizer.recomputed)
     inputs = {
         rows: (
@@ -75,15 +75,15 @@ def passes_of(config: RunConfig, family: Family) -> dict[str, dict[str, Step]]:
             forward()
 
     steps = config.regenerate.steps - 1
-    bare = {"forward": work_of(forward), "training": work_of(forward_and_backward)}
+    bare = {"forward": count_cost(forward), "training": count_cost(forward_and_backward)}
     adapt(transformer, family, config.lora)
-    with use(transformer, "current"):
-        own = {"forward": work_of(forward)}
+    with use_adapter(transformer, "current"):
+        own = {"forward": count_cost(forward)}
         transformer.zero_grad(set_to_none=True)
-        own["training"] = work_of(forward_and_backward)
-    regenerating = work_of(merge_and_forward)
+        own["training"] = count_cost(forward_and_backward)
+    regenerating = count_cost(merge_and_forward)
     with merged(transformer, "current"):
-        step = work_of(forward)
+        step = count_cost(forward)
     return {
         **{name: {"bare": bare[name], "own": own[name]} for name in bare},
         "regenerating": {

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.ring import Quiet
+from bench.ring import NullProgress
 from bench.timing import Options, Ratio, ray_for
 from cluster.driver.loop import Ring
 from cluster.driver.services import ActorServices
@@ -161,7 +161,7 @@ async def _measured(config: RunConfig, scratch: Path, repeats: int) -> Tree:
     services = ActorServices(
         config, RunDirectory(scratch), lambda *args, **fields: None, spans.append
     )
-    quiet: Any = Quiet()
+    quiet: Any = NullProgress()
     prompts = read_prompts(config.prompts.train)
     ring = Ring(config, services, prompts, quiet, lambda *args, **fields: None)
     await services.start()

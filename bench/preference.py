@@ -20,7 +20,7 @@ SHAPES = ((2, 3), (4, 1), (4, 3), (8, 1), (8, 3), (8, 6))
 ERRORS = (0.0, 1.0)
 
 
-def found(size: int, rounds: int, error: float, seed: int) -> tuple[int, float]:
+def simulate_prompt(size: int, rounds: int, error: float, seed: int) -> tuple[int, float]:
     """Simulate one prompt; return (requests, share of the largest contrast)."""
     rng = np.random.default_rng(seed)
     quality = rng.normal(size=IMAGES)
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for size, rounds in SHAPES:
         cells = [f"size {size}  rounds {rounds}"]
         for error in ERRORS:
-            results = [found(size, rounds, error, seed) for seed in range(draws)]
+            results = [simulate_prompt(size, rounds, error, seed) for seed in range(draws)]
             shares = np.array([share for _, share in results])
             cells += [] if error else [f"{results[0][0]:3} requests"]
             cells.append(

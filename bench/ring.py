@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from bench.plain import PlainLoop
+from bench.single_process import SingleProcessLoop
 from bench.timing import Options, Ratio, ray_for, silent
 from cluster.driver.loop import Ring
 from cluster.driver.services import ActorServices
@@ -28,7 +28,7 @@ from records.rundir import RunDirectory
 GOAL = 0.96
 
 
-class Quiet:
+class NullProgress:
     """A progress display without output."""
 
     def __getattr__(self, name: str) -> Any:
@@ -65,7 +65,7 @@ def quiet_ring(config: RunConfig, scratch: Path) -> tuple[Ring, list[Prompt]]:
     """Return a ring without output, whose services are not yet started, and its prompts."""
     prompts = read_prompts(config.prompts.train)
     services = ActorServices(config, RunDirectory(scratch), silent)
-    quiet: Any = Quiet()
+    quiet: Any = NullProgress()
     return Ring(config, services, prompts, quiet, silent), prompts
 
 
@@ -80,7 +80,7 @@ async def _alternate(
     threads = torch.get_num_threads()
     try:
         await ring.publish(0)
-        plain = PlainLoop(config, prompts, str(scratch / "failure"))
+        plain = SingleProcessLoop(config, prompts, str(scratch / "failure"))
         for index in range(repeats + 1):
             before, start = _cpu_seconds(), time.perf_counter()
             await ring.iteration(index)
@@ -102,7 +102,7 @@ async def _alternate(
     return wall, cpu
 
 
-def _require_same(services: ActorServices, plain: PlainLoop, index: int) -> None:
+def _require_same(services: ActorServices, plain: SingleProcessLoop, index: int) -> None:
     published = services.weights.current
     assert published is not None
     if published.manifest.checksum != plain.checksum:

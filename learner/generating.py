@@ -14,10 +14,10 @@ from configs.schema import RunConfig
 from learner.lockstep import Passes
 from learner.objectives.base import Objective, Record
 from learner.replicas import Replicas
-from policy.attention import sound_gradients
+from policy.attention import without_cudnn_attention
 from policy.decoders import decoder_on
 from policy.families import Family
-from policy.lora import use
+from policy.lora import use_adapter
 from policy.merging import merged
 from policy.precision.compiling import compile_failures, compiled
 from policy.sampling.guidance import Guided
@@ -117,8 +117,8 @@ class Generator:
         what = f"{name}, {'merged' if merges else 'beside'}"
         with (
             torch.no_grad(),
-            nullcontext() if merges else sound_gradients(self.device),
-            (merged if merges else use)(self.transformer, None if name == "base" else name),
+            nullcontext() if merges else without_cudnn_attention(self.device),
+            (merged if merges else use_adapter)(self.transformer, None if name == "base" else name),
             compile_failures(COMPILE),
             self._passes.together(self.replicas, what, passes) if self.sharded else nullcontext(),
         ):

@@ -62,7 +62,7 @@ def recomputed(
     twice as often with guidance, independently, each at most as far as a change of the conditioning
     by the machine epsilon carries, which is measured here; times ``SAFETY``.
     """
-    runs = backend if backend.unavailable(device) is None else _emulation(backend, device)
+    runs = backend if backend.unavailable_reason(device) is None else _emulation(backend, device)
     loaded = DTYPES[config.regenerate.precision]
     width = runs.dtype or loaded
     own = (
@@ -128,7 +128,7 @@ def _own_weights(transformer: nn.Module, names: set[str]) -> None:
 def _emulation(backend: Backend, device: torch.device) -> Backend:
     """A backend of the same format that runs on ``device``. Raises ValueError where none does."""
     for other in BACKENDS.values():
-        if other.wire_format == backend.wire_format and other.unavailable(device) is None:
+        if other.wire_format == backend.wire_format and other.unavailable_reason(device) is None:
             return other
     raise ValueError(
         f"audit.identity_every: nothing on the learner's {device.type} computes"
@@ -146,4 +146,4 @@ def _nudged(cond: Conditioning, eps: float) -> Conditioning:
         sign = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
         return tensor * (1 + eps * sign).to(tensor.device, tensor.dtype)
 
-    return cond.each(moved)
+    return cond.map(moved)

@@ -21,7 +21,7 @@ from learner.objectives.base import Points
 from learner.replicas import GroupBroken, Replicas
 from learner.update import Updater
 from policy.families.base import Family
-from policy.memory import conditioning_like
+from policy.pass_cost import conditioning_like
 from records.errors import first_line
 
 

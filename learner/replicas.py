@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learner.nonfinite import NonFiniteTraining
-from policy.device import synchronise
+from policy.device import synchronize
 from records.errors import first_line
 
 Value = TypeVar("Value")
@@ -151,10 +151,10 @@ class DistributedReplicas(Replicas):
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         # kernels are only queued by then: without this the next wait would have their time
-        synchronise(self.device)
+        synchronize(self.device)
         start = time.perf_counter()
         yield
-        synchronise(self.device)
+        synchronize(self.device)
         self._times[name] += time.perf_counter() - start
 
     @contextmanager

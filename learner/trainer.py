@@ -64,7 +64,7 @@ class Trainer:
     ) -> None:
         """Loads what is not given. ``failure_dir`` takes the data of an iteration that fails.
         ``shard``: ``join`` shards the base over the replicas; until then it lies on the host.
-        ``offload``: frozen weights and autoencoder begin in host memory, and ``offload.back``
+        ``offload``: frozen weights and autoencoder begin in host memory, and ``offload.to_device``
         brings them to ``device``; adapters and the optimizer's state are there all the time.
         """
         self.config, self.device = config, torch.device(device)

@@ -16,9 +16,9 @@ from learner.nonfinite import NonFiniteTraining, first_nonfinite_module
 from learner.objectives.base import Objective, Points
 from learner.replicas import Replicas
 from learner.trained import NothingLearned, TrainedAdapter
-from policy.attention import sound_gradients
+from policy.attention import without_cudnn_attention
 from policy.families.base import Family
-from policy.lora import trainable, use
+from policy.lora import trainable, use_adapter
 from policy.precision.compiling import compile_failures, compiled
 from policy.sampling.guidance import Guided, velocity
 from policy.types import Conditioning
@@ -72,7 +72,7 @@ class Updater:
             dealt = Dealing.of(self.settings).steps_of(samples.total, shuffle_seed)
             for step in range(int(dealt.max()) + 1):
                 part = np.flatnonzero(dealt[samples.places] == step)
-                with sound_gradients(self.device):
+                with without_cudnn_attention(self.device):
                     count, norm = self._step(samples, part, sigmas, sums)
                 # from the first step on "current" differs from all other adapters
                 self._alike = frozenset()
@@ -124,7 +124,7 @@ class Updater:
         self._alike = self._like_current()
         try:
             self.trained.forget_gradients()
-            with sound_gradients(self.device):
+            with without_cudnn_attention(self.device):
                 every = np.arange(len(samples))
                 count = self._accumulate(samples, every, sigmas, defaultdict(float))
             gradients = [gradient.flatten() for gradient in self.trained.gradients().values()]
@@ -241,7 +241,7 @@ class Updater:
         self, denoiser: nn.Module, points: Points, cond: Conditioning, policy: str
     ) -> Tensor:
         """``denoiser``: the transformer itself, or its compiled form."""
-        with use(self.transformer, None if policy == "ref" else policy):
+        with use_adapter(self.transformer, None if policy == "ref" else policy):
             return velocity(self.family, denoiser, points.x_t, points.sigma, cond, self.guided)
 
     def _diagnose(self, samples: TrainingSamples, points: Points, what: str) -> NonFiniteTraining:

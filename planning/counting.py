@@ -22,12 +22,12 @@ from torch import nn
 from configs.schema import RunConfig
 from configs.services import Service
 from planning import passes, sizes
-from policy import memory, meta
-from policy.decoders import blank_decoder, keeps_frames, proxy_dtype
+from policy import meta, pass_cost
+from policy.decoders import keeps_frames, meta_decoder, proxy_dtype
 from policy.families import Family
 from policy.families.architectures import published, published_names
 from policy.lora import target_modules
-from policy.memory import Work
+from policy.pass_cost import PassCost
 from policy.precision.backends import Backend
 from policy.types import DTYPES
 
@@ -54,10 +54,10 @@ class Counts:
     text_flops: int  # to encode one prompt: products with weights
     broadcast: int  # bytes of a version
     changing: int  # of them what an update changes
-    step: Work
-    merged: Work
-    adapted: Work
-    training: Work
+    step: PassCost
+    merged: PassCost
+    adapted: PassCost
+    training: PassCost
     decode_flops: int  # of one image, by the model's own autoencoder
     decode_again: int  # peak, of a learner's batch
     decode_eager: bool  # it keeps frames from call to call: it is never compiled
@@ -90,7 +90,7 @@ def counts_of(config: RunConfig, family: Family, backend: Backend) -> Counts:
         every = config.optimizer.model_copy(update={"gradient_checkpointing": True})
         kept = _kept().get(key_of(config.model_copy(update={"optimizer": every}), backend.name))
         if kept is not None:
-            base = meta.blank_denoiser(family, DTYPES[config.regenerate.precision])
+            base = meta.meta_denoiser(family, DTYPES[config.regenerate.precision])
             meta.adapt(base, family, config.lora)
             _counted[here] = replace(kept, training=_training(config, family, base))
         else:
@@ -143,12 +143,12 @@ def _sampling(
     rows: int,
     dtype: torch.dtype,
     groups: Mapping[str, str] | None = None,
-) -> Work:
+) -> PassCost:
     """Operations of one velocity of ``batch`` images, and peak and widest of a pass of ``rows``."""
-    work = memory.sampling_work(family, transformer, batch, dtype, groups)
+    work = pass_cost.denoiser_cost(family, transformer, batch, dtype, groups)
     if rows == batch:
         return work
-    whole = memory.sampling_work(family, transformer, rows, dtype, groups)
+    whole = pass_cost.denoiser_cost(family, transformer, rows, dtype, groups)
     return replace(work, peak=whole.peak, widest=whole.widest)
 
 
@@ -185,7 +185,7 @@ def _whole(found: Any) -> Any:
 def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
     """Built on the meta device and run there: no weights are read."""
     gpu = on_gpus(config, config.services.rollout)
-    decoder = blank_decoder(config, family, proxy_dtype(config, gpu))
+    decoder = meta_decoder(config, family, proxy_dtype(config, gpu))
     proxy_decoder, proxy = passes.decoding_work(family, batch_of(config), decoder, gpu)
     return replace(
         _of_backend(config, family, backend),
@@ -205,20 +205,20 @@ def _of_backend(config: RunConfig, family: Family, backend: Backend) -> Counts:
     if key in _seen:
         return _seen[key]
     dtype, batch = DTYPES[config.regenerate.precision], batch_of(config)
-    base = meta.blank_denoiser(family, dtype)
+    base = meta.meta_denoiser(family, dtype)
     adapted = target_modules(base, config.lora.targets or family.lora_targets)
-    transformer, rows, layers = meta.blank_explorer(
+    transformer, rows, layers = meta.meta_explorer(
         family, backend, config.explore.modules_to_not_convert, dtype
     )
     sent = sizes.wire_bytes(rows, layers, adapted, backend)
     small = config.explored_model.model_copy(update={"path": family.model.path})
     smaller = type(family)(small)
     scale = config.plan.explore.guidance if config.plan.explore else 1.0
-    groups = memory.groups_of(rows)
+    groups = pass_cost.groups_of(rows)
     _seen[key] = replace(
         _common(config, family),
         quantized=sum(math.prod(row.shape) for row in rows if row.quantized),
-        rollout=memory.held_bytes(transformer),
+        rollout=pass_cost.held_bytes(transformer),
         broadcast=sent.total,
         changing=sent.changing,
         step=_sampling(smaller, base, batch, _rows(config, batch, scale), dtype, groups),
@@ -235,18 +235,18 @@ def _common(config: RunConfig, family: Family) -> Counts:
         return _seen[key]
     dtype, again = DTYPES[config.regenerate.precision], config.regenerate.batch_size
     encoders = meta.text_encoders(family, dtype)
-    base = meta.blank_denoiser(family, dtype)
-    weights, denoiser = sum(p.numel() for p in base.parameters()), memory.held_bytes(base)
+    base = meta.meta_denoiser(family, dtype)
+    weights, denoiser = sum(p.numel() for p in base.parameters()), pass_cost.held_bytes(base)
     scales = config.guidance
     rows = _rows(config, again, scales.regenerate, scales.evaluate)
     merged = _sampling(family, base, again, rows, dtype)
     trained = meta.adapt(base, family, config.lora)
     services = config.services
-    vae, gpu = meta.blank(family, "vae", torch.float32), on_gpus(config, services.learner)
+    vae, gpu = meta.meta_component(family, "vae", torch.float32), on_gpus(config, services.learner)
     autoencoder, decode = passes.decoding_work(family, again, vae, gpu)
     adapted = _sampling(family, base, again, rows, dtype)
     encodes = on_gpus(config, services.encoder)
-    source = passes.source_work(family, dtype, encodes) if family.edits else Work()
+    source = passes.source_work(family, dtype, encodes) if family.edits else PassCost()
     _seen[key] = Counts(
         weights=weights,
         quantized=0,
@@ -255,7 +255,7 @@ def _common(config: RunConfig, family: Family) -> Counts:
         targets=sizes.adapted_bytes(base),
         rollout=denoiser,
         autoencoder=autoencoder,
-        text=memory.held_bytes(*encoders.values()),
+        text=pass_cost.held_bytes(*encoders.values()),
         text_flops=_text_flops(encoders, family),
         broadcast=0,
         changing=0,
@@ -275,7 +275,7 @@ def _common(config: RunConfig, family: Family) -> Counts:
     return _seen[key]
 
 
-def _training(config: RunConfig, family: Family, adapted: nn.Module) -> Work:
+def _training(config: RunConfig, family: Family, adapted: nn.Module) -> PassCost:
     """A forward and backward pass of a batch; its peak is that of the rows that guidance makes."""
     dtype, recomputed = DTYPES[config.regenerate.precision], config.optimizer.recomputed
     points = config.optimizer.batch_size

@@ -14,8 +14,8 @@ from torch import nn
 from policy import frozen
 from policy.families.base import Family
 from policy.lora import adapted_modules
-from policy.memory import conditioning_like, held_bytes
-from policy.meta import blank_denoiser
+from policy.meta import meta_denoiser
+from policy.pass_cost import conditioning_like, held_bytes
 from policy.precision.backends import Backend
 from policy.precision.fused import FusedMember
 from policy.precision.layer import QuantizedLinear
@@ -29,7 +29,7 @@ def packed_base(
     """(bytes that packing the learner's frozen weights saves, bytes of the largest unpacked)."""
     key = (family.model.path, patterns)
     if key not in _rows:
-        base = blank_denoiser(family, dtype)
+        base = meta_denoiser(family, dtype)
         _rows[key] = frozen.frozen_rows(base, family, patterns)
     rows = _rows[key]
     sizes = [math.prod(row.shape) * dtype.itemsize for row in rows]
@@ -47,7 +47,7 @@ def shards_of(family: Family, dtype: torch.dtype) -> Shards:
     """What a pass through the sharded denoiser gathers."""
     key = (family.model.path, dtype)
     if key not in _shards:
-        transformer = blank_denoiser(family, dtype)
+        transformer = meta_denoiser(family, dtype)
         blocks = [held_bytes(block) for block in blocks_of(transformer)]
         _shards[key] = Shards(max(blocks, default=0), held_bytes(transformer) - sum(blocks))
     return _shards[key]

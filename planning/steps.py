@@ -7,7 +7,7 @@ import torch
 from configs.schema import RunConfig
 from planning.counting import batch_of
 from planning.make import described
-from policy.meta import blank_denoiser
+from policy.meta import meta_denoiser
 from policy.precision import cost
 from policy.precision.backends import BACKENDS
 from policy.precision.counting import step_of
@@ -26,7 +26,7 @@ def step_lines(config: RunConfig) -> list[str]:
     with described(config) as (family, _):
         step = step_of(
             family,
-            blank_denoiser(family, torch.bfloat16),
+            meta_denoiser(family, torch.bfloat16),
             BACKENDS[COUNTED_WITH],
             batch_of(config),
             config.explore.modules_to_not_convert,

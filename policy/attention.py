@@ -9,7 +9,7 @@ import torch
 
 
 @contextmanager
-def sound_gradients(device: torch.device) -> Iterator[None]:
+def without_cudnn_attention(device: torch.device) -> Iterator[None]:
     """Disable cuDNN attention on CUDA within the context; torch prefers it on Hopper.
 
     Its backward pass returns NaN gradients or reads memory out of bounds (seen on an H200 with

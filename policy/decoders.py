@@ -65,14 +65,14 @@ def load_decoder(
     return _configured_for_latents(vae, family).to(device).eval().requires_grad_(False)
 
 
-def blank_decoder(config: RunConfig, family: Family, dtype: torch.dtype) -> nn.Module:
+def meta_decoder(config: RunConfig, family: Family, dtype: torch.dtype) -> nn.Module:
     """Return the decoder of proxy images on the meta device.
 
     If a published tiny decoder is not on this machine, use diffusers' defaults, which are the
     configuration of the published ones.
     """
     if config.explore.decoder == "full":
-        return meta.blank(family, "vae", dtype)
+        return meta.meta_component(family, "vae", dtype)
     try:
         settings = json.loads((_weights_file(config, family).parent / CONFIG).read_text())
     except FileNotFoundError:
@@ -130,7 +130,7 @@ def check_decoder(config: RunConfig, family: Family) -> None:
         raise ValueError("explore.decoder: 'tiny' decodes images, not clips: use 'full'")
     directory = _weights_file(config, family).parent
     try:
-        blank = blank_decoder(config, family, torch.float32)
+        blank = meta_decoder(config, family, torch.float32)
         latents = torch.empty(1, *family.latent_shape, device=meta.META)
         vae: Diffusers = blank
         size = vae.decode(family.unscale(vae, latents), return_dict=False)[0].shape

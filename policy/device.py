@@ -46,7 +46,7 @@ def torch_cuda() -> str:
     return torch.version.cuda or "none, a build for CPUs"
 
 
-def no_cuda() -> str | None:
+def cuda_unavailable_reason() -> str | None:
     """Return a one-line reason why torch has no CUDA device, or None if it has one."""
     if torch.cuda.is_available():
         return None
@@ -65,7 +65,7 @@ def device_for(kind: str, gpus: float, limited: bool = True) -> torch.device:
     """
     if not gpus:
         return torch.device("cpu")
-    if (reason := no_cuda()) is not None:
+    if (reason := cuda_unavailable_reason()) is not None:
         raise RuntimeError(
             f"services.{kind}.gpus = {gpus:g}, but {reason}: install a driver and a torch that fit"
             f" each other, or set services.{kind}.gpus = 0"
@@ -90,7 +90,7 @@ def allow_tf32(device: torch.device, allowed: bool) -> None:
         torch.backends.cudnn.allow_tf32 = allowed
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until a GPU has finished all queued work; return at once on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -86,7 +86,7 @@ class PackedPolicy:
             )
         unpack_into(manifest, shards, self._targets(manifest), before)
         for layer in self._layers.values():
-            layer.arrived()  # only when all layers are filled: fused groups need all members
+            layer.finish_loading()  # only when all layers are filled: fused groups need all members
         self._loaded = manifest
         return manifest.version, manifest.checksum
 
@@ -177,8 +177,8 @@ class Explorer(PackedPolicy):
         compilation is not possible. ``activation_amax`` is as in ``Backend.replacements``;
         ``trained`` and ``full`` are as in ``PackedPolicy``.
 
-        With ``offload`` denoiser and decoder start in host memory; ``offload.back`` moves them to
-        ``device`` before use.
+        With ``offload`` denoiser and decoder start in host memory; ``offload.to_device`` moves them
+        to ``device`` before use.
         """
         transformer = family.load_transformer("cpu", backend.dtype or dtype)
         super().__init__(

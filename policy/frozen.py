@@ -38,13 +38,13 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         # saves the layer, as autograd would keep the unpacked weight until the backward pass
         ctx.layer = layer
-        return F.linear(x, layer.plain(), layer.bias)
+        return F.linear(x, layer.dequantized(), layer.bias)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor, None]:
-        return gradient @ ctx.layer.plain(), None
+        return gradient @ ctx.layer.dequantized(), None
 
 
 class FrozenLinear(nn.Linear):
@@ -57,7 +57,7 @@ class FrozenLinear(nn.Linear):
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = linear.bias
 
-    def plain(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         """Return the unpacked weight [out, in] in the dtype that it was packed from."""
         weight: Any = self.weight
         return weight.get_original_weight() if self.packing == "nf4" else weight.dequantize()
@@ -82,7 +82,7 @@ def _packed(weight: Tensor, packing: FrozenFormat) -> Tensor:
 def plain_weight(module: nn.Module) -> Tensor:
     """Return the weight of a module, unpacked and without gradient; gather it if it is sharded."""
     if isinstance(module, FrozenLinear):
-        return module.plain()
+        return module.dequantized()
     return whole(module.get_parameter("weight").detach())
 
 

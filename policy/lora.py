@@ -127,7 +127,7 @@ def adapted_modules(transformer: nn.Module) -> list[tuple[str, LoraLayer]]:
 
 
 @contextlib.contextmanager
-def use(transformer: nn.Module, name: str | None) -> Iterator[None]:
+def use_adapter(transformer: nn.Module, name: str | None) -> Iterator[None]:
     """Activate the adapter ``name`` within the context; None disables adapters (the base model).
 
     Can be nested. Gradients and ``requires_grad`` are untouched. Raises KeyError if the adapter

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from policy.frozen import FrozenLinear, plain_weight
-from policy.lora import adapted_modules, matrices, require_adapter, use
+from policy.lora import adapted_modules, matrices, require_adapter, use_adapter
 from policy.sharding import own_rows, sharded
 
 if TYPE_CHECKING:  # as in policy.lora
@@ -84,7 +84,7 @@ def merged(transformer: nn.Module, name: str | None) -> Iterator[None]:
     try:
         for _, layer in modules if name is not None else ():
             undo.append(_merge(layer, str(name)))
-        with use(transformer, None):
+        with use_adapter(transformer, None):
             yield
     finally:
         for restore in undo:

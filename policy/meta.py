@@ -20,7 +20,7 @@ from policy.precision.swap import ModuleRow, quantize_plan, swap_linears
 META = torch.device("meta")
 
 
-def blank(family: Family, part: str, dtype: torch.dtype) -> nn.Module:
+def meta_component(family: Family, part: str, dtype: torch.dtype) -> nn.Module:
     """Return a pipeline component on the meta device, as if loaded in ``dtype``."""
     library, name = family.index[part]
     config = {
@@ -56,25 +56,25 @@ def as_loaded(model: Diffusers, dtype: torch.dtype) -> Diffusers:
     return model
 
 
-def blank_denoiser(family: Family, dtype: torch.dtype) -> nn.Module:
+def meta_denoiser(family: Family, dtype: torch.dtype) -> nn.Module:
     """Return the denoiser on the meta device, as if loaded in ``dtype``."""
-    return family.denoiser(lambda part: blank(family, part, dtype))
+    return family.denoiser(lambda part: meta_component(family, part, dtype))
 
 
 def text_encoders(family: Family, dtype: torch.dtype) -> dict[str, nn.Module]:
     """Return the text encoders of the pipeline on the meta device, by component name."""
     return {
-        part: blank(family, part, dtype)
+        part: meta_component(family, part, dtype)
         for part in family.components
         if part.startswith("text_encoder")
     }
 
 
-def blank_explorer(
+def meta_explorer(
     family: Family, backend: Backend, modules_to_not_convert: Sequence[str], dtype: torch.dtype
 ) -> tuple[nn.Module, list[ModuleRow], dict[str, QuantizedLinear | FusedMember]]:
     """Return (transformer, plan, layers) of ``Explorer`` on the meta device, without kernels."""
-    transformer = blank_denoiser(family, backend.dtype or dtype)
+    transformer = meta_denoiser(family, backend.dtype or dtype)
     plan = quantize_plan(transformer, family, modules_to_not_convert, backend)
     with META:
         layers = swap_linears(transformer, plan, backend, blank=True)

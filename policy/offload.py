@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policy.device import synchronise
+from policy.device import synchronize
 
 ALIGNED = 256
 """Alignment in bytes of tensors in host memory, a multiple of the element size of every dtype."""
@@ -57,7 +57,7 @@ class Offload:
         """Number of bytes that each move transfers."""
         return sum(tensor.nbytes for tensor in self._tensors)
 
-    def back(self) -> int:
+    def to_device(self) -> int:
         """Move the tensors to the device; return the bytes moved, 0 if they were there already."""
         if not self.away:
             return 0
@@ -66,17 +66,17 @@ class Offload:
                 buffer.size(), buffer.stride(), dtype=buffer.dtype, device=self._device
             )
             tensor.data = moved.copy_(buffer, non_blocking=True)
-        synchronise(self._device)
+        synchronize(self._device)
         self.away = False
         return self.nbytes
 
-    def out(self) -> int:
+    def to_host(self) -> int:
         """Move the tensors to host memory; return the bytes moved, 0 if they were there already."""
         if self.away:
             return 0
         for tensor, buffer in zip(self._tensors, self._host, strict=True):
             buffer.copy_(tensor.detach(), non_blocking=True)
-        synchronise(self._device)
+        synchronize(self._device)
         for tensor, buffer in zip(self._tensors, self._host, strict=True):
             tensor.data = buffer
         self.away = True
@@ -85,7 +85,7 @@ class Offload:
 
 def release_cache(device: torch.device) -> None:
     """Return cached, unused memory of torch's allocator to the GPU."""
-    synchronise(device)
+    synchronize(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

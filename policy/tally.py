@@ -1,6 +1,6 @@
 """Counter of operations, kernels and memory of passes on the meta device, without data.
 
-This module knows nothing about models; ``policy.memory`` selects what runs.
+This module knows nothing about models; ``policy.pass_cost`` selects what runs.
 """
 
 from __future__ import annotations

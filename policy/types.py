@@ -41,14 +41,14 @@ class Conditioning:
         A single prompt is expanded without a copy.
         """
         if len(self) == 1:
-            return self.each(lambda tensor: tensor.expand(n, *tensor.shape[1:]))
-        return self.each(lambda tensor: tensor.repeat_interleave(n, dim=0))
+            return self.map(lambda tensor: tensor.expand(n, *tensor.shape[1:]))
+        return self.map(lambda tensor: tensor.repeat_interleave(n, dim=0))
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Conditioning:
         """Return the conditioning moved to ``device`` and cast to ``dtype``."""
-        return self.each(lambda tensor: tensor.to(device=device, dtype=dtype))
+        return self.map(lambda tensor: tensor.to(device=device, dtype=dtype))
 
     def rows(self, index: int | slice | Sequence[int] | Tensor) -> Conditioning:
         """Return the selected prompts; an int selects one row and keeps the batch dimension."""
@@ -58,9 +58,9 @@ class Conditioning:
             index = [index]
         if not isinstance(index, slice):
             index = torch.as_tensor(index)
-        return self.each(lambda tensor: tensor[index])
+        return self.map(lambda tensor: tensor[index])
 
-    def each(self, do: Callable[[Tensor], Tensor]) -> Conditioning:
+    def map(self, do: Callable[[Tensor], Tensor]) -> Conditioning:
         """Return new conditioning with ``do`` applied to each tensor."""
         return Conditioning({name: do(tensor) for name, tensor in self.tensors.items()})
 
@@ -74,7 +74,7 @@ class Conditioning:
             {**self.tensors, **{f"{NEGATIVE}{name}": tensor for name, tensor in added.items()}}
         )
 
-    def parted(self) -> tuple[Conditioning, Conditioning]:
+    def split_negative(self) -> tuple[Conditioning, Conditioning]:
         """Split into (prompts, negative prompts); raise ValueError if the latter are missing."""
         negative = {
             name.removeprefix(NEGATIVE): tensor

@@ -15,10 +15,10 @@ from bench.gpu_check.findings import Finding, Item
 from bench.gpu_check.setting import FAMILIES, NEWER, Setting, change, free, of_each
 from configs.section import Tree
 from configs.training import Lora
-from policy.attention import sound_gradients
-from policy.device import allow_tf32, synchronise
+from policy.attention import without_cudnn_attention
+from policy.device import allow_tf32, synchronize
 from policy.families.base import Diffusers
-from policy.lora import add_adapters, use
+from policy.lora import add_adapters, use_adapter
 
 BATCH, DEPTH, LEAST_S = 2, 2, 10.0
 SIGMA = 0.5
@@ -33,7 +33,7 @@ def measure(setting: Setting) -> Iterator[Item]:
     """
 
     def as_trained(case: Case, _: str) -> Iterator[Item]:
-        yield _finding(case, setting, "as trained", sound_gradients(setting.device))
+        yield _finding(case, setting, "as trained", without_cudnn_attention(setting.device))
 
     yield from of_each(setting, (*FAMILIES, *(NEWER if setting.gpu else ())), LEAST_S, as_trained)
     for name in FAMILIES if setting.gpu else ():
@@ -48,7 +48,7 @@ def _finding(
     with attention:
         found = _gradient(case, setting, torch.bfloat16)
     allow_tf32(setting.device, False)
-    with sound_gradients(setting.device):
+    with without_cudnn_attention(setting.device):
         wanted = _gradient(case, setting, torch.float32)
     allow_tf32(setting.device, True)
     return Finding(
@@ -74,9 +74,9 @@ def _gradient(case: Case, setting: Setting, dtype: torch.dtype) -> Tensor:
     transformer.enable_gradient_checkpointing()
     x, _, cond = case.inputs(BATCH, setting.device)
     sigmas = torch.full((BATCH,), SIGMA, device=setting.device)
-    with use(transformer, "current"):
+    with use_adapter(transformer, "current"):
         velocity = case.family.velocity(transformer, x, sigmas, cond.to(dtype=dtype))
         (velocity - x).square().mean().backward()
-    synchronise(setting.device)
+    synchronize(setting.device)
     grads = [each.grad for each in transformer.parameters() if each.grad is not None]
     return torch.cat([grad.float().flatten() for grad in grads]).cpu()

@@ -21,8 +21,8 @@ from learner.nonfinite import NonFiniteTraining
 from learner.selection import select
 from learner.trainer import Trainer
 from planning import sizes
-from policy import memory, meta
-from policy.device import out_of_memory, synchronise
+from policy import meta, pass_cost
+from policy.device import out_of_memory, synchronize
 from policy.explorer import Explorer
 from policy.families import Family
 from policy.precision.backends import BACKENDS, Backend
@@ -85,10 +85,10 @@ def weight_bytes(case: Case, backend: Backend, dtype: torch.dtype) -> int:
     """Bytes of a learner's denoiser, of what it merges, and of an explorer's packed denoiser, with
     an autoencoder in FP32 each.
     """
-    learner = meta.blank_denoiser(case.family, dtype)
-    explorer, _, _ = meta.blank_explorer(case.family, backend, (), dtype)
-    vae = meta.blank(case.family, "vae", torch.float32)
-    held = memory.held_bytes(learner, explorer, vae, vae)
+    learner = meta.meta_denoiser(case.family, dtype)
+    explorer, _, _ = meta.meta_explorer(case.family, backend, (), dtype)
+    vae = meta.meta_component(case.family, "vae", torch.float32)
+    held = pass_cost.held_bytes(learner, explorer, vae, vae)
     meta.adapt(learner, case.family, Lora())
     return held + sizes.adapted_bytes(learner)
 
@@ -129,7 +129,7 @@ def _iteration(
     def timed(stage: str, do: Callable[[], X]) -> X:
         start = time.perf_counter()
         found = do()
-        synchronise(device)
+        synchronize(device)
         seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start
         return found
 

@@ -12,7 +12,7 @@ from bench.gpu_check.findings import Finding, Item, LeftOut
 from bench.gpu_check.setting import Setting
 from bench.packing import as_json
 from bench.timing import interleave
-from policy.device import synchronise
+from policy.device import synchronize
 from policy.precision import kernels
 from policy.precision.cost import FUSED
 from policy.precision.fp8 import quantize_rows, row_scales
@@ -104,7 +104,7 @@ def _time(form: str, x: Tensor) -> Finding:
         def run() -> None:
             for _ in range(CALLS):
                 do()
-            synchronise(x.device)
+            synchronize(x.device)
 
         return run
 

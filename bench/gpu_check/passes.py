@@ -14,12 +14,12 @@ from bench.gpu_check.findings import Finding, Item
 from bench.gpu_check.setting import FAMILIES, Setting, autoencoder, of_each
 from bench.timing import Ratio, interleave
 from configs.training import Lora
-from policy.attention import sound_gradients
+from policy.attention import without_cudnn_attention
 from policy.decoders import compiled_decoder
-from policy.device import synchronise
+from policy.device import synchronize
 from policy.families.architectures import build
 from policy.families.base import Diffusers
-from policy.lora import add_adapters, use
+from policy.lora import add_adapters, use_adapter
 from policy.merging import merged
 from policy.types import Conditioning
 
@@ -108,7 +108,9 @@ def _passes(setting: Setting, case: Case, _: str) -> Iterator[Finding]:
         # merged once per call
         "regenerating": _within(partial(merged, adapted, "old"), _sampling(case, adapted, inputs)),
         "bare, to train": _training(case, bare, inputs),
-        "training": _within(partial(use, adapted, "current"), _training(case, adapted, inputs)),
+        "training": _within(
+            partial(use_adapter, adapted, "current"), _training(case, adapted, inputs)
+        ),
     }
     times = interleave(runs, REPEATS if setting.gpu else CPU_REPEATS, warm_up=setting.warm_up)
     for form in MOST:
@@ -133,7 +135,7 @@ def _sampling(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
     def run() -> None:
         for _ in range(STEPS):
             case.family.velocity(transformer, *inputs)
-        synchronise(inputs[0].device)
+        synchronize(inputs[0].device)
 
     return run
 
@@ -146,9 +148,9 @@ def _training(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
     def run() -> None:
         transformer.zero_grad(set_to_none=True)
         start = x.clone().requires_grad_()
-        with sound_gradients(x.device):
+        with without_cudnn_attention(x.device):
             case.family.velocity(transformer, start, sigmas, cond).square().mean().backward()
-        synchronise(x.device)
+        synchronize(x.device)
 
     return run
 

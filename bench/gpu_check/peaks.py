@@ -14,11 +14,11 @@ from bench.gpu_check.findings import Finding, Item, LeftOut
 from bench.gpu_check.setting import ARCHITECTURES, NEWER, Setting, autoencoder, free, of_each
 from configs.training import Lora
 from planning import passes, sizes
-from policy import memory, meta
-from policy.attention import sound_gradients
+from policy import meta, pass_cost
+from policy.attention import without_cudnn_attention
 from policy.device import out_of_memory
 from policy.families.base import Diffusers
-from policy.lora import add_adapters, use
+from policy.lora import add_adapters, use_adapter
 from policy.merging import merged
 
 BATCH = 4
@@ -43,15 +43,15 @@ def _against_plan(setting: Setting, case: Case, name: str) -> Iterator[Item]:
 
 def _weights(case: Case, setting: Setting) -> Iterator[Finding]:
     built = case.build(setting.device, setting.dtype)
-    held = memory.held_bytes(meta.as_loaded(built, setting.dtype))
-    planned = memory.held_bytes(meta.blank_denoiser(case.family, setting.dtype))
+    held = pass_cost.held_bytes(meta.as_loaded(built, setting.dtype))
+    planned = pass_cost.held_bytes(meta.meta_denoiser(case.family, setting.dtype))
     yield _against(case, "weights", held, planned)
 
 
 def _peaks(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
     family, device, dtype = case.family, setting.device, setting.dtype
-    blank = meta.blank_denoiser(family, dtype)
-    work = memory.sampling_work(family, blank, BATCH, dtype)
+    blank = meta.meta_denoiser(family, dtype)
+    work = pass_cost.denoiser_cost(family, blank, BATCH, dtype)
     yield _against(case, "step", peak_bytes(_step(case, setting), device), work.peak)
     free()
     meta.adapt(blank, family, Lora())
@@ -92,7 +92,7 @@ def _training(case: Case, setting: Setting) -> Callable[[], None]:
 
     def train() -> None:
         transformer.zero_grad(set_to_none=True)
-        with use(transformer, "current"), sound_gradients(setting.device):
+        with use_adapter(transformer, "current"), without_cudnn_attention(setting.device):
             velocity = case.family.velocity(transformer, x, sigmas, cond)
             loss = (velocity - x).square().mean()
             del velocity

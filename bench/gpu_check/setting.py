@@ -93,7 +93,7 @@ class Setting:
         """
         names = ("torch_nvfp4", "fp8") if self.gpu else ("fp8", "emulated_nvfp4")
         chosen = (BACKENDS[name] for name in names)
-        return tuple(each for each in chosen if each.unavailable(self.device) is None)
+        return tuple(each for each in chosen if each.unavailable_reason(self.device) is None)
 
 
 def autoencoder(name: str, device: torch.device, dtype: torch.dtype, small: bool) -> nn.Module:

@@ -18,7 +18,7 @@ from bench.gpu_check.findings import Finding, Item
 from bench.gpu_check.setting import Setting
 from configs.section import Tree
 from policy.families.architectures import published_names
-from policy.memory import conditioning_like
+from policy.pass_cost import conditioning_like
 from policy.precision.backends import BACKENDS, Backend
 from policy.precision.layer import PointwiseConvolution
 from policy.precision.swap import quantize_plan, weight_modules

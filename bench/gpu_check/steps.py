@@ -14,7 +14,7 @@ from bench.explorer import bound, explorer_transformer, one_step, quantizable_sh
 from bench.gpu_check.findings import Finding, Item, LeftOut
 from bench.gpu_check.setting import Setting, free
 from bench.timing import Ratio, interleave
-from policy.memory import held_bytes
+from policy.pass_cost import held_bytes
 from policy.precision import cost, kernels
 from policy.precision.accelerators import accelerator_of
 from policy.precision.backends import BACKENDS, Backend, resolve_backend

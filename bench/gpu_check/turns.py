@@ -11,7 +11,7 @@ from torch import nn
 from bench.gpu_check.findings import Finding, Item
 from bench.gpu_check.setting import Setting, free, loadable
 from planning.assumptions import HOST_LINK_GB_S, host_link
-from policy.device import synchronise
+from policy.device import synchronize
 from policy.offload import Offload, frozen_tensors, release_cache
 from policy.precision.accelerators import ACCELERATORS
 
@@ -31,14 +31,14 @@ def measure(setting: Setting) -> Iterator[Item]:
         seconds: dict[str, list[float]] = {"back": [], "out": []}
         left = 0
         for _ in range(1 if setting.once else ROUNDS):
-            for way, move in (("back", offload.back), ("out", offload.out)):
-                synchronise(device)
+            for way, move in (("back", offload.to_device), ("out", offload.to_host)):
+                synchronize(device)
                 start = time.perf_counter()
                 move()
                 release_cache(device)
                 seconds[way].append(time.perf_counter() - start)
             left = torch.cuda.memory_allocated() if setting.gpu else 0
-        offload.back()
+        offload.to_device()
         changed = checksum(model) != before
     for way, each in seconds.items():
         yield Finding(

@@ -11,7 +11,7 @@ from configs.training import Lora
 from learner.publish import Publisher
 from planning import sizes
 from policy import meta
-from policy.device import synchronise
+from policy.device import synchronize
 from policy.explorer import Explorer
 from policy.lora import adapted_modules, add_adapters
 from policy.precision.backends import BACKENDS, Backend
@@ -49,7 +49,7 @@ def _format(setting: Setting, backend: Backend) -> Iterator[Item]:
                 {"GB": manifest.nbytes / 1e9, **statistics},
             )
             change(learner)
-        _, plan, layers = meta.blank_explorer(family, backend, (), setting.dtype)
+        _, plan, layers = meta.meta_explorer(family, backend, (), setting.dtype)
         adapted = [name for name, _ in adapted_modules(learner)]
         yield Finding(
             f"{case.name} {backend.wire_format}, bytes of a version / those of the plan",
@@ -63,7 +63,7 @@ def _format(setting: Setting, backend: Backend) -> Iterator[Item]:
         explorer = Explorer(family, here, (), device, setting.dtype)
         start = time.perf_counter()
         explorer.load(manifest, shards)
-        synchronise(device)
+        synchronize(device)
         yield Finding(
             f"{case.name} {backend.wire_format}, loading it",
             time.perf_counter() - start,

@@ -37,9 +37,9 @@ def published_bytes(config: RunConfig, accelerator: str | None = None) -> WireBy
     dtype = DTYPES[config.regenerate.precision]
     with described(config) as (family, _):
         backend, _ = backend_of(config, accelerator)
-        model = meta.blank_denoiser(family, dtype)
+        model = meta.meta_denoiser(family, dtype)
         adapted = target_modules(model, config.lora.targets or family.lora_targets)
-        _, rows, layers = meta.blank_explorer(
+        _, rows, layers = meta.meta_explorer(
             family, backend, config.explore.modules_to_not_convert, dtype
         )
         return sizes.wire_bytes(rows, layers, adapted, backend)

@@ -16,7 +16,7 @@ _CLASSES: dict[str, type[Backend]] = {name: named_class(row, Backend) for name, 
 BACKENDS: dict[str, Backend] = {name: found() for name, found in _CLASSES.items()}
 
 
-def ladder() -> list[tuple[str, ...]]:
+def precision_levels() -> list[tuple[str, ...]]:
     """Return the names of all backends from coarse to fine, grouped by equal precision."""
     rising = sorted(BACKENDS.values(), key=lambda backend: backend.bits)
     return [
@@ -56,7 +56,7 @@ def resolve_backend(
         return _fastest(device, compile, step)
     if name not in BACKENDS:
         raise ValueError(f"{key}: {name!r} is unknown: use auto, {', '.join(BACKENDS)}")
-    refusal = BACKENDS[name].unavailable(device)
+    refusal = BACKENDS[name].unavailable_reason(device)
     if refusal is not None:
         runs = ", ".join(available_backends(device))
         raise ValueError(
@@ -79,7 +79,9 @@ def eager_note(backend: Backend, device: torch.device | str, compile: bool) -> s
 def available_backends(device: torch.device | str) -> tuple[str, ...]:
     """Return the names of all backends that this device can run."""
     device = torch.device(device)
-    return tuple(name for name, backend in BACKENDS.items() if backend.unavailable(device) is None)
+    return tuple(
+        name for name, backend in BACKENDS.items() if backend.unavailable_reason(device) is None
+    )
 
 
 def finer_backend(current: str, available: Collection[str], finest: str) -> str | None:
@@ -88,7 +90,7 @@ def finer_backend(current: str, available: Collection[str], finest: str) -> str 
     ``finest`` is the precision of regeneration: a proxy as precise as the regenerated image cannot
     gain from more bits. Raises ValueError if ``current`` or ``finest`` is no backend.
     """
-    levels = ladder()
+    levels = precision_levels()
     level_of = {name: number for number, names in enumerate(levels) for name in names}
     for name in (current, finest):
         if name not in level_of:
@@ -134,7 +136,7 @@ def _reason_against(
     step: Callable[[Backend], cost.Step] | None,
 ) -> str | None:
     """Return why a backend does not run or is not faster on this device; None if it is."""
-    refusal = backend.unavailable(device)
+    refusal = backend.unavailable_reason(device)
     if refusal is not None or not backend.quantizes or device.type != "cuda":
         return refusal
     missing = None if compile or not backend.packs_eagerly else kernels.missing(device)
@@ -143,4 +145,4 @@ def _reason_against(
     if step is None:
         return None
     name = torch.cuda.get_device_name(device)
-    return cost.slower(step(backend), name, backend.wire_format, compile)
+    return cost.no_speedup_reason(step(backend), name, backend.wire_format, compile)

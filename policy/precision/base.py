@@ -48,11 +48,11 @@ class Backend(ABC):
     """
 
     @abstractmethod
-    def unavailable(self, device: torch.device) -> str | None:
+    def unavailable_reason(self, device: torch.device) -> str | None:
         """Return why this backend does not run on this device, or None if it does."""
 
     @abstractmethod
-    def refuses(self, rows: int, columns: int) -> str | None:
+    def unsupported_reason(self, rows: int, columns: int) -> str | None:
         """Return why a weight [N, K] cannot be quantized, or None; the same on every device."""
 
     @abstractmethod
@@ -64,7 +64,7 @@ class Backend(ABC):
         all activations of a layer.
         """
 
-    def blanks(self) -> Callable[[nn.Linear], QuantizedLinear]:
+    def placeholder_replacements(self) -> Callable[[nn.Linear], QuantizedLinear]:
         """Return a function as ``replacements`` for layers of the same size, which may not run.
 
         Creating them needs no kernels.

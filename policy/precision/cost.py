@@ -159,7 +159,9 @@ def speed(
     return bf16 / seconds(step, quick, fused, compiled)
 
 
-def slower(step: Step, name: str, wire_format: str, compiled: bool = False) -> str | None:
+def no_speedup_reason(
+    step: Step, name: str, wire_format: str, compiled: bool = False
+) -> str | None:
     """Return why a format is no faster than BF16 on the GPU ``name``, even with fused packing.
 
     Returns None if it is faster, or if the GPU or the format is unknown.

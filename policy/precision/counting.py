@@ -10,8 +10,8 @@ from torch import nn
 from configs.schema import RunConfig
 from policy.families import family_for
 from policy.families.base import Family
-from policy.memory import groups_of, sampling_work
-from policy.meta import blank_denoiser
+from policy.meta import meta_denoiser
+from policy.pass_cost import denoiser_cost, groups_of
 from policy.precision.base import Backend
 from policy.precision.cost import Step
 from policy.precision.swap import quantize_plan
@@ -29,12 +29,12 @@ def step_of(
     ``transformer`` is unquantized and in bfloat16 on the meta device.
     """
     plan = quantize_plan(transformer, family, modules_to_not_convert, backend)
-    return sampling_work(family, transformer, batch, torch.bfloat16, groups_of(plan))
+    return denoiser_cost(family, transformer, batch, torch.bfloat16, groups_of(plan))
 
 
 def configured_step(config: RunConfig, backend: Backend) -> Step:
     """Return the cost of one step of a run's explorer: its model and size, one chunk of seeds."""
     family = family_for(config.explored_model)
-    transformer = blank_denoiser(family, torch.bfloat16)
+    transformer = meta_denoiser(family, torch.bfloat16)
     explore = config.explore
     return step_of(family, transformer, backend, explore.chunk_size, explore.modules_to_not_convert)

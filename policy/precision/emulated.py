@@ -47,7 +47,7 @@ class Workspace:
 
     def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``nvfp4.quantize_activation`` of x [..., K]: U [rows, K] and amax [], float32."""
-        return self._last.once(x, self._quantize)
+        return self._last.get_or_compute(x, self._quantize)
 
     def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         rows = rows_of(x).float()
@@ -126,11 +126,11 @@ class EmulatedNVFP4(NVFP4Packing):
     name = "emulated_nvfp4"
     auto_on = "cpu"
 
-    def unavailable(self, device: torch.device) -> str | None:
+    def unavailable_reason(self, device: torch.device) -> str | None:
         """Return None: it runs on every device."""
         return None
 
-    def refuses(self, rows: int, columns: int) -> str | None:
+    def unsupported_reason(self, rows: int, columns: int) -> str | None:
         """Return a reason if K is not a multiple of the block size, else None."""
         return f"K = {columns} is not a multiple of {BLOCK}" if columns % BLOCK else None
 

@@ -53,7 +53,7 @@ class Activations:
 
     def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return codes float8_e4m3fn [rows, K] and scales float32 [rows, 1] of x [..., K]."""
-        return self._last.once(x, self._quantize)
+        return self._last.get_or_compute(x, self._quantize)
 
     @staticmethod
     def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,7 +106,7 @@ class FP8(Backend):
     capability = (8, 9)
     speedup = 2
 
-    def unavailable(self, device: torch.device) -> str | None:
+    def unavailable_reason(self, device: torch.device) -> str | None:
         """Return why FP8 does not run on this device, or None if it does.
 
         It needs a GPU of compute capability 8.9 or higher, or a CPU with torch 2.13 or later.
@@ -126,7 +126,7 @@ class FP8(Backend):
             else f"FP8 needs compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
         )
 
-    def refuses(self, rows: int, columns: int) -> str | None:
+    def unsupported_reason(self, rows: int, columns: int) -> str | None:
         """Return why it cannot be quantized: the kernel needs both sizes in multiples of 16."""
         # the same on a CPU: a learner there packs for GPUs and must quantize the same layers
         for letter, size in (("K", columns), ("N", rows)):

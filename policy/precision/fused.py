@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from policy.precision.layer import QuantizedLinear
 
 
-class Joint:
+class FusedGroup:
     """The joint layer of a group of linears, with its last result until all members have read it.
 
     Not thread-safe.
@@ -58,7 +58,7 @@ class Joint:
             self._input, self._parts = None, []
         return result
 
-    def arrived(self) -> None:
+    def finish_loading(self) -> None:
         """Finish loading after all members are filled; raise ValueError if their scalars differ."""
         for name, values in self.single.items():
             if not bool((values == values[0]).all()):
@@ -67,13 +67,13 @@ class Joint:
                     " publish again"
                 )
             self.layer.wire_targets()[name].copy_(values[0])
-        self.layer.arrived()
+        self.layer.finish_loading()
 
 
 class FusedMember(nn.Module):
     """One linear of a fused group, x [..., K] -> [..., N]; the first one owns the joint layer."""
 
-    def __init__(self, joint: Joint, index: int) -> None:
+    def __init__(self, joint: FusedGroup, index: int) -> None:
         super().__init__()
         self._joint, self._index = joint, index
         self.in_features, self.out_features = joint.layer.in_features, joint.sizes[index]
@@ -97,13 +97,13 @@ class FusedMember(nn.Module):
             for name, buffer in joint.layer.wire_targets().items()
         }
 
-    def arrived(self) -> None:
+    def finish_loading(self) -> None:
         """Finish loading after all targets were filled; the first member acts for the group."""
         if self._index == 0:
-            self._joint.arrived()
+            self._joint.finish_loading()
 
 
-def join(
+def fuse_linears(
     linears: Sequence[nn.Linear], replacement: Callable[[nn.Linear], QuantizedLinear]
 ) -> list[FusedMember]:
     """Return members that replace linears [N_i, K] of one input by a joint layer [sum N_i, K]."""
@@ -120,5 +120,5 @@ def join(
         joined.bias = nn.Parameter(
             torch.cat([bias.detach() for bias in biases]), requires_grad=False
         )
-    joint = Joint(replacement(joined), sizes)
+    joint = FusedGroup(replacement(joined), sizes)
     return [FusedMember(joint, index) for index in range(len(linears))]

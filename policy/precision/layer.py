@@ -14,7 +14,7 @@ class QuantizedLinear(nn.Module):
     """A linear layer x [..., K] -> [..., N] for inference, whose weight is loaded in packed form.
 
     ``bias`` stays unquantized. To load published weights, copy them into ``wire_targets`` in place
-    and then call ``arrived``.
+    and then call ``finish_loading``.
     """
 
     bias: Tensor | None
@@ -45,7 +45,7 @@ class QuantizedLinear(nn.Module):
         """Return the tensors to fill, by the names that the backend's ``pack`` uses."""
         return dict(self.named_buffers())
 
-    def arrived(self) -> None:
+    def finish_loading(self) -> None:
         """Convert newly loaded weights in ``wire_targets`` to the kernel's layout, in place."""
 
     def shaped(self, y: Tensor, x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class LastInput(Generic[T]):
     def __init__(self) -> None:
         self._last: tuple[weakref.ref[Tensor], int, T] | None = None
 
-    def once(self, x: Tensor, make: Callable[[Tensor], T]) -> T:
+    def get_or_compute(self, x: Tensor, make: Callable[[Tensor], T]) -> T:
         """Return ``make(x)``, or the cached result if x is the last input, unchanged."""
         if torch.compiler.is_compiling() or x.is_inference() or capturing(x):
             self._last = None

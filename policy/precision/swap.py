@@ -12,7 +12,7 @@ from torch import nn
 
 from policy.families.base import Family
 from policy.precision.backends import Backend
-from policy.precision.fused import FusedMember, join
+from policy.precision.fused import FusedMember, fuse_linears
 from policy.precision.layer import PointwiseConvolution, QuantizedLinear
 
 SMALL = re.compile(r"dim<(\d+)")
@@ -126,7 +126,7 @@ def _row(
     if isinstance(module, nn.Conv2d) and not is_pointwise(module):
         groups = f" in {module.groups} groups" if module.groups > 1 else ""
         return ModuleRow(name, shape, False, f"a convolution of {shape[2]}x{shape[3]}{groups}")
-    refusal = backend.refuses(shape[0], shape[1]) if backend is not None else None
+    refusal = backend.unsupported_reason(shape[0], shape[1]) if backend is not None else None
     if refusal is not None:
         return ModuleRow(name, shape, False, refusal)
     kind = (
@@ -180,7 +180,9 @@ def swap_linears(
     """
     if not any(row.quantized for row in plan):
         return {}
-    replacement = backend.blanks() if blank else backend.replacements(activation_amax)
+    replacement = (
+        backend.placeholder_replacements() if blank else backend.replacements(activation_amax)
+    )
     swapped: dict[str, QuantizedLinear | FusedMember] = {}
     for row in plan:
         if not row.quantized:
@@ -203,7 +205,7 @@ def swap_linears(
             groups.setdefault(row.fused, []).append(row.name)
     for names in groups.values():
         linears = [as_linear(cast(nn.Linear, transformer.get_submodule(name))) for name in names]
-        members = join(linears, replacement)
+        members = fuse_linears(linears, replacement)
         for name, member in zip(names, members, strict=True):
             swapped[name] = member
             transformer.set_submodule(name, member)

@@ -150,12 +150,12 @@ class EngineNVFP4(TorchNVFP4):
     name = "te_nvfp4"
     auto_on = None
 
-    def unavailable(self, device: torch.device) -> str | None:
+    def unavailable_reason(self, device: torch.device) -> str | None:
         """Return why this backend does not run on this device, or None if it does.
 
         Checks the needs of ``torch_nvfp4``, the parts of TransformerEngine, and its own report.
         """
-        refusal = super().unavailable(device)
+        refusal = super().unavailable_reason(device)
         if refusal is not None:
             return refusal
         try:
@@ -184,6 +184,6 @@ class EngineNVFP4(TorchNVFP4):
         recipe = nvfp4_recipe(recipes)
         return lambda linear: EngineLinear(linear, engine, recipe)
 
-    def blanks(self) -> Callable[[nn.Linear], QuantizedLinear]:
+    def placeholder_replacements(self) -> Callable[[nn.Linear], QuantizedLinear]:
         """Return a function to layers of the same size that need no TransformerEngine."""
         return NVFP4Weight

@@ -47,7 +47,7 @@ class NVFP4Weight(QuantizedLinear):
         """Return the tensors to fill; ``amax`` is published without dimensions and is a view."""
         return {"codes": self.codes, "scales": self.compact, "amax": self.amax.view(())}
 
-    def arrived(self) -> None:
+    def finish_loading(self) -> None:
         """Reorder the scales and compute the factor, in place."""
         # in place, because a captured graph reads from the memory that it was captured with
         self.swizzled.copy_(swizzled(self.compact))
@@ -119,7 +119,7 @@ class TorchNVFP4Linear(NVFP4Weight):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return alpha (Ux Uw^T) + bias."""
-        packed = self._last.once(x, lambda x: pack_operand(x, self._exact))
+        packed = self._last.get_or_compute(x, lambda x: pack_operand(x, self._exact))
         y = scaled_mm(packed, self.codes, self.swizzled, self.factor, self.bias)
         # without the padding rows
         return self.shaped(y.narrow(0, 0, x.numel() // self.in_features), x)
@@ -135,7 +135,7 @@ class TorchNVFP4(NVFP4Packing):
     capability = (10, 0)  # the first with NVFP4 tensor cores
     speedup = 4
 
-    def unavailable(self, device: torch.device) -> str | None:
+    def unavailable_reason(self, device: torch.device) -> str | None:
         """Return a reason unless it is a Blackwell GPU with torch 2.10 or later, else None."""
         if not hasattr(torch.nn.functional, "scaled_mm"):
             return (
@@ -152,7 +152,7 @@ class TorchNVFP4(NVFP4Packing):
             f" {present[0]}.{present[1]}"
         )
 
-    def refuses(self, rows: int, columns: int) -> str | None:
+    def unsupported_reason(self, rows: int, columns: int) -> str | None:
         """Return a reason, or None if K / 2 and N are multiples of 16 as the kernels require."""
         if columns % 32:
             return f"K = {columns} is not a multiple of 32"

@@ -16,11 +16,11 @@ class Unquantized(Backend):
 
     quantizes = False
 
-    def unavailable(self, device: torch.device) -> str | None:
+    def unavailable_reason(self, device: torch.device) -> str | None:
         """Return None: it runs on every device."""
         return None
 
-    def refuses(self, rows: int, columns: int) -> str | None:
+    def unsupported_reason(self, rows: int, columns: int) -> str | None:
         """Return a reason for every layer, as nothing is quantized."""
         return f"backend {self.name} quantizes nothing"
 

@@ -51,7 +51,7 @@ def velocity(
     """
     if guided is None:
         return family.velocity(transformer, x, sigma, cond)
-    positive, negative = cond.parted()
+    positive, negative = cond.split_negative()
     if guided.one_pass:
         both = family.velocity(
             transformer,

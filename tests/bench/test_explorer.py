@@ -15,8 +15,8 @@ from bench.survival import random_update, survival
 from learner.trainer import Trainer
 from policy.families.architectures import published_names
 from policy.lora import adapter_state, load_adapter_state
-from policy.memory import held_bytes
 from policy.merging import merged_weights
+from policy.pass_cost import held_bytes
 from policy.precision.backends import BACKENDS
 from records.rundir import RunDirectory
 from tests.cluster.runs import tiny_config

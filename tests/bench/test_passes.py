@@ -14,7 +14,7 @@ from configs.training import Lora
 from planning.make import described
 from policy.families import family_for
 from policy.lora import adapted_modules, inject
-from policy.memory import work_of
+from policy.pass_cost import count_cost
 from policy.precision.accelerators import ACCELERATORS
 from policy.precision.cost import Step
 
@@ -38,13 +38,13 @@ def test_kernels_and_bytes_of_an_adapted_linear():
     host = torch.nn.ModuleDict({"only": torch.nn.Linear(into, out, device=META)})
     host.to(torch.bfloat16).requires_grad_(False)
     x = torch.empty(rows, into, device=META, dtype=torch.bfloat16)
-    bare = work_of(lambda: host["only"](x))
+    bare = count_cost(lambda: host["only"](x))
     with META:
         inject(host, Lora(rank=rank), ["only"], ["current"])
     layer = adapted_modules(host)[0][1]
     for part in (layer.lora_A, layer.lora_B):
         part["current"].float()
-    found = work_of(lambda: host["only"](x))
+    found = count_cost(lambda: host["only"](x))
     assert (bare.kernels, found.kernels) == (1, 5)
     numbers = rank * (into + out)
     more = 6 * numbers + 2 * numbers + 2 * rows * into + 2 * 2 * rows * rank + 2 * 2 * rows * out

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from bench.preference import IMAGES, contrast, found, main
+from bench.preference import IMAGES, contrast, main, simulate_prompt
 
 
 def test_a_list_of_all_by_a_right_judge_finds_everything():
-    assert found(IMAGES, 1, 0.0, seed=3) == (1, pytest.approx(1.0))
+    assert simulate_prompt(IMAGES, 1, 0.0, seed=3) == (1, pytest.approx(1.0))
     worth = np.arange(IMAGES, dtype=float)
     assert contrast(worth, worth) == IMAGES - 12 and contrast(worth, -worth) == 12 - IMAGES
 
@@ -16,7 +16,7 @@ def test_a_judge_that_guesses_finds_nothing():
     """The share of a random choice has a standard deviation of sqrt(2 / 12) / 3.2 = 0.13: means of
     worth of 12, less another, over a contrast of 3.2 standard deviations. Four of a mean of 20.
     """
-    shares = [found(4, 3, 1e9, seed)[1] for seed in range(20)]
+    shares = [simulate_prompt(4, 3, 1e9, seed)[1] for seed in range(20)]
     assert abs(np.mean(shares)) < 4 * 0.13 / np.sqrt(20)
 
 

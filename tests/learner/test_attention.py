@@ -10,7 +10,7 @@ import torch
 import learner.generating
 import learner.update
 from learner.trainer import Trainer
-from policy.attention import sound_gradients
+from policy.attention import without_cudnn_attention
 from tests.learner.tiny import tiny_groups, tiny_trainer
 
 CUDA = torch.device("cuda")
@@ -25,7 +25,9 @@ def as_on_a_gpu(monkeypatch) -> Iterator[None]:
     before = allowed()
     torch.backends.cuda.enable_cudnn_sdp(True)
     for module in (learner.update, learner.generating):
-        monkeypatch.setattr(module, "sound_gradients", lambda device: sound_gradients(CUDA))
+        monkeypatch.setattr(
+            module, "without_cudnn_attention", lambda device: without_cudnn_attention(CUDA)
+        )
     yield
     assert allowed()
     torch.backends.cuda.enable_cudnn_sdp(before)
@@ -41,9 +43,9 @@ def watched(trainer: Trainer) -> list[tuple[str, bool]]:
 
 
 def test_only_the_block_and_only_on_cuda():
-    with sound_gradients(torch.device("cpu")):
+    with without_cudnn_attention(torch.device("cpu")):
         assert allowed()
-    with pytest.raises(KeyError), sound_gradients(CUDA):
+    with pytest.raises(KeyError), without_cudnn_attention(CUDA):
         assert not allowed()
         raise KeyError
     assert allowed()

@@ -15,7 +15,7 @@ from analysis.measuring import explorer_of
 from learner.nonfinite import NonFiniteTraining
 from learner.publish import NonFiniteWeights
 from learner.trainer import Group
-from policy.lora import adapter_state, load_adapter_state, use
+from policy.lora import adapter_state, load_adapter_state, use_adapter
 from policy.precision.backends import resolve_backend
 from policy.sampling.noise import noise_for, stream_seed
 from policy.sampling.paths import explored_paths, shared_start
@@ -81,7 +81,7 @@ def test_the_stored_log_probability_is_that_of_the_weights_and_step(tiny_sd3_dir
 
     def again(policy: str, j: int) -> np.ndarray:
         now, after = trainer.sigmas[j].expand(3), trainer.sigmas[j + 1].expand(3)
-        with torch.no_grad(), use(trainer.transformer, policy):
+        with torch.no_grad(), use_adapter(trainer.transformer, policy):
             v = trainer.family.velocity(trainer.transformer, states[:, j], now, cond.repeat(3))
         return (
             trainer.objective.path_solver.step(states[:, j], v, now, after)
@@ -149,7 +149,7 @@ def test_explored_paths_are_those_that_are_trained_on(tiny_sd3_dir, name, start)
     )
     np.testing.assert_allclose(whole, truth["latents"], rtol=0, atol=1e-4)
     x, sigma = torch.from_numpy(truth["states"][:, 2]), trainer.sigmas
-    with torch.no_grad(), use(trainer.transformer, "old"):
+    with torch.no_grad(), use_adapter(trainer.transformer, "old"):
         v = trainer.family.velocity(trainer.transformer, x, sigma[2].expand(3), cond.repeat(3))
     wanted = x + (sigma[4] - sigma[2]) * v  # one step of Euler from the end of the window
     np.testing.assert_allclose(few, wanted.numpy(), rtol=0, atol=1e-4)

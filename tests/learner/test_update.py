@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from learner.advantages import advantages
-from policy.lora import adapter_state, use
+from policy.lora import adapter_state, use_adapter
 from policy.sampling.noise import stream_seed
 from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
 
@@ -39,7 +39,7 @@ def plain_gradients(trainer, iteration: int, groups) -> tuple[dict[str, torch.Te
     batch, rows = type(points[0]).cat(points), type(cond[0]).cat(cond)
     velocities = {}
     for policy in trainer.objective.policies:
-        with use(trainer.transformer, None if policy == "ref" else policy):
+        with use_adapter(trainer.transformer, None if policy == "ref" else policy):
             velocities[policy] = trainer.family.velocity(
                 trainer.transformer, torch.cat(x_t), torch.cat(sigma), rows
             )
@@ -202,7 +202,7 @@ def test_training_moves_towards_good_samples_and_away_from_bad_ones(tiny_sd3_dir
         points = trainer.objective.points(
             {"latents": torch.from_numpy(group.samples["latents"])}, trainer.sigmas, rng
         )
-        with torch.no_grad(), use(trainer.transformer, "current"):
+        with torch.no_grad(), use_adapter(trainer.transformer, "current"):
             v = trainer.family.velocity(
                 trainer.transformer, points.x_t, points.sigma, group.cond.repeat(len(points))
             )

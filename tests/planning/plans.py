@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from configs.schema import RunConfig
-from policy import memory
+from policy import pass_cost
 from policy.families import Family
 from policy.sampling.noise import noise_for
 from tests.cluster.runs import tiny_config
@@ -30,6 +30,6 @@ def run_of(name: str, directory: Path, root: Path, **changes: Any) -> RunConfig:
 
 
 def of_work(family: Family, rows: int) -> tuple[torch.Tensor, Any]:
-    return noise_for(range(rows), family.latent_shape), memory.conditioning_like(
+    return noise_for(range(rows), family.latent_shape), pass_cost.conditioning_like(
         family, rows, torch.float32, "cpu"
     )

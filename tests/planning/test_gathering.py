@@ -14,7 +14,7 @@ from planning.layouts.gpus import Gpus, lay
 from planning.layouts.numbers import Group, Numbers
 from planning.layouts.predict import gathered, predict
 from planning.layouts.resolve import gathering_of
-from policy.memory import Work
+from policy.pass_cost import PassCost
 from simulator.actors import Learner
 from tests.planning.made_up import SHARDS, preset, tasks
 
@@ -22,7 +22,7 @@ WHOLE = 64e9
 
 
 def counts(denoiser: float = WHOLE) -> Counts:
-    none = Work()
+    none = PassCost()
     numbers = dict.fromkeys(Counts.__dataclass_fields__, 0)
     works = dict.fromkeys(("step", "merged", "adapted", "training"), none)
     return Counts(**{**numbers, **works, "denoiser": int(denoiser), "targets": int(denoiser / 4)})

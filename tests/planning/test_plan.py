@@ -25,7 +25,7 @@ from planning.lines import iteration_seconds, lines_of
 from planning.make import make_plan
 from planning.placement import Need, Node, place
 from planning.steps import step_lines
-from policy import memory, meta
+from policy import meta, pass_cost
 from policy.explorer import Explorer
 from policy.families import family_for
 from policy.families.architectures import published, write_configs
@@ -58,11 +58,11 @@ def test_an_explorer_holds_what_the_plan_says(directories, name, backend, dtype)
     family = family_for(tiny_model(name, directories[name]))
     width = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     real = Explorer(family, BACKENDS[backend], (), "cpu", width)
-    blank, rows, layers = meta.blank_explorer(family, BACKENDS[backend], (), width)
+    blank, rows, layers = meta.meta_explorer(family, BACKENDS[backend], (), width)
     assert rows == real.plan
     assert all(tensor.is_meta for tensor in (*blank.parameters(), *blank.buffers()))
-    assert memory.held_bytes(blank) == memory.held_bytes(real.transformer)
-    assert passes.decoding_work(family, 1)[0] == memory.held_bytes(real.vae)
+    assert pass_cost.held_bytes(blank) == pass_cost.held_bytes(real.transformer)
+    assert passes.decoding_work(family, 1)[0] == pass_cost.held_bytes(real.vae)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,8 +70,8 @@ def test_text_encoders_hold_what_the_plan_says(directories, name):
     family = family_for(tiny_model(name, directories[name]))
     pipe: Any = family.load_text("cpu", torch.bfloat16).pipe  # type: ignore[attr-defined]
     blank = meta.text_encoders(family, torch.bfloat16)
-    assert {part: memory.held_bytes(module) for part, module in blank.items()} == {
-        part: memory.held_bytes(getattr(pipe, part))
+    assert {part: pass_cost.held_bytes(module) for part, module in blank.items()} == {
+        part: pass_cost.held_bytes(getattr(pipe, part))
         for part in family.components
         if part.startswith("text_encoder")
     }
@@ -117,8 +117,8 @@ def test_a_learner_holds_and_sends_what_the_plan_says(directories, tmp_path, nam
     assert plan.trained == trainer.trainable_parameters
     adapters = sum(size for what, size in held.items() if "adapters" in what and size)
     base = sum(size for what, size in held.items() if "denoiser" in what and size)
-    assert base + adapters == memory.held_bytes(trainer.transformer)
-    assert held["autoencoder, fp32"] == memory.held_bytes(trainer.vae)
+    assert base + adapters == pass_cost.held_bytes(trainer.transformer)
+    assert held["autoencoder, fp32"] == pass_cost.held_bytes(trainer.vae)
     manifest, _, _ = trainer.export(0)
     assert plan.broadcast == manifest.nbytes
     with torch.no_grad():
@@ -153,8 +153,8 @@ def test_kernels_that_are_not_installed_are_counted_from_their_buffers(tiny_sd3_
     travels is the compact form.
     """
     family = family_for(tiny_model("sd3", tiny_sd3_dir))
-    blank, rows, layers = meta.blank_explorer(family, BACKENDS["te_nvfp4"], (), torch.bfloat16)
-    emulated = meta.blank_explorer(family, BACKENDS["emulated_nvfp4"], (), torch.bfloat16)
+    blank, rows, layers = meta.meta_explorer(family, BACKENDS["te_nvfp4"], (), torch.bfloat16)
+    emulated = meta.meta_explorer(family, BACKENDS["emulated_nvfp4"], (), torch.bfloat16)
     assert sizes.wire_bytes(rows, layers, (), BACKENDS["te_nvfp4"]) == sizes.wire_bytes(
         *emulated[1:], (), BACKENDS["emulated_nvfp4"]
     )
@@ -172,7 +172,7 @@ def test_a_broadcast_of_sana_is_nine_bits_in_two_weights(tmp_path):
     """
     path = str(write_configs(published("sana-1.6b"), tmp_path))
     family = family_for(Model(family="sana", path=path, height=1024, width=1024))
-    blank, rows, layers = meta.blank_explorer(family, BACKENDS["te_nvfp4"], (), torch.bfloat16)
+    blank, rows, layers = meta.meta_explorer(family, BACKENDS["te_nvfp4"], (), torch.bfloat16)
     wanted = (8 * 20 + 7.5 * 20) * 2240**2 * 9 / 16 + 4 * 200
     assert sizes.wire_bytes(rows, layers, (), BACKENDS["te_nvfp4"]) == (wanted, 0)
     assert published("sana-1.6b")["hub_id"] == load("sana-sol_rl-hpsv2").model.path

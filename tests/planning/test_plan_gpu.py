@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from policy import memory, meta
+from policy import meta, pass_cost
 from policy.explorer import Explorer
 from policy.families import family_for
 from policy.precision.backends import BACKENDS
@@ -27,12 +27,12 @@ def test_the_peak_of_an_explorer_on_a_gpu(tiny_sd3_dir):
         *real.vae.parameters(),
         *real.vae.buffers(),
     ]
-    held = memory.held_bytes(real.transformer, real.vae)
+    held = pass_cost.held_bytes(real.transformer, real.vae)
     assert held <= torch.cuda.memory_allocated() - before <= held + 512 * len(tensors)
-    blank = meta.blank_denoiser(family, torch.bfloat16)
-    planned = memory.sampling_work(family, blank, 64, torch.bfloat16).peak
+    blank = meta.meta_denoiser(family, torch.bfloat16)
+    planned = pass_cost.denoiser_cost(family, blank, 64, torch.bfloat16).peak
     x = noise_for(range(64), family.latent_shape).cuda()
-    cond = memory.conditioning_like(family, 64, torch.bfloat16, "cuda")
+    cond = pass_cost.conditioning_like(family, 64, torch.bfloat16, "cuda")
     with torch.no_grad():
         family.velocity(real.transformer, x, torch.tensor(0.5), cond)  # libraries take workspaces
         start = torch.cuda.memory_allocated()

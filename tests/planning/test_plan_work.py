@@ -18,7 +18,7 @@ from planning.lines import lines_of
 from planning.make import described, make_plan
 from planning.scoring import scored
 from planning.stages import Part, Stage, training_points
-from policy import memory, meta
+from policy import meta, pass_cost
 from policy.families import family_for
 from policy.precision.backends import BACKENDS
 from policy.precision.cost import Step
@@ -53,9 +53,9 @@ def test_a_tally_in_closed_form():
 def test_operations_of_a_step_are_those_of_the_real_transformer(directories, name):
     """Counted on real weights by torch's own counter, with attention spelled out."""
     family = family_for(tiny_model(name, directories[name]))
-    blank = meta.blank_denoiser(family, torch.float32)
+    blank = meta.meta_denoiser(family, torch.float32)
     rows = quantize_plan(blank, family, (), BACKENDS["emulated_nvfp4"])
-    work = memory.sampling_work(family, blank, 3, torch.float32, memory.groups_of(rows))
+    work = pass_cost.denoiser_cost(family, blank, 3, torch.float32, pass_cost.groups_of(rows))
     real = family.load_transformer("cpu", torch.float32)
     x, cond = of_work(family, 3)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -106,13 +106,13 @@ def test_operations_of_training_are_those_of_the_real_transformer(directories, n
 
     Checkpointing costs at most one more forward pass.
     """
-    from policy.lora import add_adapters, use
+    from policy.lora import add_adapters, use_adapter
 
     family = family_for(tiny_model(name, directories[name]))
     real = family.load_transformer("cpu", torch.float32)
     add_adapters(real, Lora(rank=4), family, names=("current",))
     x, cond = of_work(family, 2)
-    with sdpa_kernel(SDPBackend.MATH), use(real, "current"):
+    with sdpa_kernel(SDPBackend.MATH), use_adapter(real, "current"):
         with torch.no_grad(), FlopCounterMode(display=False) as forward:
             family.velocity(real, x, torch.full((2,), 0.5), cond)
         with FlopCounterMode(display=False) as both:
@@ -120,7 +120,7 @@ def test_operations_of_training_are_those_of_the_real_transformer(directories, n
     blocks = {"sd3": 2, "flux": 3}[name]
     tokens = 16 + family.conditioning_shapes["prompt_embeds"][0]
     attention = blocks * 2 * (2 * 2 * tokens**2 * 32)  # scores and values: batch 2, width 32
-    blank = meta.blank_denoiser(family, torch.float32)
+    blank = meta.meta_denoiser(family, torch.float32)
     assert meta.adapt(blank, family, Lora(rank=4)) == sum(
         p.numel() for p in real.parameters() if p.requires_grad
     )
@@ -205,11 +205,11 @@ def test_stages_are_counts_of_steps(tiny_sd3_dir, tmp_path):
     family = family_for(
         tiny_model("sd3", tiny_sd3_dir, max_sequence_length=SETTINGS["sd3"]["max_sequence_length"])
     )
-    blank = meta.blank_denoiser(family, torch.float32)
-    step = memory.sampling_work(family, blank, 1, torch.float32).flops
+    blank = meta.meta_denoiser(family, torch.float32)
+    step = pass_cost.denoiser_cost(family, blank, 1, torch.float32).flops
     decode = passes.decoding_work(family, 1)[1].flops
     meta.adapt(blank, family, Lora(rank=4))
-    adapted = memory.sampling_work(family, blank, 1, torch.float32).flops
+    adapted = pass_cost.denoiser_cost(family, blank, 1, torch.float32).flops
     trained = passes.training_work(family, blank, 1, torch.float32, 0.0).flops
     explore = plan.stages["explore"]
     regenerate = plan.stages["regenerate"]

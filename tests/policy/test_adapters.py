@@ -13,7 +13,7 @@ from configs.training import Lora
 from policy.adapters import AdaptedConv2d, AdaptedLinear
 from policy.families import family_for
 from policy.lora import adapted_modules, adapter_state, add_adapters, load_adapter_state, trainable
-from policy.memory import conditioning_like
+from policy.pass_cost import conditioning_like
 from policy.sampling.noise import noise_for
 
 U, V = 2.0**-8, 2.0**-24

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from policy.precision.backends import BACKENDS
 from policy.precision.compiling import compiled
-from policy.precision.fused import join
+from policy.precision.fused import fuse_linears
 from policy.precision.layer import LastInput
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ class Block(nn.Module):
     def __init__(self, replacement) -> None:
         super().__init__()
         linears = [nn.Linear(32, 32) for _ in range(4)]
-        self.to_q, self.to_k, self.to_v = join(linears[:3], replacement)
+        self.to_q, self.to_k, self.to_v = fuse_linears(linears[:3], replacement)
         self.out = replacement(linears[3])
         for layer, linear in zip((self.to_q, self.to_k, self.to_v, self.out), linears, strict=True):
             for name, tensor in FP8.pack(linear.weight, False).items():
@@ -95,7 +95,7 @@ def test_a_captured_graph_packs_its_own_input(monkeypatch):
 
         for now in (False, False, True, False, False):
             capturing[0] = now
-            last.once(x, pack)
+            last.get_or_compute(x, pack)
     assert made == [False, True, False]
 
 

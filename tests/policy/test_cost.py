@@ -95,7 +95,7 @@ def test_the_devices_that_cuda_names():
     ):  # fmt: skip
         assert accelerator_of(name) is ACCELERATORS[key], name
     assert accelerator_of("NVIDIA A100") is None
-    assert cost.slower(STEPS["sana-1.6b"], "NVIDIA A100", "fp8") is None
+    assert cost.no_speedup_reason(STEPS["sana-1.6b"], "NVIDIA A100", "fp8") is None
 
 
 def test_the_table_of_docs_performance():

@@ -14,13 +14,13 @@ from learner.publish import export_policy
 from planning import passes
 from planning.make import make_plan
 from planning.preflight import check_model
-from policy import memory, meta
+from policy import meta, pass_cost
 from policy.decoders import (
-    blank_decoder,
     check_decoder,
     compiled_decoder,
     decoder_on,
     load_decoder,
+    meta_decoder,
     proxy_dtype,
 )
 from policy.explorer import Explorer
@@ -153,18 +153,18 @@ def test_the_plan_counts_the_decoder_that_is_chosen(config):
     family = family_for(config.model)
     loaded = load_decoder(config, family, CPU)
     tiny = make_plan(config)
-    assert tiny.memory["rollout"]["tiny autoencoder, fp32"] == memory.held_bytes(loaded)
+    assert tiny.memory["rollout"]["tiny autoencoder, fp32"] == pass_cost.held_bytes(loaded)
     assert "autoencoder, fp32" in tiny.memory["learner"]
     explore = config.explore.model_copy(update={"decoder": "full", "decoder_precision": "bf16"})
     full = make_plan(config.model_copy(update={"explore": explore}))
-    own = meta.blank(family, "vae", torch.float32)
-    assert full.memory["rollout"]["autoencoder, bf16"] == memory.held_bytes(own) // 2
-    assert full.memory["learner"]["autoencoder, fp32"] == memory.held_bytes(own)
+    own = meta.meta_component(family, "vae", torch.float32)
+    assert full.memory["rollout"]["autoencoder, bf16"] == pass_cost.held_bytes(own) // 2
+    assert full.memory["learner"]["autoencoder, fp32"] == pass_cost.held_bytes(own)
     assert full.stages["explore"].narrow
     assert not full.stages["regenerate"].narrow and not tiny.stages["explore"].narrow
     assert tiny.stages["regenerate"].decoding == full.stages["regenerate"].decoding
     images = config.prompts.per_iteration * config.explore.pool_size
-    blank = blank_decoder(config, family, torch.float32)
+    blank = meta_decoder(config, family, torch.float32)
     _, work = passes.decoding_work(family, 1, blank)
     assert tiny.stages["explore"].decoding == images * work.flops
 

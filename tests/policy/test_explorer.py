@@ -9,7 +9,7 @@ import torch
 
 from learner.publish import NonFiniteWeights, Publisher, export_policy
 from policy.explorer import Explorer
-from policy.lora import adapted_modules, use
+from policy.lora import adapted_modules, use_adapter
 from policy.merging import merged_weights
 from policy.precision.backends import BACKENDS
 from policy.precision.emulated import EmulatedNVFP4Linear
@@ -120,10 +120,10 @@ def test_fp32_explorers_draw_what_the_learner_draws(family, adapted, cond, rando
     assert images.shape == (3, 3, 16, 16)
     assert latents.dtype == np.float32
     rows = cond.rows(1).repeat(3)
-    with use(adapted, "current"):
+    with use_adapter(adapted, "current"):
         wanted = sample(family, adapted, rows, SEEDS, 3, "dpmpp_2m")
     np.testing.assert_allclose(latents, wanted, rtol=0, atol=1e-5)
-    with use(adapted, None):
+    with use_adapter(adapted, None):
         assert (
             np.abs(latents - sample(family, adapted, rows, SEEDS, 3, "dpmpp_2m").numpy()).max()
             > 0.01

@@ -9,8 +9,8 @@ import policy.checkpointing as checkpointing
 from configs.sections import Model
 from policy.families import Family, family_for
 from policy.lora import add_adapters
-from policy.memory import conditioning_like
 from policy.merging import merged
+from policy.pass_cost import conditioning_like
 from policy.precision.compiling import compiled
 from policy.sampling.noise import noise_for
 from tests.policy.conftest import LORA

@@ -13,7 +13,7 @@ import torch
 from learner.objectives import diffusion_nft
 from learner.trainer import Group, Trainer
 from policy.families import family_for
-from policy.lora import adapter_state, load_adapter_state, use
+from policy.lora import adapter_state, load_adapter_state, use_adapter
 from policy.sharding import blocks_of
 from policy.types import Conditioning
 from tests.learner.tiny import tiny_config
@@ -141,7 +141,7 @@ def test_gradients_by_finite_differences(name, directory, monkeypatch):
     def loss() -> torch.Tensor:
         velocities = {}
         for policy in trainer.objective.policies:
-            with use(trainer.transformer, None if policy == "ref" else policy):
+            with use_adapter(trainer.transformer, None if policy == "ref" else policy):
                 velocities[policy] = trainer.family.velocity(
                     trainer.transformer, points.x_t, points.sigma, rows
                 )

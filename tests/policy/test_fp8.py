@@ -10,7 +10,7 @@ from policy.precision.nvfp4 import frozen_amax
 
 pytestmark = pytest.mark.gpu
 FP8 = BACKENDS["fp8"]
-REFUSALS = {name: FP8.unavailable(torch.device(name)) for name in ("cpu", "cuda")}
+REFUSALS = {name: FP8.unavailable_reason(torch.device(name)) for name in ("cpu", "cuda")}
 ON_DEVICES = pytest.mark.parametrize(
     "device",
     [
@@ -162,6 +162,6 @@ def test_a_cast_does_not_reach_the_scales(device):
 
 
 def test_which_shapes_the_kernel_takes():
-    assert FP8.refuses(48, 64) is None
-    assert FP8.refuses(48, 60) == "K = 60 is not a multiple of 16"
-    assert FP8.refuses(24, 64) == "N = 24 is not a multiple of 16"
+    assert FP8.unsupported_reason(48, 64) is None
+    assert FP8.unsupported_reason(48, 60) == "K = 60 is not a multiple of 16"
+    assert FP8.unsupported_reason(24, 64) == "N = 24 is not a multiple of 16"

@@ -13,12 +13,12 @@ from torch import nn
 from configs.load import ConfigError, load
 from configs.training import Lora
 from planning import sizes
-from policy import memory
+from policy import pass_cost
 from policy.families import family_for
 from policy.frozen import FrozenLinear, freeze, frozen_rows, packed_bytes, plain_weight
-from policy.lora import add_adapters, trainable, use
-from policy.memory import held_bytes
+from policy.lora import add_adapters, trainable, use_adapter
 from policy.merging import merged, merged_weight
+from policy.pass_cost import held_bytes
 from policy.precision.swap import weight_modules
 from tests.tiny_families import tiny_model
 
@@ -50,7 +50,7 @@ def int8_by_hand(weight: torch.Tensor) -> torch.Tensor:
 def test_int8_is_a_scale_for_each_row():
     module = linear()
     weight = module.weight.detach().clone()
-    plain = FrozenLinear(module, "int8").plain()
+    plain = FrozenLinear(module, "int8").dequantized()
     # the largest of a row is 127.5 codes, which may round either way
     inside = weight.abs() < weight.abs().amax(1, keepdim=True)
     assert torch.allclose(plain[inside], int8_by_hand(weight)[inside], rtol=0, atol=1e-6)
@@ -60,7 +60,7 @@ def test_int8_is_a_scale_for_each_row():
 
 def test_nf4_has_sixteen_levels_of_each_block():
     module = linear()
-    blocks = FrozenLinear(module, "nf4").plain().reshape(-1, 64)
+    blocks = FrozenLinear(module, "nf4").dequantized().reshape(-1, 64)
     assert max(len(block.unique()) for block in blocks) <= 16
     weight = module.weight.detach().reshape(-1, 64)
     # the widest gap between levels is 0.304 of a block's largest; scales are within 1 %
@@ -75,7 +75,7 @@ def test_a_layer_computes_as_a_linear_of_its_unpacked_weight(packing: Any, dtype
     x = torch.randn(2, 5, 128, dtype=dtype)
     mine, twin = x.clone().requires_grad_(), x.clone().requires_grad_()
     y = module(mine)
-    wanted = nn.functional.linear(twin, module.plain(), module.bias)
+    wanted = nn.functional.linear(twin, module.dequantized(), module.bias)
     assert torch.equal(y, wanted)
     weights = torch.randn(wanted.shape).to(dtype)
     (y * weights).sum().backward()
@@ -95,7 +95,7 @@ def test_gradients_of_adapters_are_those_of_a_base_with_these_weights(family, pa
         for row in frozen_rows(plain, family):
             unpacked = plain_weight(packed.get_submodule(row.name))
             plain.get_submodule(row.name).get_parameter("weight").copy_(unpacked)
-    cond = memory.conditioning_like(family, 2, dtype, "cpu")
+    cond = pass_cost.conditioning_like(family, 2, dtype, "cpu")
     x = torch.randn(2, *family.latent_shape)
     found = []
     for model in (packed, plain):
@@ -143,10 +143,10 @@ def test_merged_weights_are_those_of_the_unpacked_base_and_are_not_put_in_its_pl
     add_adapters(transformer, LORA, family, seed=1)
     name, layer = next(iter(adapted(transformer)))
     base: Any = layer.get_base_layer()
-    assert torch.equal(merged_weight(layer, "current"), base.plain())  # B is zero
+    assert torch.equal(merged_weight(layer, "current"), base.dequantized())  # B is zero
     with pytest.raises(ValueError, match="cannot be merged"), merged(transformer, "current"):
         pass
-    with use(transformer, None):
+    with use_adapter(transformer, None):
         pass
 
 

@@ -88,20 +88,20 @@ def test_rows_keep_their_negative_prompt(tiny_sd3_dir):
     family = family_for(tiny_model("sd3", tiny_sd3_dir))
     plain = family.load_text("cpu", torch.float32)
     rows = family.load_text("cpu", torch.float32, NEGATIVE).encode(PROMPTS)
-    along, against = rows.rows([1, 0]).parted()
+    along, against = rows.rows([1, 0]).split_negative()
     wanted = plain.encode([PROMPTS[1], PROMPTS[0]])
     negative = plain.encode([NEGATIVE, NEGATIVE])
     for name, tensor in wanted.tensors.items():
         assert torch.equal(along.tensors[name], tensor)
         assert torch.equal(against.tensors[name], negative.tensors[name])
     with pytest.raises(ValueError, match="without a negative prompt"):
-        wanted.parted()
+        wanted.split_negative()
 
 
 def test_a_negative_prompt_is_read_with_the_image_of_its_row(tiny_qwen_image_edit_dir):
     family = family_for(tiny_model("qwen_image_edit", tiny_qwen_image_edit_dir))
     images = [source_for(prompt, 32, 32) for prompt in PROMPTS]
-    _, against = encode(family, PROMPTS, NEGATIVE).parted()
+    _, against = encode(family, PROMPTS, NEGATIVE).split_negative()
     plain = family.load_text("cpu", torch.float32).encode([NEGATIVE] * 2, images)
     assert all(torch.equal(against.tensors[name], plain.tensors[name]) for name in plain.tensors)
     first, second = plain.tensors["prompt_embeds"]
@@ -119,7 +119,7 @@ def test_gradients_go_through_both_velocities(tiny_sd3_dir):
         found = velocity(tiny.family, tiny.denoiser, x, sigma, cond, guided)
         return torch.autograd.grad(found.sum(), weight)[0]
 
-    along, against = (gradient(part, None) for part in rows.parted())
+    along, against = (gradient(part, None) for part in rows.split_negative())
     for one_pass in (True, False):
         found = gradient(rows, Guided(2.5, one_pass))
         torch.testing.assert_close(found, 2.5 * along - 1.5 * against, rtol=1e-4, atol=1e-3)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from policy.precision.backends import BACKENDS, available_backends, finer_backend, ladder
+from policy.precision.backends import BACKENDS, available_backends, finer_backend, precision_levels
 
 EVERYTHING = tuple(BACKENDS)
 
@@ -34,7 +34,7 @@ def test_the_next_finer_precision(current, available, finest, finer):
 
 
 def test_every_backend_has_its_rung():
-    assert sorted(name for names in ladder() for name in names) == sorted(BACKENDS)
+    assert sorted(name for names in precision_levels() for name in names) == sorted(BACKENDS)
     with pytest.raises(ValueError, match="'auto' has no precision to compare"):
         finer_backend("auto", EVERYTHING, "bf16")
 

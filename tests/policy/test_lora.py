@@ -11,7 +11,7 @@ from policy.lora import (
     load_adapter_state,
     target_modules,
     trainable,
-    use,
+    use_adapter,
 )
 from policy.merging import merged_weights
 from policy.sampling.noise import noise_for
@@ -21,9 +21,9 @@ from tests.policy.conftest import LORA, latents
 def test_adapters_off_is_the_base_model_bit_for_bit(family, adapted, cond, randomise):
     base = latents(family, family.load_transformer("cpu", torch.float32), cond)
     randomise(adapted, "current", 0)
-    with use(adapted, None):
+    with use_adapter(adapted, None):
         assert torch.equal(latents(family, adapted, cond), base)
-    with use(adapted, "old"):  # B = 0: adds zeros
+    with use_adapter(adapted, "old"):  # B = 0: adds zeros
         assert torch.equal(latents(family, adapted, cond), base)
     assert (latents(family, adapted, cond) - base).abs().max() > 0.01
 
@@ -64,7 +64,7 @@ def test_only_current_is_trainable_whatever_is_active(adapted):
     wanted = {id(parameter) for _, parameter in trainable(adapted)}
     assert len(wanted) == 30
     for name in ("current", "old", "ema", None):
-        with use(adapted, name):
+        with use_adapter(adapted, name):
             assert {id(p) for p in adapted.parameters() if p.requires_grad} == wanted
     assert {id(p) for p in adapted.parameters() if p.requires_grad} == wanted
 
@@ -72,9 +72,9 @@ def test_only_current_is_trainable_whatever_is_active(adapted):
 def test_gradients_survive_a_visit_to_another_adapter(family, adapted, cond):
     x, sigma = noise_for([4], family.latent_shape), torch.tensor(0.5)
     velocity = family.velocity(adapted, x, sigma, cond.rows(0))
-    with use(adapted, "old"), torch.no_grad():
+    with use_adapter(adapted, "old"), torch.no_grad():
         family.velocity(adapted, x, sigma, cond.rows(0))
-    with use(adapted, None), torch.no_grad():
+    with use_adapter(adapted, None), torch.no_grad():
         family.velocity(adapted, x, sigma, cond.rows(0))
     velocity.square().sum().backward()
     # A's gradient is a multiple of B, which is 0; the last block throws the text's queries away
@@ -91,16 +91,16 @@ def test_use_nests_and_refuses_unknown_names(adapted):
             for _, layer in adapted_modules(adapted)
         }
 
-    with use(adapted, "old"):
-        with use(adapted, None):
+    with use_adapter(adapted, "old"):
+        with use_adapter(adapted, None):
             assert {disabled for _, disabled in active()} == {True}
-            with use(adapted, "ema"):
+            with use_adapter(adapted, "ema"):
                 assert active() == {(("ema",), False)}
         assert active() == {(("old",), False)}
     assert active() == {(("current",), False)}
     with (
         pytest.raises(KeyError, match="adapter 'best' does not exist; there are current, old, ema"),
-        use(adapted, "best"),
+        use_adapter(adapted, "best"),
     ):
         pass
 
@@ -114,7 +114,7 @@ def test_merged_weights_are_the_adapters_forward(adapted, randomise):
     assert set(merged) == {name for name, _ in adapted_modules(adapted)} and len(merged) == 15
     for name, layer in adapted_modules(adapted):
         x = torch.randn(5, layer.in_features, generator=torch.Generator().manual_seed(0))
-        with use(adapted, "ema"):
+        with use_adapter(adapted, "ema"):
             y = layer(x).detach()
         weight, bias = merged[name], layer.base_layer.bias
         down, up = layer.lora_A["ema"].weight.abs(), layer.lora_B["ema"].weight.abs()

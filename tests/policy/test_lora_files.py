@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from configs.training import Lora
 from policy.families import family_for
-from policy.lora import adapted_modules, adapter_state, add_adapters, use
+from policy.lora import adapted_modules, adapter_state, add_adapters, use_adapter
 from policy.lora_files import FILE, load_diffusers_lora, save_diffusers_lora
 from policy.merging import merged_weights
 from policy.sampling.noise import noise_for
@@ -49,7 +49,7 @@ def test_the_export_loads_in_stock_diffusers_and_draws_the_same(
 
     base = stock()
     pipe.load_lora_weights(str(tmp_path / "lora"))
-    with use(adapted, "ema"):
+    with use_adapter(adapted, "ema"):
         ours = latents(family, adapted, cond)
     # the same layers of peft in the same order; sums of the two runs may not be grouped differently
     torch.testing.assert_close(stock(), ours, rtol=0, atol=1e-5)
@@ -65,7 +65,7 @@ def test_the_other_families_exports_load_in_stock_diffusers(name, request, rando
     add_adapters(transformer, LORA, family, seed=1)
     save_diffusers_lora(tmp_path / "lora", randomise(transformer, "ema", 5), LORA)
     rows = encode(family, ["a red circle"]).repeat(3)
-    with use(transformer, "ema"):
+    with use_adapter(transformer, "ema"):
         ours = sample(family, transformer, rows, SEEDS, 3, SOLVER[name])
     pipe, noise = stock_pipeline(name, directory), noise_for(SEEDS, family.latent_shape)
     base = stock_call(pipe, family.model, "a red circle", noise, 3, "latent")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from planning import sizes
-from policy.lora import adapted_modules, add_adapters, use
+from policy.lora import adapted_modules, add_adapters, use_adapter
 from policy.merging import exact_products, merged, merged_weight, merged_weights
 from policy.sampling.noise import noise_for
 from tests.policy.conftest import LORA
@@ -56,10 +56,10 @@ def test_merged_passes_follow_the_adapter_and_agree_with_it_beside_the_weights(
     x, sigma, rows = noise_for([4], family.latent_shape), torch.tensor(0.5), cond.rows(0)
     found = {}
     with torch.no_grad():
-        for name, context in (("merged", merged), ("beside", use)):
+        for name, context in (("merged", merged), ("beside", use_adapter)):
             with context(adapted, "old"):
                 found[name] = family.velocity(adapted, x, sigma, rows)
-        with use(adapted, None):
+        with use_adapter(adapted, None):
             base = family.velocity(adapted, x, sigma, rows)
         randomise(adapted, "old", 5)
         with merged(adapted, "old"):  # what was merged before is not kept

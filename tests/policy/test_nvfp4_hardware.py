@@ -35,7 +35,7 @@ HARDWARE = ("torch_nvfp4", "te_nvfp4")
 
 
 def refusal(name: str) -> str | None:
-    return BACKENDS[name].unavailable(CUDA)
+    return BACKENDS[name].unavailable_reason(CUDA)
 
 
 def on_gpu(name: str):
@@ -95,9 +95,9 @@ def test_packed_activations_decode_to_the_emulated_ones(exact):
 @pytest.mark.parametrize("name", HARDWARE)
 def test_which_shapes_the_kernels_take(name):
     backend = BACKENDS[name]
-    assert backend.refuses(32, 64) is None
-    assert backend.refuses(24, 64) == "N = 24 is not a multiple of 16"
-    assert backend.refuses(32, 48) == "K = 48 is not a multiple of 32"
+    assert backend.unsupported_reason(32, 64) is None
+    assert backend.unsupported_reason(24, 64) == "N = 24 is not a multiple of 16"
+    assert backend.unsupported_reason(32, 48) == "K = 48 is not a multiple of 32"
 
 
 def test_published_weights_arrive_in_place_and_in_order():
@@ -111,7 +111,7 @@ def test_published_weights_arrive_in_place_and_in_order():
     pointers = {name: buffer.data_ptr() for name, buffer in layer.named_buffers()}
     for name, tensor in packed.items():
         targets[name].copy_(tensor)
-    layer.arrived()
+    layer.finish_loading()
     assert {name: buffer.data_ptr() for name, buffer in layer.named_buffers()} == pointers
     assert torch.equal(layer.swizzled, swizzled(packed["scales"]))
     assert layer.amax.tolist() == [packed["amax"].item()]
@@ -215,7 +215,7 @@ def layers_on_gpu(name: str) -> tuple[nn.Module, nn.Module]:
         layer = backend.replacements("exact")(linear)
         for part, tensor in backend.pack(linear.weight, True).items():
             layer.wire_targets()[part].copy_(tensor)
-        layer.arrived()
+        layer.finish_loading()
         layers.append(layer)
     return layers[0], layers[1]
 
@@ -250,7 +250,7 @@ def test_a_captured_graph_survives_a_load(name):
     packed = BACKENDS[name].pack(torch.randn(128, 256), True)
     for part, tensor in packed.items():
         layer.wire_targets()[part].copy_(tensor)
-    layer.arrived()
+    layer.finish_loading()
     x.copy_(torch.randn_like(x))
     graph.replay()
     torch.cuda.synchronize()
@@ -264,7 +264,7 @@ def test_a_neighbour_changes_nothing_on_the_gpu(name):
     layer = BACKENDS[name].replacements("power_of_two")(linear)
     for part, tensor in BACKENDS[name].pack(linear.weight, True).items():
         layer.wire_targets()[part].copy_(tensor)
-    layer.arrived()
+    layer.finish_loading()
     x = torch.randn(32, 256, device=CUDA, dtype=torch.bfloat16)
     loud = x.clone()
     loud[16:] *= 3

@@ -45,11 +45,11 @@ def test_tensors_move_and_come_back_to_the_bit():
     at_home = addresses(tensors)
     assert offload.away and state(model) == before
     for _ in range(2):
-        assert offload.back() == offload.nbytes == sum(t.nbytes for t in tensors)
+        assert offload.to_device() == offload.nbytes == sum(t.nbytes for t in tensors)
         there = addresses(tensors)
         assert not set(there) & set(at_home) and not offload.away and state(model) == before
-        assert offload.back() == 0
-        assert offload.out() == offload.nbytes and offload.out() == 0
+        assert offload.to_device() == 0
+        assert offload.to_host() == offload.nbytes and offload.to_host() == 0
         assert addresses(tensors) == at_home and state(model) == before  # memory is taken once
     assert model.tied.weight is model.first.weight
     assert all(mine is now for mine, now in zip(tensors, frozen_tensors(model), strict=True))
@@ -59,10 +59,10 @@ def test_tensors_move_and_come_back_to_the_bit():
 def test_what_was_written_on_the_device_goes_along():
     model = Model().requires_grad_(False)
     offload = Offload(frozen_tensors(model), CPU)
-    offload.back()
+    offload.to_device()
     model.get_buffer("codes").add_(1)
-    offload.out()
-    offload.back()
+    offload.to_host()
+    offload.to_device()
     assert model.get_buffer("codes").tolist() == list(range(1, 8))
 
 
@@ -96,10 +96,10 @@ def test_on_a_gpu_nothing_is_left_behind():
     offload = Offload(frozen_tensors(model), device)
     for _ in range(2):
         assert torch.cuda.memory_allocated() == empty
-        assert offload.back() == model.weight.nbytes + model.bias.nbytes
+        assert offload.to_device() == model.weight.nbytes + model.bias.nbytes
         assert model.weight.is_cuda and torch.cuda.memory_allocated() > empty
         assert bool(torch.isfinite(model(x.to(device))).all())
-        offload.out()
+        offload.to_host()
         assert state(model) == before
 
 
@@ -111,9 +111,9 @@ def test_on_a_gpu_what_is_compiled_sees_weights_that_came_back():
     compiled = torch.compile(model, dynamic=False)
     found = []
     for _ in range(3):
-        offload.back()
+        offload.to_device()
         taken = torch.empty(1 << 20, device=device)  # so that addresses change
         found.append(compiled(x).cpu())
-        offload.out()
+        offload.to_host()
         del taken
     assert all(torch.equal(each, found[0]) for each in found)

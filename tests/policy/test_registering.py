@@ -18,7 +18,13 @@ from learner.objectives import build_objective
 from planning.assumptions import Assumptions, backend_of, device_of, with_format
 from policy import meta
 from policy.families import family_for
-from policy.precision.backends import Backend, finer_backend, ladder, resolve_backend, wire_formats
+from policy.precision.backends import (
+    Backend,
+    finer_backend,
+    precision_levels,
+    resolve_backend,
+    wire_formats,
+)
 from policy.precision.wire import assemble
 from tests.tiny_families import tiny_model
 
@@ -62,7 +68,7 @@ def coarse(monkeypatch, tmp_path):
 
 
 def test_a_backend_is_a_file_and_a_row(coarse, name, directory):
-    assert ladder()[0] == ("coarse",)
+    assert precision_levels()[0] == ("coarse",)
     assert finer_backend("coarse", ("fp8", "emulated_nvfp4"), "fp32") == "emulated_nvfp4"
     assert resolve_backend("coarse", "cpu") == (coarse, "coarse: as configured")
     assert resolve_backend("auto", "cuda")[0] is coarse
@@ -75,7 +81,7 @@ def test_a_backend_is_a_file_and_a_row(coarse, name, directory):
     assert device is not None
     assert with_format(device, accelerator, coarse).quantized_tflops == 8 * 989.5
     family = family_for(tiny_model(name, directory))
-    _, rows, layers = meta.blank_explorer(family, coarse, (), torch.float32)
+    _, rows, layers = meta.meta_explorer(family, coarse, (), torch.float32)
     assert set(layers) == {row.name for row in rows if row.quantized} != set()
 
 

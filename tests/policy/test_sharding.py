@@ -15,9 +15,9 @@ from configs.training import Lora
 from learner.replicas import leave, open_store
 from planning.sizes import shards_of
 from policy.families import Family, family_for
-from policy.lora import add_adapters, trainable, use
-from policy.memory import conditioning_like, held_bytes
+from policy.lora import add_adapters, trainable, use_adapter
 from policy.merging import merged, merged_weights
+from policy.pass_cost import conditioning_like, held_bytes
 from policy.sampling.guidance import Guided, velocity
 from policy.sharding import blocks_of, shard_base
 from tests.learner.together import held_here
@@ -53,7 +53,7 @@ def computed(family: Family, transformer: Any, guided: Guided | None = None) -> 
     dtype = next(transformer.parameters()).dtype
     cond = conditioning_like(family, 2, dtype, "cpu")
     cond = cond.with_negative(cond.rows(0))
-    rows = cond if guided else cond.parted()[0]
+    rows = cond if guided else cond.split_negative()[0]
     sigma = torch.tensor([0.7, 0.7])
 
     def v() -> torch.Tensor:
@@ -61,10 +61,10 @@ def computed(family: Family, transformer: Any, guided: Guided | None = None) -> 
 
     found: list[torch.Tensor] = []
     for name in ("current", None):
-        for weights_of in (use, merged):
+        for weights_of in (use_adapter, merged):
             with torch.no_grad(), weights_of(transformer, name):
                 found.append(v())
-    with use(transformer, "current"):
+    with use_adapter(transformer, "current"):
         (v() - x).square().mean().backward()
     return found + [p.grad for _, p in trainable(transformer) if p.grad is not None]
 

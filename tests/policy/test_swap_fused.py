@@ -11,7 +11,7 @@ from torch import nn
 from learner.publish import NonFiniteWeights, Publisher
 from policy.explorer import Explorer
 from policy.precision.backends import BACKENDS
-from policy.precision.fused import FusedMember, join
+from policy.precision.fused import FusedMember, fuse_linears
 from policy.precision.layer import swizzled
 from policy.precision.nvfp4 import Packed, dequantize
 from policy.precision.swap import quantize_plan, swap_linears
@@ -35,7 +35,7 @@ def filled(layers, given, backend, amax=None) -> None:
         for part, tensor in backend.pack(linear.weight, True, amax).items():
             layer.wire_targets()[part].copy_(tensor)
     for layer in layers:
-        layer.arrived()
+        layer.finish_loading()
 
 
 @pytest.mark.parametrize("name", ["emulated_nvfp4", "fp8"])
@@ -47,7 +47,7 @@ def test_the_joint_product_is_the_separate_ones(name, bias):
     """
     backend, given = BACKENDS[name], linears(bias)
     amax = torch.tensor(0.2) if name == "emulated_nvfp4" else None  # one range for all
-    members = join(given, backend.replacements("power_of_two"))
+    members = fuse_linears(given, backend.replacements("power_of_two"))
     replacement = backend.replacements("power_of_two")
     apart = [replacement(linear) for linear in given]
     filled(members, given, backend, amax)
@@ -62,7 +62,7 @@ def test_the_joint_product_is_the_separate_ones(name, bias):
 
 def test_one_product_serves_the_group_and_is_not_kept(monkeypatch):
     backend, given = BACKENDS["fp8"], linears()
-    members = join(given, backend.replacements("power_of_two"))
+    members = fuse_linears(given, backend.replacements("power_of_two"))
     filled(members, given, backend)
     layer, calls = members[0].layer, []
     forward = type(layer).forward
@@ -97,7 +97,7 @@ def test_compiled_it_is_one_product_too(monkeypatch):
         lambda g: products.append(sum("mm" in name for name in names(g))),
     )
     backend, given = BACKENDS["fp8"], linears()
-    members = join(given, backend.replacements("power_of_two"))
+    members = fuse_linears(given, backend.replacements("power_of_two"))
     filled(members, given, backend)
     eager = Attention(members)
     compiled = torch.compile(eager, dynamic=False)
@@ -110,7 +110,7 @@ def test_compiled_it_is_one_product_too(monkeypatch):
 
 def test_buffers_are_rows_of_the_joint_ones_and_stay_where_they_are():
     backend, given = BACKENDS["torch_nvfp4"], linears()
-    members = join(given, NVFP4Weight)
+    members = fuse_linears(given, NVFP4Weight)
     amax = torch.tensor(0.25)
     pointers = {name: buffer.data_ptr() for name, buffer in members[0].named_buffers()}
     assert set(pointers) == {f"layer.{name}" for name in ("codes", "swizzled", "amax", "factor")}

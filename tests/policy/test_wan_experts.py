@@ -18,11 +18,11 @@ from planning.make import make_plan
 from planning.preflight import check_model, layers_on_disk
 from policy.experts import Experts, experts_of
 from policy.families import family_for
-from policy.lora import adapted_modules, adapter_state, add_adapters, target_modules, use
+from policy.lora import adapted_modules, adapter_state, add_adapters, target_modules, use_adapter
 from policy.lora_files import FILES, load_diffusers_lora, save_diffusers_lora
-from policy.memory import held_bytes, sampling_work
 from policy.merging import merged_weights
-from policy.meta import blank_denoiser
+from policy.meta import meta_denoiser
+from policy.pass_cost import denoiser_cost, held_bytes
 from policy.precision.backends import BACKENDS
 from policy.precision.compiling import compiled
 from policy.precision.swap import quantize_plan
@@ -129,7 +129,7 @@ def test_rows_of_one_pass_go_to_their_own_transformers(tiny, passes):
         torch.testing.assert_close(found[only], alone, rtol=0, atol=1e-5)
         along, against = (
             tiny.family.velocity(expert, x[only], sigma[only], part.rows(only))
-            for part in rows.parted()
+            for part in rows.split_negative()
         )
         wanted = against + scale * (along - against)
         torch.testing.assert_close(strong[only], wanted, rtol=0, atol=4e-5)
@@ -176,11 +176,11 @@ def test_tables_of_the_family_fit(tiny):
 
 def test_what_a_plan_counts(tiny):
     """The bytes of both, and a pass of one."""
-    blank = blank_denoiser(tiny.family, torch.float32)
+    blank = meta_denoiser(tiny.family, torch.float32)
     assert held_bytes(blank) == held_bytes(tiny.denoiser)
     one = experts_of(blank)[0]
     assert 2 * held_bytes(one) == held_bytes(blank)
-    both, alone = (sampling_work(tiny.family, each, 3, torch.float32) for each in (blank, one))
+    both, alone = (denoiser_cost(tiny.family, each, 3, torch.float32) for each in (blank, one))
     assert (both.flops, both.peak) == (alone.flops, alone.peak) and both.flops > 0
 
 
@@ -226,7 +226,7 @@ def exported(tiny, randomise, tmp_path) -> tuple[nn.Module, Path]:
 def test_the_export_loads_in_the_stock_pipeline(tiny, tiny_wan_dir, exported):
     """A file for each transformer, with its own names."""
     transformer, directory = exported
-    with use(transformer, "ema"):
+    with use_adapter(transformer, "ema"):
         rows = tiny.encoded.rows(0).repeat(len(SEEDS))
         ours = sample(tiny.family, transformer, rows, SEEDS, 4, "euler")
     other = Tiny("wan", tiny_wan_dir)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 X = TypeVar("X")
 
 
-class PlainLoop:
+class SingleProcessLoop:
     """A training loop like that of a script, for arms that train on regenerated images.
 
     Its results are bit-identical to those of the ring. With ``together``, which requires an arm

@@ -12,9 +12,9 @@ from torch.nn.functional import conv2d
 from bench.architectures import case_of
 from configs.training import Lora
 from planning import passes, sizes
-from policy import memory, meta
+from policy import meta, pass_cost
 from policy.families import family_for
-from policy.lora import add_adapters, use
+from policy.lora import add_adapters, use_adapter
 from policy.merging import merged
 from policy.sampling.noise import noise_for
 from policy.tally import Tally
@@ -42,7 +42,7 @@ def allocated(run: Callable[[], Any]) -> int:
     return peak
 
 
-def later(count: Callable[[], memory.Work]) -> int:
+def later(count: Callable[[], pass_cost.PassCost]) -> int:
     """The peak of a pass that is not the first: that one makes tables of positions as well, which
     Qwen-Image and Z-Image keep.
     """
@@ -56,7 +56,7 @@ def family(name, directory):
 
 
 def inputs(family) -> tuple:
-    return noise_for(range(ROWS), family.latent_shape), memory.conditioning_like(
+    return noise_for(range(ROWS), family.latent_shape), pass_cost.conditioning_like(
         family, ROWS, torch.float32, "cpu"
     )
 
@@ -70,8 +70,8 @@ def test_the_peak_of_a_sampling_step(family):
     def step() -> None:
         family.velocity(transformer, x, torch.tensor(0.5), cond)
 
-    blank = meta.blank_denoiser(family, torch.float32)
-    planned = later(lambda: memory.sampling_work(family, blank, ROWS, torch.float32))
+    blank = meta.meta_denoiser(family, torch.float32)
+    planned = later(lambda: pass_cost.denoiser_cost(family, blank, ROWS, torch.float32))
     slack = SCRATCH.get(family.name, 0.0) * planned + 64
     assert allocated(step) == pytest.approx(planned, abs=slack)
 
@@ -81,8 +81,8 @@ def test_the_peak_of_a_sampling_step_on_merged_weights(family):
     """The weights that are merged, held twice, beside that of the pass; merging itself has one
     module's product and sum in float32 beside them, which is less than the pass.
     """
-    blank = meta.blank_denoiser(family, torch.float32)
-    planned = later(lambda: memory.sampling_work(family, blank, ROWS, torch.float32))
+    blank = meta.meta_denoiser(family, torch.float32)
+    planned = later(lambda: pass_cost.denoiser_cost(family, blank, ROWS, torch.float32))
     meta.adapt(blank, family, Lora(rank=4))
     planned += sizes.adapted_bytes(blank)
     transformer, (x, cond) = family.load_transformer("cpu", torch.float32), inputs(family)
@@ -104,7 +104,7 @@ def test_the_peak_of_a_training_pass(family, checkpointing):
     """Within 3 %: a kernel's own scratch is not counted, and gradients are released in an order of
     their own. For Wan within 16 kB: with checkpointing it takes 15 kB more at every size.
     """
-    blank = meta.blank_denoiser(family, torch.float32)
+    blank = meta.meta_denoiser(family, torch.float32)
     meta.adapt(blank, family, Lora(rank=4))
     transformer, (x, cond) = family.load_transformer("cpu", torch.float32), inputs(family)
     add_adapters(transformer, Lora(rank=4), family, names=("current",))
@@ -113,7 +113,7 @@ def test_the_peak_of_a_training_pass(family, checkpointing):
 
     def train() -> None:
         transformer.zero_grad(set_to_none=True)
-        with use(transformer, "current"):
+        with use_adapter(transformer, "current"):
             velocity = family.velocity(transformer, x, torch.full((ROWS,), 0.5), cond)
             loss = (velocity - x).square().mean()
             del velocity

@@ -25,7 +25,7 @@ from policy.types import Conditioning
 
 
 @dataclass(frozen=True)
-class Work(Step):
+class PassCost(Step):
     """The cost of one pass with its scratch memory.
 
     ``peak`` is the largest number of bytes allocated at the same time, without the weights and
@@ -37,7 +37,7 @@ class Work(Step):
     widest: int = 0
 
     @classmethod
-    def of(cls, tally: Tally) -> Work:
+    def of(cls, tally: Tally) -> PassCost:
         """Return the cost of a pass that ran on the meta device under ``tally``."""
         return cls(
             flops=tally.flops,
@@ -113,13 +113,13 @@ def calls_of(
             hook.remove()
 
 
-def sampling_work(
+def denoiser_cost(
     family: Family,
     transformer: nn.Module,
     batch: int,
     dtype: torch.dtype,
     groups: Mapping[str, str] | None = None,
-) -> Work:
+) -> PassCost:
     """Return the cost of one call of a denoiser on the meta device, without gradients.
 
     ``transformer`` is unquantized; ``batch`` is the number of images. ``groups`` maps each layer
@@ -133,7 +133,7 @@ def sampling_work(
         family.velocity(transformer, x, torch.tensor(0.5), cond)
     packed = {groups[call.name]: call.elements for call in calls}  # a group packs its input once
     return replace(
-        Work.of(tally),
+        PassCost.of(tally),
         quantized=sum(call.flops for call in calls),
         inputs=len(packed),
         elements=sum(packed.values()),
@@ -146,8 +146,8 @@ def groups_of(plan: Sequence[ModuleRow]) -> dict[str, str]:
     return {row.name: row.fused or row.name for row in plan if row.quantized}
 
 
-def work_of(do: Callable[[], object]) -> Work:
+def count_cost(do: Callable[[], object]) -> PassCost:
     """Return the cost of what ``do`` runs on the meta device."""
     with fused_attention(), Tally() as tally:
         do()
-    return Work.of(tally)
+    return PassCost.of(tally)
