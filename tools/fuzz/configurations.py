@@ -1,4 +1,4 @@
-"""Configurations: ``--set`` of every key, and TOML files."""
+"""Targets for configurations: ``--set`` of every key, and TOML files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.fuzz.target import Target
 
 
 def one_override(folder: Path, given: tuple[str, str]) -> None:
-    """`config quickstart --set KEY=VALUE`; what is accepted reads back as the same."""
+    """Run `config quickstart --set KEY=VALUE`; an accepted value must survive a round trip."""
     shown = command("config", "quickstart", "--set", f"{given[0]}={given[1]}")
     if shown:
         finite(json.loads(shown))
@@ -24,7 +24,7 @@ def one_override(folder: Path, given: tuple[str, str]) -> None:
 
 
 def toml_file(folder: Path, data: bytes) -> None:
-    """`config FILE.toml`."""
+    """Run `config FILE.toml`."""
     (folder / "x.toml").write_bytes(data)
     shown = command("config", str(folder / "x.toml"))
     if shown:
@@ -32,7 +32,7 @@ def toml_file(folder: Path, data: bytes) -> None:
 
 
 def targets() -> dict[str, Target]:
-    """What ``sol-rl config`` reads."""
+    """Return the targets for what ``sol-rl config`` reads."""
     return {
         "set": Target(st.tuples(st.sampled_from(keys()), words), one_override),
         "toml": Target(spoiled(TOML) | st.binary(max_size=40), toml_file),
