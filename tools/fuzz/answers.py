@@ -1,4 +1,4 @@
-"""Targets for the settings of scorers and for the scores that they return, in Python and by HTTP."""
+"""Targets for the settings of scorers and for their scores, from Python and over HTTP."""
 
 from __future__ import annotations
 
