@@ -54,14 +54,14 @@ def trained_vae(minutes: float, work: Path) -> AutoencoderKL:
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    options = parser("shapes.build", __doc__, 82.0, "of the denoiser", HERE / "model")
-    add_work(options)
+    arg_parser = parser("shapes.build", __doc__, 82.0, "of the denoiser", HERE / "model")
+    add_work(arg_parser)
     help_text = "training time of the autoencoder"
-    options.add_argument("--vae-minutes", type=float, default=7.0, help=help_text)
-    options.add_argument(
+    arg_parser.add_argument("--vae-minutes", type=float, default=7.0, help=help_text)
+    arg_parser.add_argument(
         "--prompts-only", action="store_true", help="write the prompt files and stop"
     )
-    return options.parse_args()
+    return arg_parser.parse_args()
 
 
 def main() -> None:

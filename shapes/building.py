@@ -23,13 +23,13 @@ def parser(
     The first line of ``doc`` is the description; ``of`` names what the minutes are spent on.
     """
     description = (doc or "").splitlines()[0]
-    options = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
-    options.add_argument(
+    arg_parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
+    arg_parser.add_argument(
         "--minutes", type=float, default=minutes, help=f"training time {of}".strip()
     )
-    options.add_argument("--threads", type=int, default=threads)
-    options.add_argument("--out", type=Path, default=out, help="the directory to write")
-    return options
+    arg_parser.add_argument("--threads", type=int, default=threads)
+    arg_parser.add_argument("--out", type=Path, default=out, help="the directory to write")
+    return arg_parser
 
 
 def add_work(found: argparse.ArgumentParser, default: str = "build/shapes") -> None:

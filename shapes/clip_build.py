@@ -2,7 +2,7 @@
 
     python -m shapes.clip_build --minutes 25 --threads 2 --out shapes/clip
 
-A training that was stopped continues when it is started again with the same ``--work``. Everything
+A run that was stopped continues when it is started again with the same ``--work``. Everything
 is FP32, on the CPU. At the end it prints how often the correct caption scores higher than all near
 misses, for images of the train and the tune split; the test split is not used.
 """
@@ -116,10 +116,10 @@ def _wins(model: open_clip.CLIP, image: torch.Tensor, captions: list[Scene]) -> 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    options = parser("shapes.clip_build", __doc__, 25.0, "", HERE / "clip")
-    add_work(options)
-    options.add_argument("--steps", type=int, default=math.inf, help="stop after so many steps")
-    return options.parse_args()
+    arg_parser = parser("shapes.clip_build", __doc__, 25.0, "", HERE / "clip")
+    add_work(arg_parser)
+    arg_parser.add_argument("--steps", type=int, default=math.inf, help="stop after so many steps")
+    return arg_parser.parse_args()
 
 
 def main() -> None:

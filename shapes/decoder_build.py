@@ -100,9 +100,9 @@ def psnr(vae: AutoencoderKL, decoder: AutoencoderTiny, count: int = 300) -> floa
 
 def main() -> None:
     """Run the build."""
-    options = parser("shapes.decoder_build", __doc__, 13.0, "", HERE / "decoder", threads=1)
-    options.add_argument("--model", type=Path, default=HERE / "model", help="pipeline directory")
-    args = options.parse_args()
+    arg_parser = parser("shapes.decoder_build", __doc__, 13.0, "", HERE / "decoder", threads=1)
+    arg_parser.add_argument("--model", type=Path, default=HERE / "model", help="pipeline directory")
+    args = arg_parser.parse_args()
     torch.set_num_threads(args.threads)
     vae = AutoencoderKL.from_pretrained(args.model / "vae").eval().requires_grad_(False)
     decoder = train_decoder(vae, args.minutes, log)

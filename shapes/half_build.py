@@ -129,13 +129,13 @@ class Sizes:
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     out = Path("build/half/model")
-    options = parser("shapes.half_build", __doc__, 32.0, "of the denoiser", out, 1)
-    add_work(options, "build/half")
+    arg_parser = parser("shapes.half_build", __doc__, 32.0, "of the denoiser", out, 1)
+    add_work(arg_parser, "build/half")
     help_text = "training time of the autoencoder"
-    options.add_argument("--vae-minutes", type=float, default=8.0, help=help_text)
+    arg_parser.add_argument("--vae-minutes", type=float, default=8.0, help=help_text)
     help_text = "learn to show what the full noise becomes"
-    options.add_argument("--coupled", action="store_true", help=help_text)
-    return options.parse_args()
+    arg_parser.add_argument("--coupled", action="store_true", help=help_text)
+    return arg_parser.parse_args()
 
 
 def main() -> None:

@@ -69,9 +69,8 @@ def caption_ids(captions: list[str]) -> torch.Tensor:
     return padded.input_ids
 
 
-_tokenizer = cache(
-    clip_tokenizer
-)  # only to encode captions; a pipeline gets a tokenizer of its own
+# only encodes captions; a pipeline gets a tokenizer of its own
+_tokenizer = cache(clip_tokenizer)
 
 
 def t5_tokenizer() -> T5Tokenizer:

@@ -129,19 +129,14 @@ def calibrate(vae: AE, latents: torch.Tensor, whitening: float = WHITENING) -> A
     gain = values.pow(-whitening)
     gain *= (channels / (gain**2 * values).sum()).sqrt()  # mean variance 1
     rotate, rotate_back = torch.diag(gain) @ vectors.T, vectors @ torch.diag(1 / gain)
-    encoder_conv, decoder_conv = vae.quant_conv, vae.post_quant_conv
-    weight, bias = (
-        encoder_conv.weight[:channels].flatten(1).double(),
-        encoder_conv.bias[:channels].double(),
-    )
-    encoder_conv.weight[:channels] = (
-        (rotate @ weight).float().view_as(encoder_conv.weight[:channels])
-    )
-    encoder_conv.bias[:channels] = (rotate @ (bias - mean[:, 0])).float()
-    encoder_conv.weight[channels:], encoder_conv.bias[channels:] = 0.0, -10.0
-    decoder_weight = decoder_conv.weight.flatten(1).double()
-    decoder_conv.bias.copy_((decoder_conv.bias.double() + decoder_weight @ mean[:, 0]).float())
-    decoder_conv.weight.copy_((decoder_weight @ rotate_back).float().view_as(decoder_conv.weight))
+    quant, post_quant = vae.quant_conv, vae.post_quant_conv
+    weight, bias = quant.weight[:channels].flatten(1).double(), quant.bias[:channels].double()
+    quant.weight[:channels] = (rotate @ weight).float().view_as(quant.weight[:channels])
+    quant.bias[:channels] = (rotate @ (bias - mean[:, 0])).float()
+    quant.weight[channels:], quant.bias[channels:] = 0.0, -10.0
+    post_weight = post_quant.weight.flatten(1).double()
+    post_quant.bias.copy_((post_quant.bias.double() + post_weight @ mean[:, 0]).float())
+    post_quant.weight.copy_((post_weight @ rotate_back).float().view_as(post_quant.weight))
     return vae
 
 

@@ -50,15 +50,15 @@ def trained_vae(minutes: float, work: Path) -> AutoencoderKLWan:
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    options = parser(
+    arg_parser = parser(
         "shapes.video_build", __doc__, 40.0, "of the denoiser", Path("build/video/model"), 1
     )
-    add_work(options, "build/video")
+    add_work(arg_parser, "build/video")
     help_text = "training time of the autoencoder"
-    options.add_argument("--vae-minutes", type=float, default=17.0, help=help_text)
+    arg_parser.add_argument("--vae-minutes", type=float, default=17.0, help=help_text)
     help_text = "training time of the decoder alone, at the end"
-    options.add_argument("--decoder-minutes", type=float, default=10.0, help=help_text)
-    return options.parse_args()
+    arg_parser.add_argument("--decoder-minutes", type=float, default=10.0, help=help_text)
+    return arg_parser.parse_args()
 
 
 def main() -> None:
