@@ -64,15 +64,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", help="the SVG; its points are kept in a JSON file beside it")
     parser.add_argument("--points", help="keep the points here instead")
     options = parser.parse_args(arguments)
-    kept = Path(options.points or Path(options.out).with_suffix(".json"))
-    points = [Point(**row) for row in json.loads(kept.read_text())] if kept.exists() else []
+    points_file = Path(options.points or Path(options.out).with_suffix(".json"))
+    points = (
+        [Point(**row) for row in json.loads(points_file.read_text())]
+        if points_file.exists()
+        else []
+    )
     known = {(each.model, each.growing, each.gpus) for each in points}
     for gpus in COUNTS:
         for model in MODELS:
             for growing in (False, True):
                 if (model, growing, gpus) not in known:
                     points.append(point(model, growing, gpus))
-                    write_text(kept, json.dumps([asdict(each) for each in points], indent=1))
+                    write_text(points_file, json.dumps([asdict(each) for each in points], indent=1))
                     print(line(points[-1]), flush=True)
                     write_text(Path(options.out), drawing(points))
     write_text(Path(options.out), drawing(points))

@@ -202,8 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, row in rows.items() if not options.json else ():
         print(name)
         row["one_importer"] = len(row["one_importer"])
-        said = (item for counts in row["words"].values() for item in counts.items())
-        row["words"] = ", ".join(f"{word} {count}" for word, count in said) or "none"
+        word_counts = (item for counts in row["words"].values() for item in counts.items())
+        row["words"] = ", ".join(f"{word} {count}" for word, count in word_counts) or "none"
         for key, value in row.items():
             print(f"  {key.replace('_', ' '):<26}{value}")
     return 0

@@ -16,12 +16,12 @@ from tools.fuzz.promises import Wrong, in_time, refused
 from tools.fuzz.target import Target
 
 
-def scorer_settings(folder: Path, given: tuple[str, dict[str, object]]) -> None:
+def scorer_settings(folder: Path, example: tuple[str, dict[str, object]]) -> None:
     """Check a scorer's name and settings as a run does before it starts."""
     from configs.rewards import Scorer
 
     with refused(ScorerSetupError):
-        check_settings(Scorer(name=given[0], settings=given[1]))
+        check_settings(Scorer(name=example[0], settings=example[1]))
 
 
 def server_answer(folder: Path, body: bytes) -> None:

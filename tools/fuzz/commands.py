@@ -109,12 +109,12 @@ def inside(word: str) -> str:
     return word.replace("..", "__").lstrip("/~")
 
 
-def command_line(folder: Path, given: Sequence[str]) -> None:
+def command_line(folder: Path, example: Sequence[str]) -> None:
     """Run a command line: it must end with exit code 0, 2 or 3, or be about to start something.
 
     Runs must remain unchanged, except those that the command is told to write to.
     """
-    arguments = [given[0], *map(inside, given[1:])]
+    arguments = [example[0], *map(inside, example[1:])]
     with contextlib.ExitStack() as stack:
         _furnish(folder, stack)
         before = {name: digest(folder / name) for name in HELD}

@@ -13,14 +13,14 @@ from tools.fuzz.promises import Wrong, command, finite
 from tools.fuzz.target import Target
 
 
-def one_override(folder: Path, given: tuple[str, str]) -> None:
+def one_override(folder: Path, example: tuple[str, str]) -> None:
     """Run `config quickstart --set KEY=VALUE`; an accepted value must survive a round trip."""
-    shown = command("config", "quickstart", "--set", f"{given[0]}={given[1]}")
+    shown = command("config", "quickstart", "--set", f"{example[0]}={example[1]}")
     if shown:
         finite(json.loads(shown))
-        config = load("quickstart", [f"{given[0]}={given[1]}"])
+        config = load("quickstart", [f"{example[0]}={example[1]}"])
         if parse(config.model_dump(mode="json")) != config:
-            raise Wrong(f"{given} does not read back as it was written")
+            raise Wrong(f"{example} does not read back as it was written")
 
 
 def toml_file(folder: Path, data: bytes) -> None:

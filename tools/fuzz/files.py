@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from learner.trainer import Trainer
 
 
-def prompt_file(folder: Path, given: tuple[str, bytes]) -> None:
+def prompt_file(folder: Path, example: tuple[str, bytes]) -> None:
     """Read a prompt file, either text or JSON lines."""
-    path = folder / f"prompts{given[0]}"
-    path.write_bytes(given[1])
+    path = folder / f"prompts{example[0]}"
+    path.write_bytes(example[1])
     with refused(ConfigError):
         for prompt in read_prompts(str(path)):
             if not prompt.text.strip():
@@ -59,7 +59,7 @@ def learner() -> Trainer:
     return Trainer(RunDirectory(example_run()).configuration())
 
 
-def pipeline_file(folder: Path, given: tuple[str, bytes]) -> None:
+def pipeline_file(folder: Path, example: tuple[str, bytes]) -> None:
     """Check a pipeline directory in which one JSON file is replaced."""
     from planning.preflight import check_model
     from policy.families.files import SHAPES_DIRECTORY as MODEL
@@ -72,10 +72,10 @@ def pipeline_file(folder: Path, given: tuple[str, bytes]) -> None:
                 (copy / path.relative_to(MODEL)).mkdir(exist_ok=True)
             else:
                 (copy / path.relative_to(MODEL)).symlink_to(path)
-    target = copy / given[0]
+    target = copy / example[0]
     original = target.resolve()
     target.unlink()
-    target.write_bytes(given[1])
+    target.write_bytes(example[1])
     try:
         with refused(ConfigError):
             check_model(load("quickstart", [f"model.path={copy}"]))

@@ -21,12 +21,12 @@ COMMANDS = ("report", "compare", "evaluate", "export", "resume")
 CODES = {"export": (0, 2, 3), "resume": (2, 3), "evaluate": (2, 3)}
 
 
-def run_directory(folder: Path, given: tuple[str, Change]) -> None:
+def run_directory(folder: Path, example: tuple[str, Change]) -> None:
     """Run a command on a damaged run directory: it must end with exit code 0, 2 or 3.
 
     The run must remain unchanged, except for its report.
     """
-    command, change = given
+    command, change = example
     runs = folder / "runs"
     run = copied(example_run(), runs / "small")
     other = _another(runs / "other") if command == "compare" else run
@@ -83,14 +83,14 @@ def _toml(run_root: str) -> str:
     return to_toml(tree | {"run_root": run_root, "name": "small", "iterations": 2})
 
 
-def _another(there: Path) -> Path:
+def _another(path: Path) -> Path:
     """Create the run with another seed, so that there are two runs to compare."""
-    if not there.exists():
-        copied(example_run(), there)
-        saved = json.loads((there / "config.json").read_text())
+    if not path.exists():
+        copied(example_run(), path)
+        saved = json.loads((path / "config.json").read_text())
         saved["config"]["seed"] += 1
-        (there / "config.json").write_text(json.dumps(saved))
-    return there
+        (path / "config.json").write_text(json.dumps(saved))
+    return path
 
 
 def targets() -> dict[str, Target]:

@@ -83,9 +83,9 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="sol-rl-fuzz-")
 
 
-def scorer_files(folder: Path, given: tuple[str, Change]) -> None:
+def scorer_files(folder: Path, example: tuple[str, Change]) -> None:
     """Check the settings, count the bytes, build the scorer and score images, as a run does."""
-    case, change = given
+    case, change = example
     name = case.partition(",")[0]
     source, settings = directories()[case]
     copy = linked(source, folder / "scorer")
@@ -102,12 +102,12 @@ def scorer_files(folder: Path, given: tuple[str, Change]) -> None:
             asked(WeightedScorer.from_config(Rewards(scorers=(scorer,)), device="cpu"))
 
 
-def asked(made: WeightedScorer) -> None:
+def asked(scorer: WeightedScorer) -> None:
     """Score ``IMAGES``: every score must be finite or come with a one-line explanation.
 
     Raises Wrong otherwise, or if all images have the same score (GenEval excepted).
     """
-    attempt = made.attempt(IMAGES, PROMPTS, TOLD)
+    attempt = scorer.attempt(IMAGES, PROMPTS, TOLD)
     (scores,) = attempt.scores.values()
     if not np.isfinite(scores).all() and not attempt.failures:
         raise Wrong(f"{scores}, and nobody says why")
@@ -116,7 +116,7 @@ def asked(made: WeightedScorer) -> None:
     if (
         not attempt.failures
         and len(set(scores.tolist())) == 1
-        and made.scorers.keys() != {"geneval"}
+        and scorer.scorers.keys() != {"geneval"}
     ):
         raise Wrong(f"all images have the score {scores[0]}")
 

@@ -97,19 +97,19 @@ def answering(status: int, body: bytes, honest: bool) -> Iterator[int]:
             thread.join()
 
 
-def dashboard(folder: Path, given: tuple[list[str], int | None, bytes | None, bool]) -> None:
+def dashboard(folder: Path, example: tuple[list[str], int | None, bytes | None, bool]) -> None:
     """Run a command with the URL of such a server; it must not accept it as a cluster."""
-    command, status, body, honest = given
+    command, status, body, honest = example
     server = listening(body) if status is None else answering(status, body or b"", honest)
     with server as port:
         code, _ = outcome(*command, "--address", f"http://127.0.0.1:{port}", codes=(2, 3, 4))
     if code is None:
-        raise Wrong(f"{command} took {given} for a cluster")
+        raise Wrong(f"{command} took {example} for a cluster")
 
 
-def head(folder: Path, given: tuple[list[str], bytes | None]) -> None:
+def head(folder: Path, example: tuple[list[str], bytes | None]) -> None:
     """Run a command with host:port of such a server; it must refuse it before calling Ray."""
-    command, answers = given
+    command, answers = example
     with listening(answers) as port:
         address = f"127.0.0.1:{port}"
         train = command[0] == "train"
@@ -123,7 +123,7 @@ def head(folder: Path, given: tuple[list[str], bytes | None]) -> None:
                 return
             code, _ = outcome(*command, "--address", address, codes=(2,))
     if code is None:
-        raise Wrong(f"{command} took {given} for a cluster's head")
+        raise Wrong(f"{command} took {example} for a cluster's head")
 
 
 def targets() -> dict[str, Target]:
@@ -134,7 +134,7 @@ def targets() -> dict[str, Target]:
         st.sampled_from(BY_URL), st.sampled_from([200, 200, 404, 500]), body, st.booleans()
     )
     # answers that begin like an HTTP/2 server's are left to Ray
-    silent = st.none() | st.binary(max_size=40).filter(lambda said: said[3:4] != b"\4")
+    silent = st.none() | st.binary(max_size=40).filter(lambda reply: reply[3:4] != b"\4")
     raw = st.tuples(st.sampled_from(BY_URL), st.none(), silent, st.just(False))
     return {
         "dashboards": Target(http | http | raw, dashboard, cost=30),
