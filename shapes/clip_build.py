@@ -47,10 +47,10 @@ def train_clip(
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.98))
 
-    def also() -> None:
+    def save_average() -> None:
         save_state(work / "clip-average", average, None, {"step": budget.step})
 
-    budget = Budget(work / "clip", model, optimizer, minutes, also, most_steps)
+    budget = Budget(work / "clip", model, optimizer, minutes, save_average, most_steps)
     average.load_state_dict(model.state_dict())
     load_state(work / "clip-average", average, None)
     examples, mean = batches(2000 + budget.step), 0.0

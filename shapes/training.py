@@ -142,11 +142,11 @@ def train(
     learner, average = make(), make().requires_grad_(False)
     optimizer = matrices_apart(learner)
 
-    def also() -> None:
+    def save_average() -> None:
         save_state(work / "average", average, None, {"step": budget.step})
         snapshot(average)
 
-    budget = Budget(work / "denoiser", learner, optimizer, course.minutes, also)
+    budget = Budget(work / "denoiser", learner, optimizer, course.minutes, save_average)
     average.load_state_dict(learner.state_dict())
     load_state(work / "average", average, None)
     generator = torch.Generator().manual_seed(1000 + budget.step)

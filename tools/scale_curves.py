@@ -120,26 +120,26 @@ def drawing(points: Sequence[Point]) -> str:
 def _panel(points: Sequence[Point], left: int, title: str) -> list[str]:
     span = math.log2(COUNTS[-1])
 
-    def at(gpus: float, speed: float) -> str:
+    def coordinates(gpus: float, speed: float) -> str:
         x = left + EDGE + (WIDTH - EDGE - 16) * math.log2(gpus) / span
         y = HEIGHT - EDGE - (HEIGHT - EDGE - 40) * math.log2(max(speed, 1)) / span
         return f"{x:.1f},{y:.1f}"
 
     parts = [f'<text x="{left + EDGE}" y="20" font-weight="bold">Speed-up, {title}</text>']
     for count in COUNTS:
-        x, y = at(count, 1).split(",")
+        x, y = coordinates(count, 1).split(",")
         parts.append(f'<text x="{x}" y="{float(y) + 16}" text-anchor="middle">{count}</text>')
-        x, y = at(1, count).split(",")
+        x, y = coordinates(1, count).split(",")
         parts.append(
             f'<text x="{float(x) - 6}" y="{float(y) + 4}" text-anchor="end">{count}</text>'
         )
-    ends = f"{at(1, 1)} {at(COUNTS[-1], COUNTS[-1])}"
+    ends = f"{coordinates(1, 1)} {coordinates(COUNTS[-1], COUNTS[-1])}"
     parts.append(f'<polyline points="{ends}" stroke="#bbb" stroke-dasharray="4" fill="none"/>')
     x = left + WIDTH / 2
     parts.append(f'<text x="{x}" y="{HEIGHT - 12}" text-anchor="middle">B200 GPUs</text>')
     for model, colour in zip(MODELS, COLOURS, strict=True):
         curve = sorted((p for p in points if p.model == model), key=lambda each: each.gpus)
-        path = " ".join(at(each.gpus, each.rate / curve[0].rate) for each in curve)
+        path = " ".join(coordinates(each.gpus, each.rate / curve[0].rate) for each in curve)
         parts.append(f'<polyline points="{path}" stroke="{colour}" stroke-width="2" fill="none"/>')
     return parts
 

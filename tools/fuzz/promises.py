@@ -28,10 +28,10 @@ class Wrong(AssertionError):
 def in_time() -> Iterator[None]:
     """Raise Wrong inside the block if it takes longer than ``LONGEST_S`` seconds."""
 
-    def ring(*_: object) -> None:
+    def on_alarm(*_: object) -> None:
         raise Wrong(f"no answer within {LONGEST_S} s")
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, on_alarm)
     signal.alarm(LONGEST_S)
     try:
         yield
