@@ -1,7 +1,7 @@
 """Training for a wall-clock time that is counted over resumed runs.
 
-What decays does so by the share of the time that has passed, so a run always ends finished, on any
-machine.
+Schedules depend on the share of the time that has passed, so every run completes its schedule, on
+any machine.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ SAVE_EVERY = 60.0  # seconds
 
 
 class Budget:
-    """``for done in Budget(...)``: one step each, ``done`` of ``minutes`` gone; goes on where
-    ``path`` says that it was, and writes there each minute and at the end, with ``also()``. No more
-    than ``most_steps`` in all.
+    """Resumable iterator over training steps within a time budget.
+
+    ``for done in Budget(...)`` runs one step per iteration; ``done`` is the share of ``minutes``
+    that has passed. Training resumes from the state at ``path``. The state is saved there every
+    minute and at the end, followed by a call of ``also()``. At most ``most_steps`` steps are done
+    over all runs.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class Budget:
 
     @property
     def left(self) -> bool:
-        """Whether there is another step to do."""
+        """True if another step is to be done."""
         return self.spent < self.seconds and self.step < self.most_steps
 
     def __iter__(self) -> Iterator[float]:
@@ -56,5 +59,5 @@ class Budget:
 
     @property
     def where(self) -> str:
-        """For a line of the log."""
+        """Step number and time spent, for a log line."""
         return f"step {self.step + 1} {self.spent:.0f}s"

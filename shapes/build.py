@@ -1,10 +1,11 @@
-"""Build the tiny model from nothing: ``python -m shapes.build --minutes 82 --threads 2 --out
-shapes/model``.
+"""Build the tiny text-to-image model from scratch.
 
-Draws images, trains the autoencoder (``--vae-minutes``), then the denoiser with its text encoders
-(``--minutes``), and writes a StableDiffusion3Pipeline directory. Stopping it and starting it again
-with the same ``--work`` goes on where it was; the newest pipeline lies in WORK/snapshot meanwhile.
-Everything is FP32, on the CPU.
+    python -m shapes.build --minutes 82 --threads 2 --out shapes/model
+
+Writes the prompt files, renders images, trains the autoencoder (``--vae-minutes``), then the
+denoiser with its text encoders (``--minutes``), and writes a StableDiffusion3Pipeline directory. A
+build that was stopped continues when it is started again with the same ``--work``; meanwhile the
+latest pipeline is in WORK/snapshot. Everything is FP32, on the CPU.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from shapes.denoiser import Learner, train_denoiser
 from shapes.text import clip_tokenizer, t5_encoder, t5_tokenizer
 from shapes.vae import train_vae
 
-SHIFT = 2.0  # of the sampling schedule
+SHIFT = 2.0  # time shift of the sampling schedule
 
 
 def assemble(vae: AutoencoderKL, learner: Learner, out: Path) -> None:
-    """Write the pipeline directory ``out``, replacing what was there."""
+    """Write the pipeline directory ``out``, replacing any existing one."""
     pipeline = StableDiffusion3Pipeline(
         transformer=learner.transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
@@ -43,7 +44,7 @@ def assemble(vae: AutoencoderKL, learner: Learner, out: Path) -> None:
 
 
 def trained_vae(minutes: float, work: Path) -> AutoencoderKL:
-    """The finished autoencoder, trained once and then read from ``work``."""
+    """Return the trained autoencoder; train it on the first call, then load it from ``work``."""
     done = work / "vae-done"
     if not done.exists():
         with replacing(done) as fresh:
@@ -52,15 +53,15 @@ def trained_vae(minutes: float, work: Path) -> AutoencoderKL:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
-    found = parser("shapes.build", __doc__, 82.0, "of the denoiser", HERE / "model")
-    add_work(found)
-    text = "training time of the autoencoder"
-    found.add_argument("--vae-minutes", type=float, default=7.0, help=text)
-    found.add_argument(
+    """Parse the command line."""
+    arg_parser = parser("shapes.build", __doc__, 82.0, "of the denoiser", HERE / "model")
+    add_work(arg_parser)
+    help_text = "training time of the autoencoder"
+    arg_parser.add_argument("--vae-minutes", type=float, default=7.0, help=help_text)
+    arg_parser.add_argument(
         "--prompts-only", action="store_true", help="write the prompt files and stop"
     )
-    return found.parse_args()
+    return arg_parser.parse_args()
 
 
 def main() -> None:

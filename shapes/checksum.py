@@ -1,4 +1,4 @@
-"""One number for a directory: published results name it."""
+"""Checksum of a directory, by which published results identify a model."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 
 
 def checksum(folder: Path) -> str:
-    """sha256 (hex) over the sorted relative paths and contents of all files. Raises
-    FileNotFoundError for an empty folder.
+    """Return the sha256 (hex) over the sorted relative paths and contents of all files.
+
+    Raises FileNotFoundError for an empty folder.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     if not files:

@@ -1,10 +1,9 @@
-"""A tiny CLIP over the shapes world: open_clip's own class, the grammar's words, images with
-their near misses.
+"""Tiny CLIP for the shapes grammar: open_clip's own class, trained with near-miss captions.
 
-It learns which caption an image was drawn for. Negatives are what make it strict: every scene of a
-batch stands beside scenes that differ in one thing (a colour, a shape, colours exchanged, another
-relation, another number), so that telling red from blue is not enough. Only scenes of the train
-split are drawn or named.
+It learns which caption an image was rendered for. The negatives make it strict: every scene of a
+batch comes with scenes that differ in one thing (a color, a shape, exchanged colors, another
+relation, another number), so telling red from blue is not enough. Only scenes of the train split
+are used.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ if TYPE_CHECKING:
     import open_clip
 
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
-GROUPS, NEAR = 48, 3  # scenes of a batch, and near misses beside each
-NOISE = 24.0  # grey levels: the strongest noise on a training image
-MOST_SCALE = math.log(100.0)  # of the logit scale
+GROUPS, NEAR = 48, 3  # scenes per batch, and near misses added to each
+NOISE = 24.0  # gray levels: maximum noise on a training image
+MOST_SCALE = math.log(100.0)  # upper limit of the log of the logit scale
 
 
 def model_cfg() -> dict[str, Any]:
-    """open_clip's configuration of the model: 8x8 patches of 4 pixels, 0.6 M parameters."""
+    """Return open_clip's configuration of the model: 8x8 patches of 4 pixels, 0.6 M parameters."""
     return {
         "embed_dim": 64,
         "vision_cfg": {
@@ -53,14 +52,14 @@ def model_cfg() -> dict[str, Any]:
             "width": 64,
             "heads": 4,
             "layers": 2,
-            "hf_tokenizer_name": "shapes",  # any name: the tokenizer lies beside the weights
+            "hf_tokenizer_name": "shapes",  # any name works: the tokenizer is next to the weights
         },
     }
 
 
 def build_clip(seed: int = 11) -> open_clip.CLIP:
-    """The model with random weights."""
-    import open_clip  # with timm it takes seconds, which a reader of this module need not wait
+    """Return the model with random weights."""
+    import open_clip  # slow: imports timm, which takes seconds
 
     torch.manual_seed(seed)
     return open_clip.CLIP(**model_cfg())
@@ -68,9 +67,9 @@ def build_clip(seed: int = 11) -> open_clip.CLIP:
 
 @cache
 def near_misses(scene: Scene, splits: tuple[str, ...] = ("train",)) -> tuple[Scene, ...]:
-    """Scenes of ``splits`` that differ from ``scene`` in one thing, in a fixed order."""
-    found = []
-    for place, thing in enumerate(scene.things):
+    """Return scenes of ``splits`` that differ from ``scene`` in one thing, in a fixed order."""
+    candidates = []
+    for index, thing in enumerate(scene.things):
         others = [Thing(colour, thing.shape) for colour in COLOURS] + [
             Thing(thing.colour, shape) for shape in SHAPES
         ]
@@ -78,28 +77,32 @@ def near_misses(scene: Scene, splits: tuple[str, ...] = ("train",)) -> tuple[Sce
             things = (
                 (other,) * len(scene.things)
                 if scene.kind == "count"
-                else _with(scene.things, place, other)
+                else _with(scene.things, index, other)
             )
-            found.append(dataclasses.replace(scene, things=things))
+            candidates.append(dataclasses.replace(scene, things=things))
     if scene.kind in ("two", "relation"):
         first, second = scene.things
-        exchanged = (Thing(second.colour, first.shape), Thing(first.colour, second.shape))
-        found.append(dataclasses.replace(scene, things=exchanged))
-        found += [
+        swapped = (Thing(second.colour, first.shape), Thing(first.colour, second.shape))
+        candidates.append(dataclasses.replace(scene, things=swapped))
+        candidates += [
             dataclasses.replace(scene, relation=relation)
             for relation in RELATIONS
             if scene.relation
         ]
-        found = [other for other in found if other.things[0].colour != other.things[1].colour]
+        candidates = [
+            other for other in candidates if other.things[0].colour != other.things[1].colour
+        ]
     else:
         thing = scene.things[0]
-        found += [
+        candidates += [
             Scene("one", (thing,)),
             Scene("count", (thing,) * 2),
             Scene("count", (thing,) * 3),
         ]
     return tuple(
-        other for other in dict.fromkeys(found) if other.split in splits and not shows(scene, other)
+        other
+        for other in dict.fromkeys(candidates)
+        if other.split in splits and not shows(scene, other)
     )
 
 
@@ -109,46 +112,51 @@ def _with(things: tuple[Thing, ...], place: int, thing: Thing) -> tuple[Thing, .
 
 @cache
 def meaning(scene: Scene) -> Scene:
-    """One way of telling a scene: of two objects, the way that sorts first."""
+    """Return a canonical form of a scene.
+
+    A scene of two objects can be described from either one; the form that sorts first is used.
+    """
     return (
-        min(scene, flipped(scene), key=lambda told: told.things)
+        min(scene, flipped(scene), key=lambda form: form.things)
         if scene.kind in ("two", "relation")
         else scene
     )
 
 
 def shows(scene: Scene, caption: Scene) -> bool:
-    """Whether an image of ``scene`` is right for ``caption``: the same scene told either way
-    round, or without its relation.
+    """Return True if an image of ``scene`` is correct for ``caption``.
+
+    The caption may describe the scene from either object, or without its relation.
     """
     return meaning(caption) in (meaning(scene), without_relation(scene))
 
 
 @cache
 def without_relation(scene: Scene) -> Scene:
-    """What is left of a scene when nothing is said about where its objects are."""
+    """Return the canonical form of a scene without its relation."""
     return meaning(Scene("two", scene.things)) if scene.kind == "relation" else meaning(scene)
 
 
 def right_pairs(scenes: list[Scene]) -> torch.Tensor:
-    """bool [B, B]: ``shows`` of every image (row) and every caption (column)."""
+    """Return bool [B, B]: ``shows`` for every image (row) and caption (column)."""
     numbers: dict[Scene, int] = {}
-    told = torch.tensor([numbers.setdefault(meaning(scene), len(numbers)) for scene in scenes])
-    less = torch.tensor(
+    meanings = torch.tensor([numbers.setdefault(meaning(scene), len(numbers)) for scene in scenes])
+    reduced = torch.tensor(
         [numbers.setdefault(without_relation(scene), len(numbers)) for scene in scenes]
     )
-    return (told[:, None] == told) | (less[:, None] == told)
+    return (meanings[:, None] == meanings) | (reduced[:, None] == meanings)
 
 
 def spoil(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Half of the images with noise, a third of them softened: what a model draws is not as clean
-    as the renderer.
+    """Add noise to half of the images and blur a third of them.
+
+    A model's images are not as clean as rendered ones.
     """
     pixels = images.astype(np.float32)
-    soft = (
+    blurred = (
         pixels + np.roll(pixels, 1, 2) + np.roll(pixels, 1, 3) + np.roll(pixels, (1, 1), (2, 3))
     ) / 4
-    pixels = np.where(rng.random((len(images), 1, 1, 1)) < 1 / 3, soft, pixels)
+    pixels = np.where(rng.random((len(images), 1, 1, 1)) < 1 / 3, blurred, pixels)
     level = NOISE * rng.random((len(images), 1, 1, 1)) * (rng.random((len(images), 1, 1, 1)) < 0.5)
     return np.clip(np.rint(pixels + level * rng.standard_normal(images.shape)), 0, 255).astype(
         np.uint8
@@ -156,7 +164,7 @@ def spoil(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def to_pixels(images: np.ndarray) -> torch.Tensor:
-    """uint8 [B, 3, 32, 32] -> float32, normalized as the configuration says."""
+    """Convert uint8 [B, 3, 32, 32] to float32, normalized by ``MEAN`` and ``STD``."""
     shape = (1, 3, 1, 1)
     return (
         torch.from_numpy(images).float() / 255 - torch.tensor(MEAN).reshape(shape)
@@ -166,7 +174,9 @@ def to_pixels(images: np.ndarray) -> torch.Tensor:
 def batches(
     seed: int, groups: int = GROUPS
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For ever: pixels [B, 3, 32, 32], token ids [B, 11], and [B, B] True where caption j is right
+    """Yield endless batches (pixels, token ids, correct pairs).
+
+    Shapes: pixels [B, 3, 32, 32], ids [B, 11], and bool [B, B] that is True if caption j is correct
     for image i.
     """
     pool = Pool(seed)
@@ -181,22 +191,25 @@ def batches(
 
 
 def beside(scene: Scene, rng: np.random.Generator) -> list[Scene]:
-    """``NEAR`` near misses by chance; beside a relation the first one is the same objects in
-    another, which is the hardest to tell.
+    """Return ``NEAR`` random near misses of a scene, or fewer if there are fewer.
+
+    For a scene with a relation, at least one of them has the same objects in another relation,
+    which is the hardest to distinguish.
     """
     near = near_misses(scene)
     chosen = [near[i] for i in rng.choice(len(near), min(NEAR, len(near)), replace=False)]
-    turned = [other for other in near if scene.relation and other.things == scene.things]
-    if turned and not any(other in turned for other in chosen):
-        chosen[0] = turned[rng.integers(len(turned))]
+    other_relations = [other for other in near if scene.relation and other.things == scene.things]
+    if other_relations and not any(other in other_relations for other in chosen):
+        chosen[0] = other_relations[rng.integers(len(other_relations))]
     return chosen
 
 
 def contrastive(
     image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor, right: torch.Tensor
 ) -> torch.Tensor:
-    """CLIP's loss (arXiv 2103.00020, figure 3) on unit features [B, D]; pairs off the diagonal that
-    are right too do not count as negatives.
+    """Return CLIP's loss (arXiv 2103.00020, figure 3) for unit-norm features [B, D].
+
+    Correct pairs off the diagonal do not count as negatives.
     """
     logits = scale * image @ text.T
     also_right = right & ~torch.eye(len(right), dtype=torch.bool)
@@ -208,15 +221,16 @@ def contrastive(
 def loss_of(
     model: open_clip.CLIP, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """The loss of one batch."""
+    """Return the loss of one batch."""
     pixels, ids, right = batch
     image, text = model.encode_image(pixels, normalize=True), model.encode_text(ids, normalize=True)
     return contrastive(image, text, model.logit_scale.exp(), right)
 
 
 def save_clip(model: open_clip.CLIP, out: Path) -> None:
-    """Write weights, configuration and tokenizer as ``open_clip.create_model("local-dir:OUT")``
-    reads them.
+    """Write the weights, configuration and tokenizer.
+
+    ``open_clip.create_model("local-dir:OUT")`` reads this directory.
     """
     out.mkdir(parents=True, exist_ok=True)
     preprocess = {
@@ -226,8 +240,8 @@ def save_clip(model: open_clip.CLIP, out: Path) -> None:
         "interpolation": "bicubic",
         "resize_mode": "shortest",
     }
-    described = {"model_cfg": model_cfg(), "preprocess_cfg": preprocess}
-    (out / "open_clip_config.json").write_text(json.dumps(described, indent=2) + "\n")
+    configuration = {"model_cfg": model_cfg(), "preprocess_cfg": preprocess}
+    (out / "open_clip_config.json").write_text(json.dumps(configuration, indent=2) + "\n")
     save_file(
         {name: value.contiguous() for name, value in model.state_dict().items()},
         out / "open_clip_model.safetensors",

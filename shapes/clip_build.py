@@ -1,9 +1,10 @@
-"""Train the tiny CLIP from nothing: ``python -m shapes.clip_build --minutes 25 --threads 2 --out
-shapes/clip``.
+"""Train the tiny CLIP from scratch.
 
-Stopping it and starting it again with the same ``--work`` goes on where it was. Everything is FP32,
-on the CPU. At the end it prints how often the right caption wins over near misses, on images of
-the train and of the tune split; the test split is not looked at.
+    python -m shapes.clip_build --minutes 25 --threads 2 --out shapes/clip
+
+A run that was stopped continues when it is started again with the same ``--work``. Everything
+is FP32, on the CPU. At the end it prints how often the correct caption scores higher than all near
+misses, for images of the train and the tune split; the test split is not used.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ PEAK_LR, DECAY, WARM_UP = 1e-3, 0.05, 100
 def train_clip(
     minutes: float, work: Path, log: Callable[[str], None], most_steps: float = math.inf
 ) -> open_clip.CLIP:
-    """Train for ``minutes`` (counted over resumed runs), or ``most_steps``; returns the averaged
-    weights.
+    """Train for ``minutes`` (counted over resumed runs) or ``most_steps``; return averaged weights.
 
-    AdamW, the rate falling to zero along a cosine of the share of the time that is gone.
+    Uses AdamW; the learning rate falls to zero along a cosine of the share of the time that has
+    passed.
     """
     model, average = build_clip(), build_clip().requires_grad_(False)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
-    rest = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.98))
 
-    def also() -> None:
+    def save_average() -> None:
         save_state(work / "clip-average", average, None, {"step": budget.step})
 
-    budget = Budget(work / "clip", model, optimizer, minutes, also, most_steps)
+    budget = Budget(work / "clip", model, optimizer, minutes, save_average, most_steps)
     average.load_state_dict(model.state_dict())
     load_state(work / "clip-average", average, None)
     examples, mean = batches(2000 + budget.step), 0.0
@@ -67,7 +68,7 @@ def train_clip(
 
 
 def _learn(model: open_clip.CLIP, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
-    """One step of the optimizer."""
+    """Take one optimizer step."""
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -77,16 +78,20 @@ def _learn(model: open_clip.CLIP, optimizer: torch.optim.Optimizer, loss: torch.
 
 
 def _rate(step: int, gone: float) -> float:
-    """Share of the peak rate after ``step`` steps, when so much of the time is ``gone``."""
+    """Return the learning rate at ``step`` as a share of its peak.
+
+    ``gone`` is the share of the time that has passed.
+    """
     return min((step + 1) / WARM_UP, (1 + math.cos(math.pi * gone)) / 2)
 
 
 @torch.no_grad()
 def accuracy(model: open_clip.CLIP, split: str) -> dict[str, float]:
-    """By kind of scene: the share of clean images whose own caption scores higher than every near
-    miss of it.
+    """Return, by kind of scene, the share of images whose own caption beats all near misses.
+
+    The images are rendered without noise. Of the train split, every seventh scene is used.
     """
-    found = {}
+    shares = {}
     splits = tuple(dict.fromkeys(("train", split)))
     for kind in KINDS:
         scenes = scenes_of(split, kind)[::7] if split == "train" else scenes_of(split, kind)
@@ -99,21 +104,22 @@ def accuracy(model: open_clip.CLIP, split: str) -> dict[str, float]:
             normalize=True,
         )
         wins = [_wins(model, image[row], [scene, *near]) for row, (scene, near) in enumerate(pairs)]
-        found[kind] = float(np.mean(wins))
-    return found
+        shares[kind] = float(np.mean(wins))
+    return shares
 
 
 def _wins(model: open_clip.CLIP, image: torch.Tensor, captions: list[Scene]) -> bool:
+    """Return True if the first caption has the highest score."""
     ids = caption_ids([scene.caption for scene in captions])
     return int((model.encode_text(ids, normalize=True) @ image).argmax()) == 0
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
-    found = parser("shapes.clip_build", __doc__, 25.0, "", HERE / "clip")
-    add_work(found)
-    found.add_argument("--steps", type=int, default=math.inf, help="stop after so many steps")
-    return found.parse_args()
+    """Parse the command line."""
+    arg_parser = parser("shapes.clip_build", __doc__, 25.0, "", HERE / "clip")
+    add_work(arg_parser)
+    arg_parser.add_argument("--steps", type=int, default=math.inf, help="stop after so many steps")
+    return arg_parser.parse_args()
 
 
 def main() -> None:

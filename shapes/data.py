@@ -1,4 +1,4 @@
-"""Where training images come from: random train scenes, rendered as needed."""
+"""Training images: random scenes of the train split, rendered on demand."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ class Pool:
         self.chances = np.array(chances) / np.sum(chances)
 
     def images(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """(uint8 [count, 3, 32, 32], int [count] indices into ``scenes``)."""
+        """Return (uint8 [count, 3, 32, 32], int [count] indices into ``scenes``)."""
         return self.labelled(count)[:2]
 
     def labelled(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Images, scene indices, and what lies in each cell of 4 pixels (int64, see
-        ``render.cells``).
+        """Return images, scene indices, and labels of what each cell of 4x4 pixels shows.
+
+        Labels are int64 [count, 8, 8], see ``render.cells``.
         """
         which = self.rng.choice(len(self.scenes), count, p=self.chances)
         layout = arrange([self.scenes[i] for i in which], self.rng)

@@ -1,9 +1,10 @@
-"""Train a tiny decoder of the shipped model's latents: ``python -m shapes.decoder_build
---minutes 13 --threads 1 --out shapes/decoder``.
+"""Train a tiny decoder for the shipped model's latents.
 
-An AutoencoderTiny that learns to draw what the model's own autoencoder draws, of the latents of
-random train scenes with a little noise. It decodes proxy images with ``explore.decoder = "tiny"``;
-its encoder is not trained. Everything is FP32, on the CPU.
+    python -m shapes.decoder_build --minutes 13 --threads 1 --out shapes/decoder
+
+An AutoencoderTiny learns to reproduce the images that the model's own autoencoder decodes, from
+latents of random train scenes with a little noise. It decodes proxy images if ``explore.decoder =
+"tiny"``; its encoder is not trained. Everything is FP32, on the CPU.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ WIDTH, STAGES = 16, 3
 BATCH, POOL = 32, 8000
 PEAK_LR = 3e-3
 NOISE = 0.1
-"""Deviation of the noise on latents, whose variance is 1: generated latents are not clean ones."""
+"""Deviation of the noise added to latents of variance 1: generated latents are not clean."""
 
 
 def build_decoder() -> AutoencoderTiny:
-    """An untrained one for [12, 8, 8] to [3, 32, 32], 28,000 parameters to decode with."""
+    """Return an untrained decoder from [12, 8, 8] to [3, 32, 32].
+
+    Decoding uses 28,000 parameters.
+    """
     return AutoencoderTiny(
         encoder_block_out_channels=(4,) * STAGES,
         decoder_block_out_channels=(WIDTH,) * STAGES,
@@ -45,7 +49,10 @@ def build_decoder() -> AutoencoderTiny:
 def train_decoder(
     vae: AutoencoderKL, minutes: float, log: Callable[[str], None]
 ) -> AutoencoderTiny:
-    """Train for ``minutes`` of wall clock; loss L1 + 4 L2 against what ``vae`` draws."""
+    """Train for ``minutes`` of wall-clock time.
+
+    The loss is L1 + 4 L2 against the images that ``vae`` decodes.
+    """
     torch.manual_seed(2)
     decoder: Any = build_decoder()
     parameters = list(decoder.decoder.parameters())
@@ -54,7 +61,7 @@ def train_decoder(
     latents = encode(vae, Pool(3).images(POOL)[0])
     latents += NOISE * torch.randn_like(latents)
     images = drawn_by(vae, latents)
-    begin, step, spent = time.monotonic(), 0, 0.0
+    start, step, spent = time.monotonic(), 0, 0.0
     while spent < minutes * 60:
         done = spent / (minutes * 60)
         for group in optimizer.param_groups:
@@ -67,7 +74,7 @@ def train_decoder(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        step, spent = step + 1, time.monotonic() - begin
+        step, spent = step + 1, time.monotonic() - start
         if step % 100 == 0:
             psnr = 10 * math.log10(4 / mse.item())
             log(f"step {step} {spent:.0f}s loss {loss.item():.4f} psnr {psnr:.2f} dB")
@@ -76,13 +83,16 @@ def train_decoder(
 
 @torch.no_grad()
 def drawn_by(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Images [B, 3, 32, 32] about [-1, 1] of latents [B, 12, 8, 8], by an autoencoder."""
+    """Decode latents [B, 12, 8, 8] to images [B, 3, 32, 32], about in [-1, 1]."""
     return torch.cat([vae.decode(part).sample for part in latents.split(100)])
 
 
 @torch.no_grad()
 def psnr(vae: AutoencoderKL, decoder: AutoencoderTiny, count: int = 300) -> float:
-    """How near its images are to the autoencoder's, in dB, on scenes it was not trained on."""
+    """Return the PSNR in dB of the decoder's images against the autoencoder's.
+
+    It is measured on ``count`` random scenes with another seed than that of training.
+    """
     latents = encode(vae, Pool(4).images(count)[0])
     mse = F.mse_loss(drawn_by(decoder, latents), drawn_by(vae, latents))
     return 10 * math.log10(4 / mse.item())
@@ -90,9 +100,9 @@ def psnr(vae: AutoencoderKL, decoder: AutoencoderTiny, count: int = 300) -> floa
 
 def main() -> None:
     """Run the build."""
-    found = parser("shapes.decoder_build", __doc__, 13.0, "", HERE / "decoder", threads=1)
-    found.add_argument("--model", type=Path, default=HERE / "model", help="pipeline directory")
-    args = found.parse_args()
+    arg_parser = parser("shapes.decoder_build", __doc__, 13.0, "", HERE / "decoder", threads=1)
+    arg_parser.add_argument("--model", type=Path, default=HERE / "model", help="pipeline directory")
+    args = arg_parser.parse_args()
     torch.set_num_threads(args.threads)
     vae = AutoencoderKL.from_pretrained(args.model / "vae").eval().requires_grad_(False)
     decoder = train_decoder(vae, args.minutes, log)

@@ -1,8 +1,7 @@
-"""Training of the denoiser and both CLIP text encoders by rectified flow (``shapes.training``), on
-latents of the finished autoencoder.
+"""Training of the denoiser and both CLIP text encoders by rectified flow (``shapes.training``).
 
-An auxiliary linear head reads from the middle of the transformer what lies in each cell of the
-image; it is thrown away afterwards.
+They are trained on latents of the finished autoencoder. An auxiliary linear head predicts from the
+middle of the transformer what each cell of the image shows; it is discarded afterwards.
 """
 
 from __future__ import annotations
@@ -25,13 +24,16 @@ from shapes.vae import CHANNELS, encode
 LAYERS, HEADS, HEAD_WIDTH = 4, 4, 32
 BATCH = 96
 IMAGES = 40_000
-CHUNK = 4000  # images that are made at a time
+CHUNK = 4000  # images rendered and encoded at a time
 NO_CAPTION = 0.04  # share of samples trained without a caption
-TIME_MEAN, TIME_STD = 0.7, 1.1  # of the logit of t: a shift of 2
+TIME_MEAN, TIME_STD = 0.7, 1.1  # of the logit of t; corresponds to a time shift of 2
 
 
 def build_transformer() -> SD3Transformer2DModel:
-    """2.3 M parameters: 64 image tokens of 4x4 pixels, 12 text tokens, width 128, 4 layers."""
+    """Return an untrained transformer of 2.3 M parameters.
+
+    It has 64 image tokens of 4x4 pixels, 12 text tokens, width 128 and 4 layers.
+    """
     torch.manual_seed(2)
     width = HEADS * HEAD_WIDTH
     model = SD3Transformer2DModel(
@@ -48,7 +50,7 @@ def build_transformer() -> SD3Transformer2DModel:
         pos_embed_max_size=8,
         qk_norm="rms_norm",
     )
-    # blocks start as the identity, the output at zero (adaLN-Zero)
+    # zero initialization (adaLN-Zero): blocks start as the identity, the output as zero
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and (
             (".norm1" in name and name.endswith("linear")) or name == "proj_out"
@@ -59,7 +61,7 @@ def build_transformer() -> SD3Transformer2DModel:
 
 
 class Learner(nn.Module):
-    """The trained parts together: transformer, two text encoders, and the auxiliary head."""
+    """The modules trained together: transformer, two text encoders, and the auxiliary head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,11 +74,14 @@ class Learner(nn.Module):
         )
 
     def condition(self, ids: torch.Tensor, long: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Text tokens [B, 12, 128] and pooled text [B, 128] from token ids, put together as
-        StableDiffusion3Pipeline does.
+        """Return text tokens [B, 12, 128] and pooled text [B, 128] for token ids.
+
+        They are concatenated as in StableDiffusion3Pipeline. ``long`` is the output of the T5
+        encoder.
         """
         outs = [
-            enc(ids, output_hidden_states=True) for enc in (self.text_encoder, self.text_encoder_2)
+            encoder(ids, output_hidden_states=True)
+            for encoder in (self.text_encoder, self.text_encoder_2)
         ]
         tokens = torch.cat([out.hidden_states[-2] for out in outs], dim=-1)
         tokens = torch.cat([tokens, long.expand(len(ids), -1, -1)], dim=1)
@@ -85,7 +90,7 @@ class Learner(nn.Module):
     def forward(
         self, x: torch.Tensor, t: torch.Tensor, ids: torch.Tensor, long: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Velocity [B, 12, 8, 8] and logits [B, 64, classes] of each cell's content."""
+        """Return velocity [B, 12, 8, 8] and logits [B, 64, classes] of each cell's content."""
         tokens, pooled = self.condition(ids, long)
         self.middle.clear()
         out = self.transformer(
@@ -104,21 +109,24 @@ def made(
     count: int,
     chunk: int,
 ) -> dict[str, torch.Tensor]:
-    """``count`` examples, made ``chunk`` at a time: "latents", "which" scene, and uint8 "cells", as
-    ``labelled(number)`` gives them with images or clips, which are ``encoded``.
+    """Create ``count`` examples, rounded down to whole chunks of ``chunk``.
+
+    ``labelled(number)`` returns images or clips, scene indices and cell labels; ``encoded`` encodes
+    the images or clips. The result has "latents", "which" (scene indices) and "cells" (uint8).
     """
     rows = []
     for _ in range(max(1, count // chunk)):
-        drawn, scene, cell = labelled(min(chunk, count))
-        cell = torch.from_numpy(cell).to(torch.uint8)
-        rows.append((encoded(drawn), torch.from_numpy(scene), cell))
+        images, indices, labels = labelled(min(chunk, count))
+        labels = torch.from_numpy(labels).to(torch.uint8)
+        rows.append((encoded(images), torch.from_numpy(indices), labels))
     latents, which, cells = (torch.cat(column) for column in zip(*rows, strict=True))
     return {"latents": latents, "which": which, "cells": cells}
 
 
 class Examples:
-    """Latents and captions to train on: rendered and encoded once, and kept in the file ``cache``
-    where one is given.
+    """Latents and captions to train on.
+
+    They are rendered and encoded once, and stored in the file ``cache`` if one is given.
     """
 
     def __init__(
@@ -138,7 +146,7 @@ class Examples:
             self.long = t5_encoder().eval()(ids).last_hidden_state
 
     def batch(self, generator: torch.Generator) -> Batch:
-        """Random latents, with independent noise."""
+        """Return a batch of random latents with independent noise."""
         rows = torch.randint(len(self.latents), (BATCH,), generator=generator)
         ids = self.ids[self.which[rows]]
         dropped = torch.rand(BATCH, generator=generator) < NO_CAPTION
@@ -160,8 +168,9 @@ def train_denoiser(
     log: Callable[[str], None],
     snapshot: Callable[[Learner], None],
 ) -> Learner:
-    """Train for ``minutes`` (counted over resumed runs); returns the averaged weights.
-    ``snapshot(average)`` each minute.
+    """Train for ``minutes`` (counted over resumed runs); return the averaged weights.
+
+    ``snapshot(average)`` is called every minute.
     """
     examples = Examples(vae, seed=5, cache=work / "examples.safetensors")
     return train(

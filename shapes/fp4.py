@@ -1,9 +1,9 @@
-"""Weights and activations rounded to NVFP4 for a training step: so that the model draws the same in
-four bits.
+"""Training steps with weights and activations rounded to NVFP4.
 
-The rounding is the format's own (blocks of 16 along the input, scales in E4M3, one FP32 factor per
-tensor), without the search for better scales. Gradients are taken at the rounded values and applied
-to the full ones (straight through).
+They make the model produce the same images when it is quantized to four bits. The rounding is that
+of the format (blocks of 16 along the input, scales in E4M3, one FP32 factor per tensor), without a
+search for better scales. Gradients are computed at the rounded values and applied to the
+unquantized ones (straight-through estimator).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCK = 16
 
 
 def round_to_fp4(weight: torch.Tensor) -> torch.Tensor:
-    """``weight`` [N, K], K % 16 == 0, as it reads after NVFP4."""
+    """Return ``weight`` [N, K], K % 16 == 0, quantized to NVFP4 and dequantized."""
     amax = weight.abs().max().clamp_min(1e-20)
     blocks = weight.reshape(weight.shape[0], -1, BLOCK)
     encode = 448.0 * 6.0 / amax
@@ -34,17 +34,21 @@ def round_to_fp4(weight: torch.Tensor) -> torch.Tensor:
 
 
 def quantizable(transformer: nn.Module) -> list[nn.Linear]:
-    """The linear layers of the blocks: attention and feed-forward, not the adaptive norms."""
-    found = []
+    """Return the linear layers of the blocks that are quantized.
+
+    These are attention and feed-forward layers, not those of the adaptive norms.
+    """
+    layers = []
     for name, module in transformer.named_modules():
         if isinstance(module, nn.Linear) and "blocks." in name and "norm1" not in name:
-            found.append(module)
-    return found
+            layers.append(module)
+    return layers
 
 
 class RoundedInputs:
-    """A forward pre-hook for linear layers; layers that share an input (to_q, to_k, to_v) round it
-    once.
+    """Forward pre-hook that rounds the inputs of linear layers to NVFP4.
+
+    Layers that share an input (to_q, to_k, to_v) round it once.
     """
 
     def __init__(self) -> None:
@@ -61,9 +65,12 @@ class RoundedInputs:
 
 @contextmanager
 def in_four_bits(transformer: nn.Module) -> Iterator[None]:
-    """Inside, the blocks' weights and inputs are rounded; afterwards they are back, bit for bit."""
+    """Round the weights and inputs of the transformer's blocks inside the ``with`` block.
+
+    Afterwards the weights are restored bit for bit.
+    """
     layers = quantizable(transformer)
-    full = [layer.weight.detach().clone() for layer in layers]
+    originals = [layer.weight.detach().clone() for layer in layers]
     inputs = RoundedInputs()
     hooks = [layer.register_forward_pre_hook(inputs) for layer in layers]
     with torch.no_grad():
@@ -75,5 +82,5 @@ def in_four_bits(transformer: nn.Module) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         with torch.no_grad():
-            for layer, weight in zip(layers, full, strict=True):
+            for layer, weight in zip(layers, originals, strict=True):
                 layer.weight.copy_(weight)

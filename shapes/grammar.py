@@ -1,13 +1,13 @@
-"""What can be asked for: scenes, their captions, and which scenes are held out.
+"""Grammar of the shapes data: scenes, their captions, and the held-out split.
 
 A scene is one of four kinds: ``one`` object, ``two`` objects, a ``relation`` between two objects,
-or a ``count`` of two or three equal objects. Two objects in one scene always differ in colour.
+or a ``count`` of two or three equal objects. Two objects in one scene always differ in color.
 
 The split is over *combinations*, not over sentences. The unit of ``two`` and ``relation`` scenes is
 the unordered pair of objects ({red circle, blue square}); the unit of ``count`` scenes is (number,
-colour, shape). A unit belongs to exactly one of ``train`` (pre-training and RL), ``tune`` (choosing
+color, shape). A unit belongs to exactly one of ``train`` (pre-training and RL), ``tune`` (choosing
 settings) and ``test`` (reported numbers), by the order of a hash of its name, so the split never
-moves. Scenes of one object are always ``train``: a model has to have seen each object once.
+changes. Scenes of one object are always ``train``, because a model must have seen each object once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _COUNT = re.compile(
 
 @dataclass(frozen=True, order=True)
 class Thing:
-    """One object: a colour of ``COLOURS`` and a shape of ``SHAPES``."""
+    """One object: a color of ``COLOURS`` and a shape of ``SHAPES``."""
 
     colour: str
     shape: str
@@ -57,8 +57,9 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """What an image has to show. ``things`` are in the caption's order; ``relation`` holds from
-    the first to the second.
+    """Content of an image.
+
+    ``things`` are in the order of the caption; ``relation`` is that of the first to the second.
     """
 
     kind: str
@@ -79,7 +80,7 @@ class Scene:
 
     @property
     def caption(self) -> str:
-        """The one English sentence for this scene, lower case, without a full stop."""
+        """The English sentence for this scene, in lower case, without a period."""
         first = self.things[0]
         if self.kind == "count":
             return f"{NUMBERS[len(self.things)]} {plural(first)}"
@@ -89,8 +90,9 @@ class Scene:
 
     @property
     def unit(self) -> tuple[str, ...]:
-        """The combination that the split is over: the same for both orders and all relations of one
-        pair of objects.
+        """Combination by which the scene is assigned to a split.
+
+        It is the same for both orders and all relations of a pair of objects.
         """
         if self.kind == "count":
             return ("count", str(len(self.things)), str(self.things[0]))
@@ -101,17 +103,20 @@ class Scene:
 
     @property
     def split(self) -> str:
-        """``train``, ``tune`` or ``test``."""
+        """Split of the scene: ``train``, ``tune`` or ``test``."""
         return _split_of_units().get(self.unit, "train")
 
     def metadata(self) -> dict[str, Any]:
-        """The scene as plain JSON values; ``from_metadata`` undoes it."""
+        """Return the scene as plain JSON values, the inverse of ``from_metadata``."""
         things = [{"colour": thing.colour, "shape": thing.shape} for thing in self.things]
         return {"kind": self.kind, "objects": things, "relation": self.relation}
 
     @classmethod
     def from_metadata(cls, row: dict[str, Any]) -> Scene:
-        """Raises ValueError where ``row`` is not what ``metadata`` writes."""
+        """Return the scene that ``row`` describes.
+
+        Raises ValueError if ``row`` is not the output of ``metadata``.
+        """
         try:
             things = tuple(Thing(item["colour"], item["shape"]) for item in row["objects"])
             return cls(row["kind"], things, row.get("relation"))
@@ -120,12 +125,12 @@ class Scene:
 
 
 def plural(thing: Thing) -> str:
-    """'red circles', 'blue crosses'."""
+    """Return the plural of an object: 'red circles', 'blue crosses'."""
     return f"{thing}{'es' if thing.shape == 'cross' else 's'}"
 
 
 def parse(caption: str) -> Scene:
-    """The scene of a caption. Raises ValueError for a sentence outside the grammar."""
+    """Parse a caption. Raises ValueError for a sentence outside the grammar."""
     text = " ".join(
         caption.lower().replace("to the left", "left").replace("to the right", "right").split()
     ).rstrip(". ")
@@ -146,7 +151,7 @@ def parse(caption: str) -> Scene:
 
 
 def flipped(scene: Scene) -> Scene:
-    """The same scene told from its second object (only 'two' and 'relation')."""
+    """Return the same scene described from its second object (only 'two' and 'relation')."""
     return Scene(
         scene.kind, scene.things[::-1], _OPPOSITE[scene.relation] if scene.relation else None
     )
@@ -154,7 +159,7 @@ def flipped(scene: Scene) -> Scene:
 
 @lru_cache(maxsize=1)
 def all_scenes() -> tuple[Scene, ...]:
-    """Every scene of the grammar, in a fixed order."""
+    """Return every scene of the grammar, in a fixed order."""
     things = [Thing(colour, shape) for colour in COLOURS for shape in SHAPES]
     pairs = [(a, b) for a, b in itertools.product(things, things) if a.colour != b.colour]
     scenes = [Scene("one", (thing,)) for thing in things]
@@ -165,7 +170,10 @@ def all_scenes() -> tuple[Scene, ...]:
 
 
 def scenes_of(split: str, kind: str) -> list[Scene]:
-    """The scenes of one kind in one split, in a fixed order."""
+    """Return the scenes of one kind in one split, in a fixed order.
+
+    Raises ValueError for an unknown split or kind.
+    """
     if split not in SPLITS or kind not in KINDS:
         raise ValueError(
             f"no scenes of split {split!r} and kind {kind!r}: splits are {SPLITS}, kinds are"
@@ -175,12 +183,13 @@ def scenes_of(split: str, kind: str) -> list[Scene]:
 
 
 def hash_order(name: object) -> bytes:
-    """A fixed pseudo-random order of names, the same on every machine and in every version."""
+    """Return a sort key: a fixed pseudo-random order, the same on all machines and versions."""
     return hashlib.blake2b(repr(name).encode(), digest_size=8).digest()
 
 
 @lru_cache(maxsize=1)
 def _split_of_units() -> dict[tuple[str, ...], str]:
+    """Map every unit that is held out to ``tune`` or ``test``."""
     units = {scene.unit for scene in all_scenes()}
     split: dict[tuple[str, ...], str] = {}
     for head, tests, tunes in (

@@ -1,8 +1,8 @@
-"""Images of half the side: what the tiny model's autoencoder has to learn to draw them too.
+"""Images of half the side, and an autoencoder that can encode and decode them too.
 
-The shipped autoencoder was trained at 32x32 alone, and its reconstructions of 16x16 images cannot
-be read. A copy of it is trained on both sizes here, with its latents at 32x32 held where they are,
-so that the shipped denoiser goes with it.
+The shipped autoencoder was trained at 32x32 only, and its reconstructions of 16x16 images are
+unrecognizable. Here a copy is trained on both sizes. Its latents at 32x32 are kept close to the
+shipped ones, so that the shipped denoiser works with them.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from shapes.vae import convolutions_apart, encode, learn_vae, to_float
 
 BATCH = 32  # images of each size
 HALF = 2.0  # weight of the small images
-HOLD = 4.0  # weight of the latents' mean squared distance from the shipped autoencoder's
-SPREAD = 2e-3  # weight of the mean square of the half-size latents, whose scale nothing else holds
-RATE = 0.5  # of the full learning rates
-NOISE = 0.05  # deviation added to latents that are decoded: a denoiser's are not exact
+HOLD = 4.0  # weight of the mean squared distance to the shipped autoencoder's latents
+SPREAD = 2e-3  # weight of the half-size latents' mean square; nothing else limits their scale
+RATE = 0.5  # factor on the full learning rates
+NOISE = 0.05  # deviation of noise on decoded latents, because a denoiser's are not exact
 
 
 def halved(images: np.ndarray) -> np.ndarray:
-    """uint8 [B, 3, H/2, W/2]: the mean of each 2x2 pixels."""
+    """Scale images down to uint8 [B, 3, H/2, W/2] by averaging each 2x2 block."""
     count, channels, height, width = images.shape
     blocks = images.reshape(count, channels, height // 2, 2, width // 2, 2)
     return np.rint(blocks.astype(np.float32).mean((3, 5))).astype(np.uint8)
 
 
 def images_of(vae: AutoencoderKL, latents: torch.Tensor) -> np.ndarray:
-    """uint8 [B, 3, H, W]."""
+    """Decode latents to images uint8 [B, 3, H, W]."""
     with torch.no_grad():
         out = torch.cat([vae.decode(part).sample for part in latents.split(250)])
     return ((out.clamp(-1, 1) + 1) * 127.5).round().byte().numpy()
@@ -44,18 +44,24 @@ def images_of(vae: AutoencoderKL, latents: torch.Tensor) -> np.ndarray:
 def loss_of(
     vae: AutoencoderKL, x: torch.Tensor, latents: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, mean squared error) of images in [-1, 1], of which ``latents`` are to be kept."""
+    """Return (loss, mean squared error) for images ``x`` in [-1, 1].
+
+    With ``latents``, the encoder's latents are pulled towards these; without, towards zero.
+    """
     mode = vae.encode(x).latent_dist.mode()
     out = vae.decode(mode + NOISE * torch.randn_like(mode)).sample
     error = F.mse_loss(out, x)
-    held = SPREAD * mode.square().mean() if latents is None else HOLD * F.mse_loss(mode, latents)
-    return F.l1_loss(out, x) + 4 * error + held, error
+    penalty = SPREAD * mode.square().mean() if latents is None else HOLD * F.mse_loss(mode, latents)
+    return F.l1_loss(out, x) + 4 * error + penalty, error
 
 
 def widen_vae(
     shipped: AutoencoderKL, minutes: float, work: Path, log: Callable[[str], None]
 ) -> AutoencoderKL:
-    """A copy of ``shipped`` trained on both sizes for ``minutes`` (counted over resumed runs)."""
+    """Train a copy of ``shipped`` on both sizes and return it.
+
+    ``minutes`` are counted over resumed runs.
+    """
     torch.manual_seed(1)
     vae = AutoencoderKL.from_config(shipped.config)
     vae.load_state_dict(shipped.state_dict())

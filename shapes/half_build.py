@@ -1,10 +1,12 @@
-"""Teach a copy of the tiny model to draw at half the side too: ``python -m shapes.half_build
---minutes 32 --threads 1 --out build/half/model``.
+"""Train a copy of the tiny model to draw images of half the side too.
 
-The autoencoder learns to read and draw 16x16 images (``--vae-minutes``), then the denoiser both
-sizes in equal parts. Plainly: on rendered images, with independent noise. With ``--coupled``: on
-what the shipped model draws from a noise, at 16x16 scaled down and from the noise cut down, so that
-a preview is to show the picture that its full noise becomes. Resumable, as ``shapes.build``.
+    python -m shapes.half_build --minutes 32 --threads 1 --out build/half/model
+
+The autoencoder learns to encode and decode 16x16 images (``--vae-minutes``), then the denoiser
+learns both sizes in equal parts. By default the denoiser learns from rendered images with
+independent noise. With ``--coupled`` it learns from pairs of a noise and the image that the shipped
+model generates from it; at 16x16 the image is scaled down and the noise reduced, so that a preview
+shows the image that its full-size noise becomes. Resumable like ``shapes.build``.
 """
 
 from __future__ import annotations
@@ -27,50 +29,59 @@ from shapes.training import Batch, Course, draw_times, train
 from shapes.vae import encode
 
 IMAGES, PAIRS, STEPS = 16_000, 9_600, 10
-RATE = 0.15  # of the learning rates that the shipped model was trained with
-FP4_FROM = 0.9  # of the time: what was trained to be rounded stays so
+RATE = 0.15  # factor on the learning rates that the shipped model was trained with
+FP4_FROM = 0.9  # share of the time; keeps the weights robust to rounding
 MODEL = HERE / "model"
 
 
 def shipped_learner() -> Learner:
-    """The shipped model's parts, with a new head."""
+    """Return the shipped model's modules with a new auxiliary head."""
     learner = Learner()
     for name, kind in (
         ("transformer", SD3Transformer2DModel),
         ("text_encoder", CLIPTextModelWithProjection),
         ("text_encoder_2", CLIPTextModelWithProjection),
     ):
-        found = kind.from_pretrained(MODEL, subfolder=name)
-        getattr(learner, name).load_state_dict(found.state_dict())
+        module = kind.from_pretrained(MODEL, subfolder=name)
+        getattr(learner, name).load_state_dict(module.state_dict())
     return learner
 
 
 def cut(noise: torch.Tensor) -> torch.Tensor:
-    """[B, C, H, W] to [B, C, H/2, W/2] as previews are: the mean of each 2x2 times 2."""
+    """Reduce noise [B, C, H, W] to [B, C, H/2, W/2] as for previews.
+
+    Each value is twice the mean of a 2x2 block, which keeps the variance.
+    """
     return torch.nn.functional.avg_pool2d(noise, 2) * 2
 
 
 @torch.no_grad()
 def drawn(learner: Learner, eps: torch.Tensor, text: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Where the flow from ``eps`` ends: ``STEPS`` of Adams and Bashforth's second order."""
+    """Return the latents that the flow generates from ``eps``.
+
+    Integrates with ``STEPS`` steps of the second-order Adams-Bashforth method.
+    """
     even = torch.linspace(1, 0, STEPS + 1)
     sigmas = SHIFT * even / (1 + (SHIFT - 1) * even)
-    x, before, last = eps, None, 1.0
-    for now, after in zip(sigmas[:-1].tolist(), sigmas[1:].tolist(), strict=True):
-        step = after - now
-        velocity, _ = learner(x, torch.full((len(x),), now), *text)
-        bend = 0.0 if before is None else (velocity - before) * (step / (2 * last))
-        x, before, last = x + step * (velocity + bend), velocity, step
+    x, previous, last_step = eps, None, 1.0
+    for sigma, next_sigma in zip(sigmas[:-1].tolist(), sigmas[1:].tolist(), strict=True):
+        step = next_sigma - sigma
+        velocity, _ = learner(x, torch.full((len(x),), sigma), *text)
+        correction = 0.0 if previous is None else (velocity - previous) * (step / (2 * last_step))
+        x, previous, last_step = x + step * (velocity + correction), velocity, step
     return x
 
 
 def made_pairs(examples: Examples) -> dict[str, torch.Tensor]:
-    """Noises "eps", what the shipped model draws of them "x0", and captions "which"."""
+    """Generate training pairs with the shipped model.
+
+    The result has noises "eps", generated latents "x0" and caption indices "which".
+    """
     learner, pool = shipped_learner().eval(), Pool(21)
-    by, rows = torch.Generator().manual_seed(21), []
+    generator, rows = torch.Generator().manual_seed(21), []
     for _ in range(PAIRS // BATCH):
         which = torch.from_numpy(pool.rng.choice(len(pool.scenes), BATCH, p=pool.chances))
-        eps = torch.randn((BATCH, *examples.latents.shape[1:]), generator=by)
+        eps = torch.randn((BATCH, *examples.latents.shape[1:]), generator=generator)
         rows.append((eps, drawn(learner, eps, (examples.ids[which], examples.long)), which))
         if len(rows) % 10 == 0:
             log(f"{len(rows) * BATCH} of {PAIRS} pairs")
@@ -79,19 +90,19 @@ def made_pairs(examples: Examples) -> dict[str, torch.Tensor]:
 
 
 class Sizes:
-    """Batches of either size, by chance."""
+    """Source of training batches, each of either full or half size at random."""
 
     def __init__(self, vae: AutoencoderKL, work: Path, coupled: bool) -> None:
         shipped = AutoencoderKL.from_pretrained(MODEL, subfolder="vae").eval()
         self.examples = Examples(shipped, seed=5, count=2 * CHUNK)
         if coupled:
-            found = kept(work / "pairs.safetensors", lambda: made_pairs(self.examples))
+            pairs = kept(work / "pairs.safetensors", lambda: made_pairs(self.examples))
             images, self.full, self.which = (
-                images_of(shipped, found["x0"]),
-                found["x0"],
-                found["which"],
+                images_of(shipped, pairs["x0"]),
+                pairs["x0"],
+                pairs["which"],
             )
-            self.eps: torch.Tensor | None = found["eps"]
+            self.eps: torch.Tensor | None = pairs["eps"]
         else:
             pool = Pool(31)
             images, which = pool.images(IMAGES)
@@ -100,7 +111,7 @@ class Sizes:
         self.half = encode(vae, halved(images))
 
     def batch(self, by: torch.Generator, _done: float) -> Batch:
-        """One size, with the noise that belongs to it or any."""
+        """Return a batch of one size, with the noise it was generated from or independent noise."""
         half = bool(torch.rand((), generator=by) < 0.5)
         rows = torch.randint(len(self.which), (BATCH,), generator=by)
         x0 = (self.half if half else self.full)[rows]
@@ -110,21 +121,21 @@ class Sizes:
             eps = cut(self.eps[rows]) if half else self.eps[rows]
         dropped = torch.rand(BATCH, generator=by) < NO_CAPTION
         ids = self.examples.ids
-        named = torch.where(dropped, len(ids) - 1, self.which[rows])
+        captions = torch.where(dropped, len(ids) - 1, self.which[rows])
         t = draw_times(by, BATCH, TIME_MEAN, TIME_STD)
-        return Batch(x0, eps, t, (ids[named], self.examples.long))
+        return Batch(x0, eps, t, (ids[captions], self.examples.long))
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     out = Path("build/half/model")
-    found = parser("shapes.half_build", __doc__, 32.0, "of the denoiser", out, 1)
-    add_work(found, "build/half")
-    text = "training time of the autoencoder"
-    found.add_argument("--vae-minutes", type=float, default=8.0, help=text)
-    text = "learn to show what the full noise becomes"
-    found.add_argument("--coupled", action="store_true", help=text)
-    return found.parse_args()
+    arg_parser = parser("shapes.half_build", __doc__, 32.0, "of the denoiser", out, 1)
+    add_work(arg_parser, "build/half")
+    help_text = "training time of the autoencoder"
+    arg_parser.add_argument("--vae-minutes", type=float, default=8.0, help=help_text)
+    help_text = "learn to show what the full noise becomes"
+    arg_parser.add_argument("--coupled", action="store_true", help=help_text)
+    return arg_parser.parse_args()
 
 
 def main() -> None:

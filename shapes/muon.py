@@ -1,9 +1,11 @@
-"""Muon for the matrices of the transformer blocks, AdamW for everything else: about half the steps
-of AdamW alone at this size. A convolution is a matrix of its output channels.
+"""Muon for the matrices of the transformer blocks, AdamW for all other parameters.
+
+It needs about half the steps of AdamW alone at this size. A convolution is treated as a matrix with
+one row per output channel.
 
 Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024): Nesterov
-momentum, made orthogonal by five Newton-Schulz steps of a quintic polynomial. Here in FP32, with
-matrices of equal shape stacked into one product.
+momentum, orthogonalized by five Newton-Schulz steps of a quintic polynomial. This implementation is
+in FP32 and stacks matrices of equal shape into one product.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ MOMENTUM = 0.95
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """About U V^T of each matrix's singular value decomposition: [N, rows, columns], rows <=
-    columns, singular values in 0.7..1.2.
+    """Return approximately U V^T of each matrix's singular value decomposition.
+
+    ``matrices`` are [N, rows, columns] with rows <= columns. Singular values of the result are in
+    0.7..1.2.
     """
     a, b, c = COEFFICIENTS
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -29,8 +33,10 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Both rules in one optimizer. Groups carry ``kind``: 'matrix' or 'other'; ``lr`` and
-    ``weight_decay`` are per group.
+    """Optimizer with two update rules.
+
+    Groups have a ``kind``, 'matrix' (Muon) or 'other' (AdamW), and their own ``lr`` and
+    ``weight_decay``.
     """
 
     def __init__(
@@ -50,7 +56,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step from the gradients that are there."""
+        """Take one step for all parameters that have a gradient."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             (self._matrix_step if group["kind"] == "matrix" else self._adam_step)(group, params)

@@ -1,5 +1,6 @@
-"""The shipped prompt files: JSON lines with ``prompt`` and the scene's metadata, in an order fixed
-by a hash.
+"""Generation of the shipped prompt files.
+
+They are JSON lines with ``prompt`` and the scene's metadata, in an order fixed by a hash.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ ROWS = {
 
 
 def rows(split: str) -> list[Scene]:
-    """The scenes of one prompt file, kinds mixed evenly, so that the first N rows are a fair part
-    of all.
+    """Return the scenes of one prompt file.
+
+    Kinds are evenly mixed, so that the first N rows are a representative sample.
     """
     placed: list[tuple[float, str, Scene]] = []
     for kind, count in ROWS[split].items():
@@ -30,7 +32,7 @@ def rows(split: str) -> list[Scene]:
 
 
 def text(split: str) -> str:
-    """The file's content."""
+    """Return the content of the file."""
     return "".join(
         json.dumps({"prompt": scene.caption, **scene.metadata()}) + "\n" for scene in rows(split)
     )

@@ -1,9 +1,9 @@
-"""Scenes to 32x32 images, in numpy: random sizes, places and grey backgrounds, edges anti-aliased
-by signed distance.
+"""Rendering of scenes to 32x32 images in numpy.
 
-Places are drawn by rejection: objects keep a gap, stay inside the image, and satisfy the
-caption's relation with some margin. About ten thousand images per second, so that pre-training
-can draw as many as it likes.
+Sizes, positions and gray backgrounds are random; edges are anti-aliased by signed distance.
+Positions are drawn by rejection sampling: objects keep a gap, stay inside the image, and satisfy
+the caption's relation with some margin. Renders about ten thousand images per second, so that
+pre-training can use as many as it needs.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ GREYS = (60.0, 200.0)  # backgrounds
 RADII = {1: (4.5, 8.0), 2: (4.2, 6.0), 3: (3.8, 4.8)}
 MARGIN = 1.0  # pixels between an object's box and the image's edge
 GAP = 1.5  # pixels between two objects' boxes along at least one axis
-ALONG = 1.6  # a relation's axis has to dominate the other one by this factor
+ALONG = 1.6  # minimum ratio of the offset along a relation's axis to that across it
 CANDIDATES = 48
-# first seen from second, in the order of RELATIONS
+# from the second object to the first, in the order of RELATIONS
 DIRECTIONS = np.array([(-1, 0), (1, 0), (0, -1), (0, 1)], dtype=np.float32)
 CROSS_ARM = 0.36  # half the thickness of a cross's bar, in radii
 
 
 def distance(shape: np.ndarray, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np.ndarray:
-    """Signed distance (pixels, negative inside) from points to an outline, y pointing down.
+    """Return the signed distance (pixels, negative inside) of points to an outline.
 
-    Arguments broadcast against each other; ``shape`` indexes SHAPES. A triangle stands on its base.
-    Distances near corners are those to the nearest edge's line.
+    Arguments broadcast against each other; ``shape`` indexes SHAPES, and y points down. A triangle
+    stands on its base. Distances near corners are those to the line of the nearest edge.
     """
     circle = np.hypot(x, y) - radius
     square = np.maximum(np.abs(x), np.abs(y)) - radius * 0.92
@@ -51,28 +51,31 @@ def distance(shape: np.ndarray, x: np.ndarray, y: np.ndarray, radius: np.ndarray
 def place(
     number: np.ndarray, relation: np.ndarray, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Centres [B, 3, 2] as (x, y) and radii [B, 3], in pixels.
+    """Return random centers [B, 3, 2] as (x, y) and radii [B, 3], in pixels.
 
-    ``number`` [B] of objects; ``relation`` [B] indexes RELATIONS, -1 for none. Entries beyond
-    ``number`` are meaningless.
+    ``number`` [B] is the number of objects; ``relation`` [B] indexes RELATIONS, -1 for none.
+    Entries beyond ``number`` are meaningless.
     """
     low, high = (np.array([RADII[int(n)][end] for n in number], dtype=np.float32) for end in (0, 1))
     radius = rng.uniform(low[:, None], high[:, None], (len(number), MAX_OBJECTS)).astype(np.float32)
     centre = np.zeros((len(number), MAX_OBJECTS, 2), dtype=np.float32)
-    todo = np.arange(len(number))
-    while len(todo):
-        reach = (radius[todo] + MARGIN)[:, None, :, None]
-        tries = rng.uniform(reach, SIZE - reach, (len(todo), CANDIDATES, MAX_OBJECTS, 2)).astype(
-            np.float32
+    pending = np.arange(len(number))
+    while len(pending):
+        reach = (radius[pending] + MARGIN)[:, None, :, None]
+        candidates = rng.uniform(
+            reach, SIZE - reach, (len(pending), CANDIDATES, MAX_OBJECTS, 2)
+        ).astype(np.float32)
+        good = apart(candidates, radius[pending], number[pending]) & related(
+            candidates, relation[pending]
         )
-        good = apart(tries, radius[todo], number[todo]) & related(tries, relation[todo])
         first, found = good.argmax(1), good.any(1)
-        centre[todo[found]] = tries[found, first[found]]
-        todo = todo[~found]
+        centre[pending[found]] = candidates[found, first[found]]
+        pending = pending[~found]
     return centre, radius
 
 
 def apart(centre: np.ndarray, radius: np.ndarray, number: np.ndarray) -> np.ndarray:
+    """Return bool [B, C]: True for candidates whose objects keep the gap ``GAP``."""
     good = np.ones(centre.shape[:2], dtype=bool)
     for i in range(MAX_OBJECTS):
         for j in range(i + 1, MAX_OBJECTS):
@@ -85,6 +88,7 @@ def apart(centre: np.ndarray, radius: np.ndarray, number: np.ndarray) -> np.ndar
 
 
 def related(centre: np.ndarray, relation: np.ndarray) -> np.ndarray:
+    """Return bool [B, C]: True for candidates that satisfy the relation, or if there is none."""
     offset = centre[:, :, 0] - centre[:, :, 1]
     direction = DIRECTIONS[relation][:, None]
     along = (offset * direction).sum(-1)
@@ -94,7 +98,10 @@ def related(centre: np.ndarray, relation: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything is: one row per image. Objects beyond ``number`` are meaningless."""
+    """Positions, sizes and colors of the objects, one row per image.
+
+    Entries of objects beyond ``number`` are meaningless.
+    """
 
     number: np.ndarray  # [B]
     colour: np.ndarray  # [B, 3], index into COLOURS
@@ -104,8 +111,10 @@ class Layout:
     grey: np.ndarray  # [B], background
 
     def distances(self, step: int) -> Iterator[np.ndarray]:
-        """Signed distance [B, SIZE/step, SIZE/step] to each object at the centres of cells of
-        ``step`` pixels; far where absent.
+        """Yield the signed distance to each object, [B, SIZE/step, SIZE/step].
+
+        Distances are those of the centers of cells of ``step`` pixels; large values if the object
+        is absent.
         """
         axis = np.arange(step / 2, SIZE, step, dtype=np.float32)
         for k in range(MAX_OBJECTS):
@@ -116,7 +125,7 @@ class Layout:
 
 
 def arrange(scenes: Sequence[Scene], rng: np.random.Generator) -> Layout:
-    """Random places, sizes and background greys for the scenes."""
+    """Choose random positions, sizes and background grays for the scenes."""
     number = np.array([len(scene.things) for scene in scenes])
     relation = np.array(
         [RELATIONS.index(scene.relation) if scene.relation else -1 for scene in scenes]
@@ -132,7 +141,7 @@ def arrange(scenes: Sequence[Scene], rng: np.random.Generator) -> Layout:
 
 
 def draw(layout: Layout) -> np.ndarray:
-    """Images uint8 [B, 3, 32, 32]."""
+    """Render a layout to images uint8 [B, 3, 32, 32]."""
     image = np.broadcast_to(
         layout.grey[:, None, None, None], (len(layout.grey), 3, SIZE, SIZE)
     ).copy()
@@ -143,16 +152,17 @@ def draw(layout: Layout) -> np.ndarray:
 
 
 def cells(layout: Layout, step: int) -> np.ndarray:
-    """What lies in each cell of ``step`` pixels: int64 [B, SIZE/step, SIZE/step], 0 background,
-    else 1 + colour * 4 + shape.
+    """Return the content of each cell of ``step`` pixels: int64 [B, SIZE/step, SIZE/step].
+
+    A label is 0 for background, else 1 + color * 4 + shape.
     """
     label = np.zeros((len(layout.grey), SIZE // step, SIZE // step), dtype=np.int64)
     for k, outline in enumerate(layout.distances(step)):
-        what = 1 + layout.colour[:, k] * len(SHAPES) + layout.shape[:, k]
-        label = np.where(outline < step / 4, what[:, None, None], label)
+        content = 1 + layout.colour[:, k] * len(SHAPES) + layout.shape[:, k]
+        label = np.where(outline < step / 4, content[:, None, None], label)
     return label
 
 
 def render(scenes: Sequence[Scene], rng: np.random.Generator) -> np.ndarray:
-    """Images uint8 [B, 3, 32, 32] of the scenes."""
+    """Render the scenes with random layouts to images uint8 [B, 3, 32, 32]."""
     return draw(arrange(scenes, rng))

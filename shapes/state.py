@@ -1,5 +1,6 @@
-"""Training state on disk, without pickle: model and optimizer as safetensors, counters as JSON.
-Writes are atomic.
+"""Training state on disk, without pickle.
+
+Model and optimizer are stored as safetensors, counters as JSON. Writes are atomic.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Tensors = dict[str, torch.Tensor]
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A neighbour to write, which is then ``path``."""
+    """Yield a temporary path next to ``path``; on success the file there replaces ``path``."""
     partial = path.with_suffix(".partial")
     yield partial
     os.replace(partial, path)
@@ -33,7 +34,7 @@ def save_state(
 ) -> None:
     """Write ``path``.safetensors and ``path``.json."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # cloned: a text encoder has one matrix under two names
+    # cloned because safetensors rejects shared memory: a text encoder has a matrix under two names
     tensors = {
         f"model.{name}": value.contiguous().clone() for name, value in model.state_dict().items()
     }
@@ -47,7 +48,10 @@ def save_state(
 
 
 def kept(cache: Path | None, make: Callable[[], Tensors]) -> Tensors:
-    """What ``make`` gives, made once and kept in the file ``cache`` where one is given."""
+    """Return the tensors of ``make()``.
+
+    With ``cache``, they are stored in that file and loaded from it later.
+    """
     if cache and cache.exists():
         return load_file(cache)
     parts = make()
@@ -60,7 +64,10 @@ def kept(cache: Path | None, make: Callable[[], Tensors]) -> Tensors:
 def load_state(
     path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    """Restore what ``save_state`` wrote, and return its counters; {} where it wrote nothing yet."""
+    """Restore the state that ``save_state`` wrote, and return its counters.
+
+    Returns {} if there is no saved state.
+    """
     if not path.with_suffix(".json").exists():
         return {}
     tensors = load_file(path.with_suffix(".safetensors"))

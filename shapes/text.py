@@ -1,10 +1,10 @@
-"""The three text encoders and their tokenizers, as Stable Diffusion 3 wants them, at toy size.
+"""The three text encoders and tokenizers that Stable Diffusion 3 requires, at toy size.
 
 Two CLIP text encoders read the caption, one token per word of the grammar. The T5 slot has to be
-filled, because a pipeline without it can be saved but not loaded: a one-layer T5 of random weights
-gives one token that hardly depends on the caption.
+filled, because a pipeline without it can be saved but not loaded: a one-layer T5 with random
+weights contributes one token that hardly depends on the caption.
 
-Tokenizers are written once, with the weights, and only ever loaded afterwards.
+The tokenizers are written once, with the weights, and only loaded afterwards.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ from transformers import (
 
 from shapes.grammar import all_scenes
 
-TOKENS = 11  # of a caption: at most 8 words, start and end, one to spare
-LONG_TOKENS = 1  # max_sequence_length of the pipeline: what the T5 slot contributes
+TOKENS = 11  # per caption: at most 8 words, start and end tokens, and one spare
+LONG_TOKENS = 1  # max_sequence_length of the pipeline: number of tokens from the T5 slot
 WIDTH = 64  # of each CLIP text encoder
 START, END, UNKNOWN = "<|startoftext|>", "<|endoftext|>", "<unk>"
 
 
 def words() -> list[str]:
-    """Every word of the grammar, sorted."""
+    """Return every word of the grammar, sorted."""
     return sorted({word for scene in all_scenes() for word in scene.caption.split()})
 
 
 def byte_pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges with which CLIP's byte-pair tokenizer takes every word of the grammar
-    as one token.
+    """Return a vocabulary and merges for CLIP's byte-pair tokenizer: one token per word.
 
-    A word is merged from the left, letter by letter. Longer words' merges rank first, so that a
-    short word's merge ("r" + "e" of "red") cannot break a longer word ("three"); the test checks
-    every word.
+    Letters of a word are merged from the left, one by one. Merges of longer words rank first, so
+    that a short word's merge ("r" + "e" of "red") cannot split a longer word ("three"); the test
+    checks every word.
     """
     merges: list[tuple[str, str]] = []
     for word in sorted(words(), key=lambda w: (-len(w), w)):
@@ -57,7 +56,7 @@ def byte_pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def clip_tokenizer() -> CLIPTokenizer:
-    """CLIP's tokenizer over ``byte_pairs``; unknown characters read as the end token."""
+    """Return CLIP's tokenizer over ``byte_pairs``; unknown characters map to the end token."""
     vocabulary, merges = byte_pairs()
     return CLIPTokenizer(
         vocab=vocabulary, merges=merges, unk_token=END, pad_token=END, model_max_length=TOKENS
@@ -65,16 +64,17 @@ def clip_tokenizer() -> CLIPTokenizer:
 
 
 def caption_ids(captions: list[str]) -> torch.Tensor:
-    """Token ids [B, 11] of captions."""
+    """Return the token ids [B, 11] of captions."""
     padded = _tokenizer()(captions, padding="max_length", max_length=TOKENS, return_tensors="pt")
     return padded.input_ids
 
 
-_tokenizer = cache(clip_tokenizer)  # for reading only: a pipeline is given one of its own
+# only encodes captions; a pipeline gets a tokenizer of its own
+_tokenizer = cache(clip_tokenizer)
 
 
 def t5_tokenizer() -> T5Tokenizer:
-    """Words of the grammar as the pieces of a unigram model."""
+    """Return a T5 tokenizer whose unigram pieces are the words of the grammar."""
     pieces = [
         ("<pad>", 0.0),
         ("</s>", 0.0),
@@ -86,8 +86,9 @@ def t5_tokenizer() -> T5Tokenizer:
 
 
 def clip_encoder(seed: int) -> CLIPTextModelWithProjection:
-    """Two layers of width 64, projection 64. The pipeline uses the first layer's tokens and the
-    last layer's pooled end token.
+    """Return a CLIP text encoder with random weights: two layers, width 64, projection 64.
+
+    The pipeline uses the tokens of the first layer and the pooled end token of the last layer.
     """
     torch.manual_seed(seed)
     vocabulary = byte_pairs()[0]
@@ -113,8 +114,10 @@ def clip_encoder(seed: int) -> CLIPTextModelWithProjection:
 
 
 def t5_encoder() -> T5EncoderModel:
-    """One random layer whose width is that of both CLIP encoders together, as the pipeline
-    concatenates them along tokens.
+    """Return a T5 encoder of one random layer.
+
+    Its width is that of both CLIP encoders together, because the pipeline concatenates their
+    outputs along tokens.
     """
     torch.manual_seed(7)
     size = len(words()) + 4

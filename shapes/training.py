@@ -1,7 +1,8 @@
-"""Training by rectified flow that the tiny models share: times, losses, learning rates, averages.
+"""Rectified flow training shared by the tiny models: times, losses, learning rates, averages.
 
-x_t = (1 - t) x0 + t eps, target eps - x0 (Liu et al. 2022; Esser et al. 2024). From ``FP4_FROM`` of
-the time on every second step runs in NVFP4, and is drawn towards what the unquantized model says.
+x_t = (1 - t) x0 + t eps, target eps - x0 (Liu et al. 2022; Esser et al. 2024). Once the share
+``Course.fp4_from`` of the time has passed, every second step runs in NVFP4, with an additional loss
+that pulls its velocity towards that of the unquantized model.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ Learner = TypeVar("Learner", bound=nn.Module)
 
 
 class Losses(NamedTuple):
-    """Of one batch; ``agree`` is the mean squared difference between the NVFP4 and the full
-    velocity, 0 where all was full.
+    """Losses of one batch.
+
+    ``agree`` is the mean squared difference between the velocities in NVFP4 and unquantized, or 0
+    for an unquantized step.
     """
 
     velocity: torch.Tensor
@@ -40,11 +43,15 @@ class Losses(NamedTuple):
 
     @property
     def total(self) -> torch.Tensor:
+        """Weighted sum of the losses."""
         return self.velocity + CELL_WEIGHT * self.cells + AGREE_WEIGHT * self.agree
 
 
 class Batch(NamedTuple):
-    """Pairs of a clean x0 and a noise, with ids of captions and what lies in each cell."""
+    """Pairs of clean latents ``x0`` and noise ``eps``, at times ``t``.
+
+    ``text`` is the input of the text encoders; ``cells`` labels the content of each cell.
+    """
 
     x0: torch.Tensor
     eps: torch.Tensor
@@ -54,7 +61,7 @@ class Batch(NamedTuple):
 
 
 def draw_times(generator: torch.Generator, count: int, mean: float, std: float) -> torch.Tensor:
-    """Stratified logit-normal times [count] in (0, 1), one in ten uniform."""
+    """Return stratified logit-normal times [count] in (0, 1); one in ten is uniform instead."""
     u = (
         torch.randperm(count, generator=generator) + torch.rand(count, generator=generator)
     ) / count
@@ -64,50 +71,53 @@ def draw_times(generator: torch.Generator, count: int, mean: float, std: float) 
 
 
 def backward(learner: nn.Module, batch: Batch, four_bits: bool) -> Losses:
-    """Losses of a batch, and their gradients; with ``four_bits`` those of the model in NVFP4.
+    """Compute the losses of a batch and accumulate their gradients.
 
-    A learner has a ``transformer``, and gives (velocity, logits of what lies in each cell).
+    With ``four_bits``, these are the losses of the model in NVFP4. The learner must have a
+    ``transformer`` and return (velocity, logits of each cell's content).
     """
     transformer = learner.get_submodule("transformer")
     shaped = batch.t.view(-1, *[1] * (batch.x0.ndim - 1))
     inputs = ((1 - shaped) * batch.x0 + shaped * batch.eps, batch.t, *batch.text)
-    full = None
+    unquantized = None
     if four_bits:
         with torch.no_grad():
-            full, _ = learner(*inputs)
+            unquantized, _ = learner(*inputs)
     with in_four_bits(transformer) if four_bits else nullcontext():
         velocity, logits = learner(*inputs)
-        agree = F.mse_loss(velocity, full) if full is not None else torch.zeros(())
-        found = Losses(
+        agree = F.mse_loss(velocity, unquantized) if unquantized is not None else torch.zeros(())
+        losses = Losses(
             F.mse_loss(velocity, batch.eps - batch.x0),
             torch.zeros(())
             if batch.cells is None
             else F.cross_entropy(logits.flatten(0, 1), batch.cells.flatten()),
             agree,
         )
-        found.total.backward()
-    return found
+        losses.total.backward()
+    return losses
 
 
 def matrices_apart(learner: nn.Module) -> Muon:
-    """Muon on attention and feed-forward matrices, AdamW on the rest."""
+    """Return Muon for attention and feed-forward matrices with AdamW for the other parameters."""
     split: dict[bool, list[torch.Tensor]] = {True: [], False: []}
     for name, p in learner.named_parameters():
         split[p.ndim == 2 and "blocks." in name and "norm1" not in name].append(p)
     return Muon(split[True], split[False], MATRIX_LR, OTHER_LR, DECAY)
 
 
-@torch.no_grad()  # or autograd would keep every step
+@torch.no_grad()  # otherwise autograd would keep the graph of every step
 def follow(average: nn.Module, learner: nn.Module, step: int) -> None:
-    """Move the average towards the learner after ``step``, counted from 0."""
+    """Update the moving average of the weights after ``step``, counted from 0."""
     keep = min(EMA, (2 + step) / (21 + step))
     torch._foreach_lerp_(list(average.parameters()), list(learner.parameters()), 1 - keep)
 
 
 @dataclass(frozen=True)
 class Course:
-    """How long and how fast: ``flat`` of the time at ``rate`` of the full learning rates, then
-    linear to zero.
+    """Duration and learning rate schedule of a training.
+
+    Learning rates are ``rate`` times the full ones for the share ``flat`` of the time, then fall
+    linearly to zero.
     """
 
     minutes: float
@@ -124,17 +134,19 @@ def train(
     log: Callable[[str], None],
     snapshot: Callable[[Learner], None],
 ) -> Learner:
-    """Train what ``make()`` makes on ``batches(generator, done)``; returns the averaged weights.
-    ``snapshot(average)`` each minute.
+    """Train the model that ``make()`` returns, and return its averaged weights.
+
+    ``batches(generator, done)`` returns a batch; ``done`` is the share of the time that has passed.
+    ``snapshot(average)`` is called every minute.
     """
     learner, average = make(), make().requires_grad_(False)
     optimizer = matrices_apart(learner)
 
-    def also() -> None:
+    def save_average() -> None:
         save_state(work / "average", average, None, {"step": budget.step})
         snapshot(average)
 
-    budget = Budget(work / "denoiser", learner, optimizer, course.minutes, also)
+    budget = Budget(work / "denoiser", learner, optimizer, course.minutes, save_average)
     average.load_state_dict(learner.state_dict())
     load_state(work / "average", average, None)
     generator = torch.Generator().manual_seed(1000 + budget.step)
@@ -146,14 +158,14 @@ def train(
             group["lr"] = course.rate * group["peak"] * min(1.0, (step + 1) / 60, falling)
         optimizer.zero_grad(set_to_none=True)
         four_bits = done > course.fp4_from and step % 2 == 1
-        found = backward(learner, batches(generator, done), four_bits)
+        losses = backward(learner, batches(generator, done), four_bits)
         torch.nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
         optimizer.step()
         follow(average, learner, step)
-        mean += (found.velocity.item() - mean) / min(step + 1 - budget.first, 100)
+        mean += (losses.velocity.item() - mean) / min(step + 1 - budget.first, 100)
         if step % 50 == 49:
             log(
-                f"denoiser {budget.where} loss {mean:.4f} cells {found.cells.item():.4f}"
-                f" NVFP4 {found.agree.item():.5f}"
+                f"denoiser {budget.where} loss {mean:.4f} cells {losses.cells.item():.4f}"
+                f" NVFP4 {losses.agree.item():.5f}"
             )
     return average.eval()

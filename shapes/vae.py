@@ -1,5 +1,6 @@
-"""The image's autoencoder: diffusers' AutoencoderKL, four times smaller each way, 12 channels:
-[3, 32, 32] to [12, 8, 8].
+"""Autoencoder of images: diffusers' AutoencoderKL with 12 channels at a quarter of each side.
+
+It maps [3, 32, 32] to [12, 8, 8].
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ BLOCKS = (16, 24, 32)
 CHANNELS = 12
 KL_WEIGHT = 1e-6  # 2e-5 turned crosses into diamonds
 WHITENING = 0.4
-"""0.5 would give every direction variance 1, and the faintest as much weight as the strongest."""
+"""Exponent of the variances in ``calibrate``.
+
+0.5 would give every direction variance 1, and the faintest as much weight as the strongest.
+"""
 BATCH = 48
 PEAK_LR = 3e-3
 AE = TypeVar("AE", AutoencoderKL, AutoencoderKLWan)
 
 
 def build_vae() -> AutoencoderKL:
-    """An untrained autoencoder, about 0.2 M parameters."""
+    """Return an untrained autoencoder of about 0.2 M parameters."""
     count = len(BLOCKS)
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * count,
@@ -46,13 +50,14 @@ def build_vae() -> AutoencoderKL:
 
 
 def to_float(images: np.ndarray) -> torch.Tensor:
-    """uint8 [B, 3, H, W] to float32 in [-1, 1]."""
+    """Convert uint8 [B, 3, H, W] to float32 in [-1, 1]."""
     return torch.from_numpy(images).float() / 127.5 - 1.0
 
 
 def vae_loss(vae: AutoencoderKL, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, mean squared error) of one batch in [-1, 1]: L1 + 4 L2 + a small KL term that keeps
-    latents near unit scale.
+    """Return (loss, mean squared error) of one batch in [-1, 1].
+
+    The loss is L1 + 4 L2 plus a small KL term that keeps latents near unit scale.
     """
     latent = vae.encode(x).latent_dist
     out = vae.decode(latent.sample()).sample
@@ -61,8 +66,9 @@ def vae_loss(vae: AutoencoderKL, x: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def train_vae(pool: Pool, minutes: float, work: Path, log: Callable[[str], None]) -> AutoencoderKL:
-    """Train for ``minutes`` of wall clock (counted over resumed runs), learning rate by the share
-    of them that is gone.
+    """Train for ``minutes`` of wall-clock time (counted over resumed runs).
+
+    The learning rate depends on the share of the time that has passed.
     """
     torch.manual_seed(1)
     vae = build_vae()
@@ -78,26 +84,28 @@ def learn_vae(
     loss: Callable[[float], tuple[torch.Tensor, torch.Tensor]],
     log: Callable[[str], None],
 ) -> None:
-    """Train ``budget.model`` on ``loss(done)``, (loss, mean squared error); each group's learning
-    rate falls from its "peak" along a cosine.
+    """Train ``budget.model`` on ``loss(done)``, which returns (loss, mean squared error).
+
+    The learning rate of each group falls from its "peak" along a cosine.
     """
     for done in budget:
         rate = min(1.0, (budget.step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * done))
         for group in budget.optimizer.param_groups:
             group["lr"] = group["peak"] * rate
-        found, mse = loss(done)
+        value, mse = loss(done)
         budget.optimizer.zero_grad(set_to_none=True)
-        found.backward()
+        value.backward()
         torch.nn.utils.clip_grad_norm_(budget.model.parameters(), 1.0)
         budget.optimizer.step()
         if budget.step % 50 == 49:
             decibels = 10 * math.log10(4 / mse.item())
-            log(f"{budget.path.name} {budget.where} loss {found.item():.4f} psnr {decibels:.2f} dB")
+            log(f"{budget.path.name} {budget.where} loss {value.item():.4f} psnr {decibels:.2f} dB")
 
 
 def convolutions_apart(vae: torch.nn.Module, rate: float = 1.0) -> Muon:
-    """Muon on convolutions, AdamW on norms and biases: the clips' autoencoder reached 27 dB in 400
-    steps, where AdamW alone reached 20.
+    """Return Muon for convolutions with AdamW for norms and biases.
+
+    With it the clips' autoencoder reached 27 dB in 400 steps, with AdamW alone 20 dB.
     """
     split: dict[bool, list[torch.Tensor]] = {True: [], False: []}
     for p in vae.parameters():
@@ -107,13 +115,12 @@ def convolutions_apart(vae: torch.nn.Module, rate: float = 1.0) -> Muon:
 
 @torch.no_grad()
 def calibrate(vae: AE, latents: torch.Tensor, whitening: float = WHITENING) -> AE:
-    """Make the channels of ``latents`` [B, C, ...], which are the posterior's means of some images,
-    uncorrelated, with mean 0 and variances about 1, by folding a rotation and scales into the
-    convolutions of one pixel.
+    """Decorrelate the latent channels: mean 0, and variances about 1.
 
-    x -> quant_conv gives the posterior's mean and log-variance; only the mean's rows are rotated,
-    the log-variance is set to a constant (sampling is not used after training). post_quant_conv
-    undoes the rotation exactly.
+    ``latents`` [B, C, ...] are the posterior means of some images. A rotation and scales are folded
+    into the autoencoder's 1x1 convolutions. quant_conv returns the posterior's mean and
+    log-variance; only the rows of the mean are rotated, and the log-variance is set to a constant,
+    because no sampling happens after training. post_quant_conv undoes the rotation exactly.
     """
     channels = latents.shape[1]
     flat = latents.transpose(0, 1).reshape(channels, -1).double()
@@ -121,21 +128,21 @@ def calibrate(vae: AE, latents: torch.Tensor, whitening: float = WHITENING) -> A
     values, vectors = torch.linalg.eigh((flat - mean) @ (flat - mean).T / flat.shape[1])
     gain = values.pow(-whitening)
     gain *= (channels / (gain**2 * values).sum()).sqrt()  # mean variance 1
-    forward, backward = torch.diag(gain) @ vectors.T, vectors @ torch.diag(1 / gain)
-    into, out = vae.quant_conv, vae.post_quant_conv
-    weight, bias = into.weight[:channels].flatten(1).double(), into.bias[:channels].double()
-    into.weight[:channels] = (forward @ weight).float().view_as(into.weight[:channels])
-    into.bias[:channels] = (forward @ (bias - mean[:, 0])).float()
-    into.weight[channels:], into.bias[channels:] = 0.0, -10.0
-    old = out.weight.flatten(1).double()
-    out.bias.copy_((out.bias.double() + old @ mean[:, 0]).float())
-    out.weight.copy_((old @ backward).float().view_as(out.weight))
+    rotate, rotate_back = torch.diag(gain) @ vectors.T, vectors @ torch.diag(1 / gain)
+    quant, post_quant = vae.quant_conv, vae.post_quant_conv
+    weight, bias = quant.weight[:channels].flatten(1).double(), quant.bias[:channels].double()
+    quant.weight[:channels] = (rotate @ weight).float().view_as(quant.weight[:channels])
+    quant.bias[:channels] = (rotate @ (bias - mean[:, 0])).float()
+    quant.weight[channels:], quant.bias[channels:] = 0.0, -10.0
+    post_weight = post_quant.weight.flatten(1).double()
+    post_quant.bias.copy_((post_quant.bias.double() + post_weight @ mean[:, 0]).float())
+    post_quant.weight.copy_((post_weight @ rotate_back).float().view_as(post_quant.weight))
     return vae
 
 
 @torch.no_grad()
 def encode(vae: AutoencoderKL, images: np.ndarray, batch: int = 250) -> torch.Tensor:
-    """Posterior means [B, 12, 8, 8] of uint8 images."""
+    """Return the posterior means [B, 12, 8, 8] of uint8 images."""
     return torch.cat(
         [
             vae.encode(to_float(images[i : i + batch])).latent_dist.mode()

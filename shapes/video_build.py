@@ -1,10 +1,11 @@
-"""Build the tiny text-to-video model from nothing: ``python -m shapes.video_build --minutes 40
---threads 1 --out build/video/model``.
+"""Build the tiny text-to-video model from scratch.
 
-Draws clips, trains the autoencoder (``--vae-minutes``), the denoiser with its text encoder
+    python -m shapes.video_build --minutes 40 --threads 1 --out build/video/model
+
+Renders clips, trains the autoencoder (``--vae-minutes``), the denoiser with its text encoder
 (``--minutes``), then the decoder alone (``--decoder-minutes``), and writes a WanPipeline directory.
-Stopping it and starting it again with the same ``--work`` goes on where it was; the newest pipeline
-lies in WORK/snapshot meanwhile. Everything is FP32, on the CPU.
+A build that was stopped continues when it is started again with the same ``--work``; meanwhile the
+latest pipeline is in WORK/snapshot. Everything is FP32, on the CPU.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from shapes.text import t5_tokenizer
 from shapes.video_denoiser import VideoLearner, train_denoiser
 from shapes.video_vae import refine, train_vae
 
-SHIFT = 3.0  # of the sampling schedule
+SHIFT = 3.0  # time shift of the sampling schedule
 
 
 def assemble(vae: AutoencoderKLWan, learner: VideoLearner, out: Path) -> None:
-    """Write the pipeline directory ``out``, replacing what was there."""
+    """Write the pipeline directory ``out``, replacing any existing one."""
     tokenizer: Any = t5_tokenizer()
     pipeline = WanPipeline(
         transformer=learner.transformer,
@@ -39,7 +40,7 @@ def assemble(vae: AutoencoderKLWan, learner: VideoLearner, out: Path) -> None:
 
 
 def trained_vae(minutes: float, work: Path) -> AutoencoderKLWan:
-    """The finished autoencoder, trained once and then read from ``work``."""
+    """Return the trained autoencoder; train it on the first call, then load it from ``work``."""
     done = work / "vae-done"
     if not done.exists():
         with replacing(done) as fresh:
@@ -48,16 +49,16 @@ def trained_vae(minutes: float, work: Path) -> AutoencoderKLWan:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
-    found = parser(
+    """Parse the command line."""
+    arg_parser = parser(
         "shapes.video_build", __doc__, 40.0, "of the denoiser", Path("build/video/model"), 1
     )
-    add_work(found, "build/video")
-    text = "training time of the autoencoder"
-    found.add_argument("--vae-minutes", type=float, default=17.0, help=text)
-    text = "training time of the decoder alone, at the end"
-    found.add_argument("--decoder-minutes", type=float, default=10.0, help=text)
-    return found.parse_args()
+    add_work(arg_parser, "build/video")
+    help_text = "training time of the autoencoder"
+    arg_parser.add_argument("--vae-minutes", type=float, default=17.0, help=help_text)
+    help_text = "training time of the decoder alone, at the end"
+    arg_parser.add_argument("--decoder-minutes", type=float, default=10.0, help=help_text)
+    return arg_parser.parse_args()
 
 
 def main() -> None:

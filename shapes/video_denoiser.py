@@ -1,5 +1,6 @@
-"""The clips' denoiser, diffusers' WanTransformer3DModel, and its UMT5 text encoder, trained
-together by rectified flow (``shapes.training``) on clips of 1, 5 and 9 frames.
+"""Denoiser of clips: diffusers' WanTransformer3DModel with a UMT5 text encoder.
+
+Both are trained together by rectified flow (``shapes.training``) on clips of 1, 5 and 9 frames.
 """
 
 from __future__ import annotations
@@ -24,20 +25,22 @@ from shapes.video_vae import CHANNELS, encode
 LAYERS, HEADS, HEAD_WIDTH, TEXT_WIDTH = 6, 4, 32, 64
 CLIPS, CHUNK = 16_000, 1000
 CLASSES = 1 + len(COLOURS) * len(SHAPES)
-TIME_MEAN, TIME_STD = (
-    1.0,
-    1.1,
-)  # of the logit of t: frames repeat each other, so more noise is needed
+# of the logit of t; frames repeat each other, so more noise is needed than for images
+TIME_MEAN, TIME_STD = 1.0, 1.1
 LENGTHS = ((0.7, 0.2, 0.1), (0.2, 0.2, 0.6))
-"""Shares of batches of 1, 2 and 3 latent frames: at the beginning, and from ``FULL_FROM`` of the
-time on.
+"""Shares of batches with 1, 2 and 3 latent frames.
+
+The first row is used at the beginning, the second from the share ``FULL_FROM`` of the time on.
 """
 FULL_FROM = 0.4
-FP4_FROM = 0.93  # of the time: steps in NVFP4 take three times as long
+FP4_FROM = 0.93  # share of the time; late, because steps in NVFP4 take three times as long
 
 
 def build_transformer() -> WanTransformer3DModel:
-    """1.8 M parameters: 16 tokens of 8x8 pixels for each latent frame, width 128, 6 layers."""
+    """Return an untrained transformer of 1.8 M parameters.
+
+    It has 16 tokens of 8x8 pixels per latent frame, width 128 and 6 layers.
+    """
     torch.manual_seed(2)
     model = WanTransformer3DModel(
         patch_size=(1, 1, 1),
@@ -51,20 +54,20 @@ def build_transformer() -> WanTransformer3DModel:
         num_layers=LAYERS,
         rope_max_seq_len=32,
     )
-    # blocks start as the identity, the output at zero
-    begin: list[Any] = [model.proj_out, model.condition_embedder.time_proj]
+    # zero initialization: blocks start as the identity, the output as zero
+    zeroed: list[Any] = [model.proj_out, model.condition_embedder.time_proj]
     blocks: Any = model.blocks
     for block in blocks:
-        begin.append(block.attn2.to_out[0])
+        zeroed.append(block.attn2.to_out[0])
         nn.init.zeros_(block.scale_shift_table)
-    for linear in begin:
+    for linear in zeroed:
         nn.init.zeros_(linear.weight)
         nn.init.zeros_(linear.bias)
     return model
 
 
 def build_text_encoder() -> UMT5EncoderModel:
-    """Two layers of width 64, one token per word of the grammar."""
+    """Return an untrained encoder: two layers of width 64, one token per word of the grammar."""
     torch.manual_seed(3)
     config = UMT5Config(
         vocab_size=len(t5_tokenizer()),
@@ -80,8 +83,10 @@ def build_text_encoder() -> UMT5EncoderModel:
 
 
 class VideoLearner(nn.Module):
-    """The trained parts together: transformer, text encoder, and an auxiliary head that reads from
-    the middle of the transformer what lies in each cell; it is thrown away afterwards.
+    """The modules trained together: transformer, text encoder, and an auxiliary head.
+
+    The head predicts from the middle of the transformer what each cell shows; it is discarded
+    afterwards.
     """
 
     def __init__(self) -> None:
@@ -96,8 +101,9 @@ class VideoLearner(nn.Module):
     def forward(
         self, x: torch.Tensor, t: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Velocity [B, 48, T, 4, 4] and logits [B, T * 64, classes] of each cell's content. The
-        text is zero after its own tokens, as in WanPipeline.
+        """Return velocity [B, 48, T, 4, 4] and logits [B, T * 64, classes] of each cell's content.
+
+        The text is zero after its own tokens, as in WanPipeline.
         """
         text = self.text_encoder(ids, mask).last_hidden_state * mask[..., None]
         self.middle.clear()
@@ -109,13 +115,15 @@ class VideoLearner(nn.Module):
 
 
 def by_token(cells: torch.Tensor) -> torch.Tensor:
-    """Cells [B, T, 8, 8] in the order of the head's logits [B, T * 64]: four of each token."""
+    """Reorder cells [B, T, 8, 8] like the head's logits [B, T * 64]: four cells per token."""
     return cells.unflatten(3, (4, 2)).unflatten(2, (4, 2)).transpose(3, 4).flatten(1)
 
 
 class Clips:
-    """Latents and captions to train on: rendered and encoded once, and kept in the file ``cache``
-    where one is given. A clip's first latent frames are a shorter clip.
+    """Latents and captions to train on.
+
+    They are rendered and encoded once, and stored in the file ``cache`` if one is given. The first
+    latent frames of a clip are a shorter clip.
     """
 
     def __init__(
@@ -127,24 +135,24 @@ class Clips:
         )
         self.latents, self.which, self.cells = parts["latents"], parts["which"], parts["cells"]
         captions = [scene.caption for scene in pool.scenes] + [""]
-        found = t5_tokenizer()(
+        tokens = t5_tokenizer()(
             captions, padding="max_length", max_length=TOKENS, return_tensors="pt"
         )
-        self.ids, self.mask = found.input_ids, found.attention_mask
+        self.ids, self.mask = tokens.input_ids, tokens.attention_mask
 
     def batch(self, generator: torch.Generator, done: float) -> Batch:
-        """Random clips of one length, with independent noise."""
+        """Return a batch of random clips of one length, with independent noise."""
         shares = torch.tensor(LENGTHS[done >= FULL_FROM])
         frames = int(torch.multinomial(shares, 1, generator=generator)) + 1
         rows = torch.randint(len(self.latents), (BATCH,), generator=generator)
         dropped = torch.rand(BATCH, generator=generator) < NO_CAPTION
-        named = torch.where(dropped, len(self.ids) - 1, self.which[rows])
+        captions = torch.where(dropped, len(self.ids) - 1, self.which[rows])
         x0 = self.latents[rows, :, :frames]
         return Batch(
             x0,
             torch.randn(x0.shape, generator=generator),
             draw_times(generator, BATCH, TIME_MEAN, TIME_STD),
-            (self.ids[named], self.mask[named]),
+            (self.ids[captions], self.mask[captions]),
             by_token(self.cells[rows, :frames].long()),
         )
 
@@ -156,8 +164,9 @@ def train_denoiser(
     log: Callable[[str], None],
     snapshot: Callable[[VideoLearner], None],
 ) -> VideoLearner:
-    """Train for ``minutes`` (counted over resumed runs); returns the averaged weights.
-    ``snapshot(average)`` each minute.
+    """Train for ``minutes`` (counted over resumed runs); return the averaged weights.
+
+    ``snapshot(average)`` is called every minute.
     """
     clips = Clips(vae, seed=5, cache=work / "examples.safetensors")
     course = Course(minutes, fp4_from=FP4_FROM)

@@ -1,5 +1,7 @@
-"""The clips' autoencoder: diffusers' AutoencoderKLWan, eight times smaller each way, 48 channels,
-one latent frame of the first frame and of each four after it: [3, 9, 32, 32] to [48, 3, 4, 4].
+"""Autoencoder of clips: diffusers' AutoencoderKLWan with 48 channels at an eighth of each side.
+
+There is one latent frame for the first frame and one for every four frames after it: [3, 9, 32, 32]
+maps to [48, 3, 4, 4].
 """
 
 from __future__ import annotations
@@ -17,16 +19,18 @@ from shapes.moving import FRAMES, ClipPool
 from shapes.vae import KL_WEIGHT, calibrate, convolutions_apart, learn_vae, to_float
 
 CHANNELS, FACTOR, EVERY = 48, 8, 4
-IMAGES, CLIPS = 48, 12  # of a batch
-IMAGES_UNTIL = 0.4  # share of the time in which all batches are images, a quarter as dear
-REFINED = 0.5  # of the learning rates, for the decoder alone
-NOISE = 0.1  # deviation added to the latents that it learns to decode: a denoiser's are not exact
-WHITENING = 0.3  # of the images' autoencoder 0.4: of four times the channels more are faint
+IMAGES, CLIPS = 48, 12  # per batch
+IMAGES_UNTIL = 0.4  # share of the time with batches of images only, which cost a quarter
+REFINED = 0.5  # factor on the learning rates when the decoder is trained alone
+NOISE = 0.1  # deviation of noise on decoded latents, because a denoiser's are not exact
+WHITENING = 0.3  # 0.4 for images; with four times as many channels, more are faint
 
 
 def build_vae() -> AutoencoderKLWan:
-    """An untrained autoencoder, 0.76 M parameters. It works on patches of 2x2 pixels, as Wan 2.2's
-    does: at full size its convolutions would take four times as long.
+    """Return an untrained autoencoder of 0.76 M parameters.
+
+    It works on patches of 2x2 pixels, like Wan 2.2's; at full size its convolutions would take four
+    times as long.
     """
     return AutoencoderKLWan(
         base_dim=16,
@@ -45,12 +49,15 @@ def build_vae() -> AutoencoderKLWan:
 
 
 def to_video(clips: np.ndarray) -> torch.Tensor:
-    """uint8 [B, F, 3, H, W] to float32 [B, 3, F, H, W] in [-1, 1]."""
+    """Convert uint8 [B, F, 3, H, W] to float32 [B, 3, F, H, W] in [-1, 1]."""
     return to_float(clips).transpose(1, 2).contiguous()
 
 
 def unclamped(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
-    """What ``vae.decode`` gives before it cuts off at -1 and 1, where gradients would end."""
+    """Decode latents like ``vae.decode``, but without clamping to [-1, 1].
+
+    Clamping would stop the gradients.
+    """
     from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 
     vae.clear_cache()
@@ -70,7 +77,7 @@ def unclamped(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
 
 
 def train_vae(minutes: float, work: Path, log: Callable[[str], None]) -> AutoencoderKLWan:
-    """Train for ``minutes`` (counted over resumed runs): first on images, then on clips too."""
+    """Train for ``minutes`` (counted over resumed runs): first on images, then also on clips."""
     torch.manual_seed(1)
     vae, pool, turn = build_vae(), ClipPool(1), 0
 
@@ -94,11 +101,14 @@ def train_vae(minutes: float, work: Path, log: Callable[[str], None]) -> Autoenc
 def refine(
     vae: AutoencoderKLWan, minutes: float, work: Path, log: Callable[[str], None]
 ) -> AutoencoderKLWan:
-    """Train the decoder alone for ``minutes``: latents stay what the denoiser learns to draw."""
+    """Train the decoder alone for ``minutes``.
+
+    The encoder is frozen, so that latents remain those that the denoiser is trained on.
+    """
     pool = ClipPool(3)
     for part in (vae.encoder, vae.quant_conv):
         part.requires_grad_(False)
-    half = torch.nn.ModuleList([vae.post_quant_conv, vae.decoder])
+    decoder_parts = torch.nn.ModuleList([vae.post_quant_conv, vae.decoder])
 
     def loss(_done: float) -> tuple[torch.Tensor, torch.Tensor]:
         clips = pool.clips(CLIPS)[0]
@@ -107,14 +117,19 @@ def refine(
         error = F.mse_loss(out, to_video(clips))
         return F.l1_loss(out, to_video(clips)) + 4 * error, error
 
-    budget = Budget(work / "decoder", half, convolutions_apart(half, REFINED), minutes)
+    budget = Budget(
+        work / "decoder", decoder_parts, convolutions_apart(decoder_parts, REFINED), minutes
+    )
     learn_vae(budget, loss, log)
     return vae.eval()
 
 
 @torch.no_grad()
 def encode(vae: AutoencoderKLWan, clips: np.ndarray, batch: int = 100) -> torch.Tensor:
-    """Posterior means [B, 48, T, 4, 4] of uint8 clips of 4(T - 1) + 1 frames, up to FRAMES."""
+    """Return the posterior means [B, 48, T, 4, 4] of uint8 clips.
+
+    Clips have 4(T - 1) + 1 frames, up to FRAMES.
+    """
     assert clips.shape[1] <= FRAMES
     parts = [to_video(clips[i : i + batch]) for i in range(0, len(clips), batch)]
     return torch.cat([vae.encode(part).latent_dist.mode() for part in parts])

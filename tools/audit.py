@@ -1,8 +1,10 @@
-"""``make audit``: are the installed packages those of ``constraints.txt``, are their files as they
-were installed, and which of them have known vulnerabilities.
+"""``make audit``: check installed packages for wrong versions, altered files and vulnerabilities.
 
-Vulnerabilities are looked up in OSV (osv.dev) by name and version; where that cannot be reached, a
-line says so, and the rest is checked all the same. Exit code 1 for anything found.
+Reports packages that are installed in another version than the one pinned in ``constraints.txt``,
+with ``--files`` also installed files that were altered, and pinned versions with known
+vulnerabilities. Vulnerabilities are looked up in OSV (osv.dev) by name and version; if OSV cannot
+be reached, one line says so and the other checks still run. The exit code is 1 if there is any
+finding.
 """
 
 from __future__ import annotations
@@ -23,29 +25,31 @@ ANSWER_BYTES = 16 * 2**20
 
 
 def pinned(text: str) -> dict[str, str]:
-    """Name to version of every ``name==version`` line."""
+    """Return the name and version of every ``name==version`` line in ``text``."""
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     pairs = (line.partition("==") for line in lines if "==" in line)
     return {name.strip(): version.partition(";")[0].strip() for name, _, version in pairs}
 
 
 def differing(wanted: dict[str, str]) -> list[str]:
-    """A line per package that is installed in another version than the pinned one; a local part
-    such as +cpu is no other version.
+    """Return one line per package that is installed in another version than the pinned one.
+
+    Local version labels, such as ``+cpu``, are ignored. Packages that are not installed are
+    skipped.
     """
     lines = []
     for name, version in wanted.items():
         try:
-            found = metadata.version(name)
+            installed = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue  # for another platform, or an extra
-        if found.partition("+")[0] != version.partition("+")[0]:
-            lines.append(f"{name} {found} is installed, constraints.txt says {version}")
+        if installed.partition("+")[0] != version.partition("+")[0]:
+            lines.append(f"{name} {installed} is installed, constraints.txt says {version}")
     return lines
 
 
 def altered(names: Iterable[str]) -> list[str]:
-    """A line per installed file that differs from the hash in its package's RECORD."""
+    """Return one line per installed file that is missing or differs from the hash in its RECORD."""
     lines = []
     for name in names:
         try:
@@ -67,48 +71,50 @@ def altered(names: Iterable[str]) -> list[str]:
 
 
 def vulnerabilities(wanted: dict[str, str], index: str) -> list[str]:
-    """A line per package with known vulnerabilities. Raises OSError where nobody can be asked,
-    ValueError for an answer that is none.
+    """Return one line per package that has known vulnerabilities.
+
+    ``index`` is the URL of an OSV server. Raises OSError if it cannot be reached and ValueError if
+    its response does not have one result per package.
     """
-    named = [(name, version.partition("+")[0]) for name, version in wanted.items()]
-    queries = [{"package": {"name": n, "ecosystem": "PyPI"}, "version": v} for n, v in named]
+    packages = [(name, version.partition("+")[0]) for name, version in wanted.items()]
+    queries = [{"package": {"name": n, "ecosystem": "PyPI"}, "version": v} for n, v in packages]
     request = urllib.request.Request(
         index, json.dumps({"queries": queries}).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        results = json.loads(answer.read(ANSWER_BYTES))["results"]
-    if len(results) != len(named):
-        raise ValueError(f"{len(results)} answers for {len(named)} packages")
+    with urllib.request.urlopen(request, timeout=60) as response:
+        results = json.loads(response.read(ANSWER_BYTES))["results"]
+    if len(results) != len(packages):
+        raise ValueError(f"{len(results)} answers for {len(packages)} packages")
     return [
-        f"{name} {version}: {', '.join(each['id'] for each in result['vulns'])}"
-        for (name, version), result in zip(named, results, strict=True)
+        f"{name} {version}: {', '.join(vulnerability['id'] for vulnerability in result['vulns'])}"
+        for (name, version), result in zip(packages, results, strict=True)
         if result.get("vulns")
     ]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a line per check and per finding; 1 where there is a finding."""
+    """Print one line per check and per finding; return 1 if there is any finding."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--index", default=INDEX, help="an OSV server")
     parser.add_argument("--files", action="store_true", help="compare every installed file, slowly")
     options = parser.parse_args(arguments)
     wanted = pinned(CONSTRAINTS.read_text())
-    found = differing(wanted)
-    print(f"{len(wanted)} packages are pinned, {len(found)} are installed in another version")
+    findings = differing(wanted)
+    print(f"{len(wanted)} packages are pinned, {len(findings)} are installed in another version")
     if options.files:
-        found += (changed := altered(wanted))
+        findings += (changed := altered(wanted))
         print(f"files that are not as installed: {len(changed)}")
     try:
-        found += (known := vulnerabilities(wanted, options.index))
+        findings += (known := vulnerabilities(wanted, options.index))
         print(f"packages with known vulnerabilities: {len(known)}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = " ".join(str(error).split())
         print(
             f"vulnerabilities were not looked up: {options.index} ({type(error).__name__}: {why})"
         )
-    for line in found:
+    for line in findings:
         print(line)
-    return 1 if found else 0
+    return 1 if findings else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Held-out images before and after training: the README's, and that of any other run."""
+"""Save a sheet of a run's held-out images before and after training, such as the README's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Write ``planning/layouts/counted.json``: what ``sol-rl plan`` counts of the models of the shipped
-presets. To be run again when what is counted, a preset or an architecture changes; minutes.
+"""Write ``planning/layouts/counted.json``, the model counts that ``sol-rl plan`` uses for presets.
 
     python -m tools.count_models [MODEL ...]
+
+Run it again when the counted quantities, a preset or an architecture changes. It takes minutes.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from planning.make import described
 from policy.precision.backends import BACKENDS
 
 ARMS = ("sol_rl", "naive_quant")
-"""Of the four, one that decodes what it explores as proxies, and one that trains on it."""
+"""Two of the four arms: one decodes explored images as proxies, the other trains on them."""
 FORMATS = ("torch_nvfp4", "fp8", "bf16")
 ONE_GPU = ("sd35_medium-sol_rl-24gb", "z_image-sol_rl-24gb")
-"""Presets that are files, of models that are not the shipped one."""
+"""Presets that are single files, for models other than the default model."""
 
 
 def main(models: Sequence[str]) -> None:
-    """Count models in the formats that arms explore in on GPUs; the rows of others stay.
+    """Count ``models`` in every format that arms explore in on GPUs; keep the rows of other models.
 
-    Without any all models of the presets, and no other row stays.
+    Without arguments, count the models of all presets and drop all existing rows.
     """
     rows = kept_rows() if models else {}
     reference = (f"reference-{name}" for name in REFERENCE)

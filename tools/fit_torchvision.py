@@ -1,13 +1,13 @@
-"""Make torchvision importable beside a torch build that has no CUDA.
+"""Make torchvision importable with a torch build that has no CUDA.
 
-The published torchvision wheel links against CUDA. Beside a CPU build of torch its compiled
-extension does not load, and its import then fails with "operator torchvision::nms does not exist",
-which takes transformers, diffusers, peft and open_clip down with it. Sol-RL uses only torchvision's
-resize, crop and normalize, which need no compiled code; so this script appends a few lines to the
-installed ``torchvision/extension.py`` that declare the two missing operator schemas.
+The published torchvision wheel links against CUDA. With a CPU build of torch its compiled extension
+does not load, and importing it fails with "operator torchvision::nms does not exist", which also
+breaks transformers, diffusers, peft and open_clip. Sol-RL uses only torchvision's resize, crop and
+normalize, which need no compiled code. This script therefore appends a few lines to the installed
+``torchvision/extension.py`` that declare the two missing operator schemas.
 
-Run once by ``make setup``. Idempotent; does nothing where torch has CUDA or where torchvision is
-not installed, and the appended lines do nothing where the extension loads.
+``make setup`` runs it once. It is idempotent, and does nothing if torch has CUDA or torchvision is
+not installed. The appended lines do nothing if the extension loads.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ if not _has_ops():
 
 
 def extension_file() -> pathlib.Path | None:
-    """The installed ``torchvision/extension.py``, found without importing torchvision (its import
-    is what fails).
+    """Return the path of the installed ``torchvision/extension.py``, or None if not installed.
+
+    Locates it without importing torchvision, because that import is what fails.
     """
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
@@ -40,6 +41,7 @@ def extension_file() -> pathlib.Path | None:
 
 
 def main() -> int:
+    """Patch torchvision if needed; return 1 if its extension module has an unknown layout."""
     import torch
 
     path = extension_file()

@@ -1,16 +1,18 @@
 """``make lock``: write the files in ``requirements/``, with the hash of every package for pip.
 
-Versions come from ``constraints.txt``, hashes of all files of a version from the package index
-that uv is set to. One set serves Linux on x86_64 and aarch64 with Python 3.11 and 3.12:
+Versions come from ``constraints.txt``; hashes of all files of a version come from the package index
+that uv is configured to use. One set of files serves Linux on x86_64 and aarch64 with Python 3.11
+and 3.12:
 
-* ``torch.txt``: torch alone, as each index has builds of its own, and which one is taken is left to
-  pip: with hashes at hand it would prefer the index that states them;
-* ``run.txt``: what the program needs; ``dev.txt``: what its tests, linters and viewers need on top;
-* ``cuda.txt``: the CUDA libraries that the builds of torch on the index bring along, which a build
-  for CPUs does not need.
+* ``torch.txt``: torch alone. Each index has builds of its own and pip has to choose among them;
+  given hashes, it would prefer the index that publishes them.
+* ``run.txt``: the dependencies of the program; ``dev.txt``: what tests, linters and viewers need in
+  addition.
+* ``cuda.txt``: the CUDA libraries that the index's torch builds depend on. A CPU build does not
+  need them.
 
-``--wheel FILE`` only adds the hash of a build of torch from elsewhere, which stays until the
-version changes. That of the build for CPUs, Linux on x86_64 and Python 3.11 is there.
+``--wheel FILE`` only adds the hash of a torch build from elsewhere, which is kept until the version
+changes. The hash of the CPU build for Linux on x86_64 with Python 3.11 is included.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ WHAT = {
     "cuda.txt": "Libraries that builds of torch for CUDA need on top of run.txt.",
 }
 Lock = dict[tuple[str, str], set[str]]
-"""(name, version) to the sha256 of its files, in hex."""
+"""Maps (name, version) to the sha256 hashes of its files, in hex."""
 
 
 def read(text: str) -> Lock:
-    """The packages of a requirements file with hashes."""
+    """Parse the packages of a requirements file with hashes."""
     blocks = re.findall(r"^([\w.-]+)==([^\s;\\]+)((?:[^\n]*\\\n)*[^\n]*)", text, re.MULTILINE)
     return {
         (_canonical(name), version): set(re.findall(r"--hash=sha256:([0-9a-f]{64})", rest))
@@ -50,7 +52,7 @@ def read(text: str) -> Lock:
 
 
 def written(what: str, lock: Mapping[tuple[str, str], Iterable[str]]) -> str:
-    """A requirements file with hashes, in alphabetical order."""
+    """Format a requirements file with hashes, in alphabetical order."""
     blocks = [
         " \\\n    ".join(
             [f"{name}=={version}", *(f"--hash=sha256:{each}" for each in sorted(hashes))]
@@ -61,27 +63,31 @@ def written(what: str, lock: Mapping[tuple[str, str], Iterable[str]]) -> str:
 
 
 def split(run: Lock, everything: Lock, named: Iterable[str]) -> dict[str, Lock]:
-    """File to packages: a package that is not ``named`` in constraints.txt came with torch."""
+    """Return the packages of each file.
+
+    ``run`` are the packages that the program needs, ``everything`` also includes the dev extra. A
+    package that is not ``named`` in constraints.txt is a dependency of torch and goes to cuda.txt.
+    """
     known = {_canonical(name) for name in named}
-    cuda = {key: found for key, found in everything.items() if key[0] not in known}
-    torch = {key: found for key, found in run.items() if key[0] == "torch"}
-    dev = {key: found for key, found in everything.items() if key not in run | cuda}
+    cuda = {key: hashes for key, hashes in everything.items() if key[0] not in known}
+    torch = {key: hashes for key, hashes in run.items() if key[0] == "torch"}
+    dev = {key: hashes for key, hashes in everything.items() if key not in run | cuda}
     return {
         "torch.txt": torch,
-        "run.txt": {key: found for key, found in run.items() if key not in torch | cuda},
+        "run.txt": {key: hashes for key, hashes in run.items() if key not in torch | cuda},
         "dev.txt": dev,
         "cuda.txt": cuda,
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the files; 2 where that cannot be done."""
+    """Write the files; return 2 if that fails."""
     options = _parser().parse_args(arguments)
     try:
         files = with_wheels(options.wheel) if options.wheel else resolved()
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
-        why = getattr(error, "stderr", None) or error
-        print(f"make lock: {str(why).strip()}", file=sys.stderr)
+        reason = getattr(error, "stderr", None) or error
+        print(f"make lock: {str(reason).strip()}", file=sys.stderr)
         return 2
     for name, lock in files.items():
         write_text(LOCKS / name, written(WHAT[name], lock))
@@ -90,30 +96,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def resolved() -> dict[str, Lock]:
-    """What uv finds, with the hashes that were added before."""
+    """Return the packages that uv resolves, keeping hashes that were added earlier with --wheel."""
     uv = shutil.which("uv")
     if uv is None:
         raise ValueError("uv is not on the PATH: pip install uv")
     run, everything = _compiled(uv), _compiled(uv, "--extra", "dev")
     files = split(run, everything, pinned((ROOT / "constraints.txt").read_text()))
-    before = {key: found for lock in _present().values() for key, found in lock.items()}
+    existing = {key: hashes for lock in _present().values() for key, hashes in lock.items()}
     return {
-        name: {key: found | before.get(key, set()) for key, found in lock.items()}
+        name: {key: hashes | existing.get(key, set()) for key, hashes in lock.items()}
         for name, lock in files.items()
     }
 
 
 def with_wheels(wheels: Iterable[Path]) -> dict[str, Lock]:
-    """What is there, with the hashes of ``wheels``. Raises ValueError for another version."""
+    """Return the existing files with the hashes of ``wheels`` added.
+
+    Raises ValueError if a wheel's package or version is not in ``requirements/``.
+    """
     files = _present()
     for path in wheels:
         name, version = path.name.split("-")[:2]
         key = _canonical(name), version.partition("+")[0]  # +cpu and the like are other builds
-        found = next((lock[key] for lock in files.values() if key in lock), None)
-        if found is None:
+        hashes = next((lock[key] for lock in files.values() if key in lock), None)
+        if hashes is None:
             raise ValueError(f"{path.name}: {key[0]} {key[1]} is not in requirements/")
         with path.open("rb") as file:
-            found.add(hashlib.file_digest(file, "sha256").hexdigest())
+            hashes.add(hashlib.file_digest(file, "sha256").hexdigest())
     return files
 
 
@@ -125,8 +134,8 @@ def _present() -> dict[str, Lock]:
 def _compiled(uv: str, *extra: str) -> Lock:
     command = [uv, "pip", "compile", "pyproject.toml", *extra, "--generate-hashes", "--quiet"]
     command += ["--constraints", "constraints.txt", "--python-version", "3.11", "--no-annotate"]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    return read(done.stdout)
+    completed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return read(completed.stdout)
 
 
 def _canonical(name: str) -> str:

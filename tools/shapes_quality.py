@@ -1,11 +1,14 @@
-"""How well the tiny model draws its captions: ``python tools/shapes_quality.py --split tune
---noises 4 --steps 10 --grid grid.png``.
+"""Measure how well the tiny model draws its captions, with stock diffusers.
 
-Stock diffusers, the whole prompt file, fixed noises; prints the graded reward, its parts and the
-standard error over prompts. Settings are chosen on ``tune``; ``test`` is for reported numbers.
-``--halved`` scores the images scaled down to half the side too: the most that previews of that size
-can tell of the full images, were they the same pictures. ``--clip shapes/clip`` also ranks the
-images by that CLIP, and prints how far its order within a prompt is that of the rule-based reward.
+    python tools/shapes_quality.py --split tune --noises 4 --steps 10 --grid grid.png
+
+Generates images for a whole prompt file with fixed noises, and prints the graded reward, its parts
+and the standard error over prompts. Choose settings on ``tune``; ``test`` is for reported numbers.
+
+``--halved`` also scores the images scaled down to half the side. This is an upper bound on what
+previews of that size can tell about the full images: it assumes that they show the same pictures.
+``--clip shapes/clip`` also ranks the images of each prompt by that CLIP, and prints how far its
+order agrees with that of the rule-based reward.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ BATCH = 32
 
 
 def generate(model: Path, prompts: list[str], steps: int, seed: int = 77) -> np.ndarray:
-    """uint8 [B, 3, 32, 32]."""
+    """Generate one image per prompt, uint8 [B, 3, 32, 32]."""
     pipe = StableDiffusion3Pipeline.from_pretrained(model)
     pipe.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(seed)
@@ -54,7 +57,7 @@ def generate(model: Path, prompts: list[str], steps: int, seed: int = 77) -> np.
 
 
 def grid(images: np.ndarray, path: Path, columns: int = 12, scale: int = 3) -> None:
-    """A sheet of images, ``columns`` wide."""
+    """Save a sheet of images, ``columns`` wide."""
     rows = -(-len(images) // columns)
     sheet = np.zeros((rows * columns, 34, 34, 3), dtype=np.uint8)
     sheet[: len(images), 1:33, 1:33] = images.transpose(0, 2, 3, 1)
@@ -69,23 +72,24 @@ def grid(images: np.ndarray, path: Path, columns: int = 12, scale: int = 3) -> N
 def ranked(
     clip: str, images: np.ndarray, prompts: list[str], rules: np.ndarray, noises: int
 ) -> str:
-    """How the cosine of ``clip`` orders the images of a prompt, compared with the rule-based
-    reward: mean over prompts.
+    """Return a line that compares how ``clip`` and the rule-based reward rank a prompt's images.
+
+    Agreement is averaged over prompts. Prompts whose rewards are all equal are left out of it.
     """
     scores = build(Scorer(name="clipscore", settings={"checkpoint": clip}), device="cpu")(
         images, prompts, [{}] * len(prompts)
     )
     groups = list(zip(scores.reshape(-1, noises), rules.reshape(-1, noises), strict=True))
-    found = [agreement(mine, theirs) for mine, theirs in groups if np.ptp(theirs) > 0]
+    results = [agreement(cosines, rewards) for cosines, rewards in groups if np.ptp(rewards) > 0]
     means = ", ".join(
-        f"{name} {np.nanmean([each[name] for each in found]):.3f}" for name in found[0]
+        f"{name} {np.nanmean([item[name] for item in results]):.3f}" for name in results[0]
     )
     half = noises // 2
-    split = [
-        (theirs[np.argsort(mine)[-half:]].mean(), theirs[np.argsort(mine)[:half]].mean())
-        for mine, theirs in groups
+    half_means = [
+        (rewards[np.argsort(cosines)[-half:]].mean(), rewards[np.argsort(cosines)[:half]].mean())
+        for cosines, rewards in groups
     ]
-    best, worst = np.mean(split, 0)
+    best, worst = np.mean(half_means, 0)
     return (
         f"{clip} within a prompt: {means}; rule-based reward of its better half {best:.3f}, of its"
         f" worse half {worst:.3f}"
@@ -99,16 +103,19 @@ def halved_rank(
     rules: np.ndarray,
     noises: int,
 ) -> str:
-    """Kendall's tau within a prompt between the rewards of images and of them scaled down."""
+    """Return a line that compares the rewards of full-size images and of the same images halved.
+
+    Reports the mean over prompts of Kendall's tau within a prompt, and its standard error.
+    """
     small = ShapesScorer()(halved(images), prompts, rows)
     groups = zip(small.reshape(-1, noises), rules.reshape(-1, noises), strict=True)
-    found = [agreement(mine, full)["kendall_tau"] for mine, full in groups]
-    error = np.nanstd(found, ddof=1) / np.sqrt(np.isfinite(found).sum())
-    return f"half the side: graded {small.mean():.3f}, tau {np.nanmean(found):.3f} +- {error:.3f}"
+    taus = [agreement(halved_rewards, rewards)["kendall_tau"] for halved_rewards, rewards in groups]
+    error = np.nanstd(taus, ddof=1) / np.sqrt(np.isfinite(taus).sum())
+    return f"half the side: graded {small.mean():.3f}, tau {np.nanmean(taus):.3f} +- {error:.3f}"
 
 
 def main() -> None:
-    """Draw, score, print."""
+    """Generate the images, score them and print the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, default=SHAPES / "model")
     parser.add_argument("--split", choices=("train", "tune", "test"), default="tune")

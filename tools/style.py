@@ -1,7 +1,10 @@
-"""Counts on the source: ``python -m tools.style [--json] [ROOT]``, the code and its tests apart.
+"""Print source code statistics, separately for the code and its tests.
 
-A line counts once per measure. Code lines hold more than a comment or a docstring; a comment line
-holds a comment, beside code or alone. Lengths are in lines, a function's without its decorators.
+    python -m tools.style [--json] [ROOT]
+
+Every measure counts a line at most once. A code line holds more than a comment or a docstring; a
+comment line holds a comment, alone or after code. Lengths are in lines; the length of a function
+excludes its decorators.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIPPED = {"build", "dist"}  # and folders whose name begins with a dot
-DEEP = ("cluster",)  # rooms whose sub-packages are counted as rooms too
+DEEP = ("cluster",)  # packages whose sub-packages are also counted separately
 WORDS = {
     "image": "pictures?",
     "task": "units? of work",
@@ -39,30 +42,30 @@ WORDS = {
     "fix": "mend|mends|mended",
     "incompatible or compatible": "misfit|admits?",
 }
-"""Word to use -> expression for what not to say."""
+"""Maps the preferred term to a regular expression for the terms to avoid."""
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
 @dataclass
 class Source:
-    """What is counted of one file."""
+    """Counts of one file."""
 
-    path: str  # below the root, with slashes
+    path: str  # relative to the root, with slashes
     lines: list[str]
     functions: list[int]  # lengths
-    imports: set[str]  # modules, and attributes of packages that may be modules
-    code: set[int] = field(default_factory=set)  # numbers of lines
+    imports: set[str]  # modules, and names imported from packages, which may be modules
+    code: set[int] = field(default_factory=set)  # line numbers
     comments: set[int] = field(default_factory=set)
-    untyped: set[int] = field(default_factory=set)  # lines with the name Any
+    untyped: set[int] = field(default_factory=set)  # lines that use the name Any
 
     @property
     def module(self) -> str:
-        """``a.b`` of a/b.py and of a/b/__init__.py."""
+        """Dotted module name: ``a.b`` for both a/b.py and a/b/__init__.py."""
         return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def read(root: Path, path: Path) -> Source:
-    """Counts one file. Raises SyntaxError for what is no Python."""
+    """Count one file. Raises SyntaxError if it is not valid Python."""
     text = path.read_text(encoding="utf-8")
     tree, docs, lengths, imports = ast.parse(text), set[int](), [], set[str]()
     for node in ast.walk(tree):
@@ -74,20 +77,20 @@ def read(root: Path, path: Path) -> Source:
             imports |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             docs |= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
-    found = Source(path.relative_to(root).as_posix(), text.splitlines(), lengths, imports)
+    source = Source(path.relative_to(root).as_posix(), text.splitlines(), lengths, imports)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         span = {*range(token.start[0], token.end[0] + 1)}
         if token.type == tokenize.COMMENT:
-            found.comments |= span
+            source.comments |= span
         elif token.type not in LAYOUT:
-            found.code |= span - docs
+            source.code |= span - docs
         if token.type == tokenize.NAME and token.string == "Any":
-            found.untyped |= span
-    return found
+            source.untyped |= span
+    return source
 
 
 def sources(root: Path) -> list[Source]:
-    """Every Python file below ``root``, by path."""
+    """Read every Python file below ``root``, in path order, except in skipped folders."""
     return [
         read(root, path)
         for path in sorted(root.rglob("*.py"))
@@ -97,7 +100,7 @@ def sources(root: Path) -> list[Source]:
 
 @dataclass(frozen=True)
 class Report:
-    """Counts over some files. ``per 1,000`` is of all lines; shares are of 1."""
+    """Counts over several files. Rates are per 1,000 lines; shares are fractions of 1."""
 
     files: int
     lines: int
@@ -111,13 +114,13 @@ class Report:
     over_120_per_1000: float
     comment_share: float  # comment lines over code lines
     largest_room: tuple[str, float]  # (top-level package, its share of the lines)
-    largest_room_apart: tuple[str, float]  # the same with the sub-packages of ``DEEP`` apart
-    words: dict[str, dict[str, int]]  # use this -> what was said instead, how often
-    one_importer: list[str]  # modules that exactly one other imports
+    largest_room_apart: tuple[str, float]  # the same, with sub-packages of ``DEEP`` separate
+    words: dict[str, dict[str, int]]  # preferred term -> terms found instead -> how often
+    one_importer: list[str]  # modules imported by exactly one other module
 
 
 def report(chosen: Sequence[Source]) -> Report:
-    """Counts over ``chosen``, which must not be empty; importers are looked for among them."""
+    """Summarize ``chosen``, which must not be empty. Imports from other files are not counted."""
     sizes = [len(source.lines) for source in chosen]
     functions = [length for source in chosen for length in source.functions]
     code, comments = (
@@ -150,28 +153,28 @@ def report(chosen: Sequence[Source]) -> Report:
 
 
 def p90(values: Iterable[int]) -> int:
-    """The least value that nine tenths do not exceed; 0 of none."""
+    """Return the 90th percentile (nearest rank) of ``values``, or 0 if there are none."""
     ordered = sorted(values)
     return ordered[-(-9 * len(ordered) // 10) - 1] if ordered else 0
 
 
 def _largest(chosen: Sequence[Source], depth: int) -> tuple[str, float]:
-    rooms: Counter[str] = Counter()
+    packages: Counter[str] = Counter()
     for source in chosen:
         parts = source.path.split("/")[:-1] or ["."]
-        rooms["/".join(parts[: depth if parts[0] in DEEP else 1])] += len(source.lines)
-    name, lines = max(rooms.items(), key=lambda item: (item[1], item[0]))
-    return name, round(lines / max(1, rooms.total()), 4)
+        packages["/".join(parts[: depth if parts[0] in DEEP else 1])] += len(source.lines)
+    name, lines = max(packages.items(), key=lambda item: (item[1], item[0]))
+    return name, round(lines / max(1, packages.total()), 4)
 
 
 def _words(chosen: Sequence[Source]) -> dict[str, dict[str, int]]:
-    """What is found of ``WORDS``; this file, which lists them, is left out."""
+    """Count the terms to avoid (``WORDS``). This file, which lists them, is excluded."""
     text = "\n".join("\n".join(s.lines) for s in chosen if s.path != "tools/style.py").lower()
-    found = {
-        right: Counter(re.findall(rf"(?<![a-z])(?:{wrong})(?![a-z])", text))
-        for right, wrong in WORDS.items()
+    matches = {
+        term: Counter(re.findall(rf"(?<![a-z])(?:{avoided})(?![a-z])", text))
+        for term, avoided in WORDS.items()
     }
-    return {right: dict(sorted(counts.items())) for right, counts in found.items() if counts}
+    return {term: dict(sorted(counts.items())) for term, counts in matches.items() if counts}
 
 
 def _one_importer(chosen: Sequence[Source]) -> list[str]:
@@ -183,15 +186,15 @@ def _one_importer(chosen: Sequence[Source]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints both reports."""
+    """Print the reports on the code and on the tests."""
     parser = argparse.ArgumentParser(prog="python -m tools.style")
     parser.add_argument("root", nargs="?", type=Path, default=ROOT)
     parser.add_argument("--json", action="store_true", help="for machines, with all modules named")
     options = parser.parse_args(arguments)
-    found = sources(options.root)
+    files = sources(options.root)
     parts = {
-        "code": [source for source in found if not source.path.startswith("tests/")],
-        "tests": [source for source in found if source.path.startswith("tests/")],
+        "code": [source for source in files if not source.path.startswith("tests/")],
+        "tests": [source for source in files if source.path.startswith("tests/")],
     }
     rows = {name: asdict(report(chosen)) for name, chosen in parts.items() if chosen}
     if options.json:
@@ -199,8 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, row in rows.items() if not options.json else ():
         print(name)
         row["one_importer"] = len(row["one_importer"])
-        said = (item for counts in row["words"].values() for item in counts.items())
-        row["words"] = ", ".join(f"{word} {count}" for word, count in said) or "none"
+        word_counts = (item for counts in row["words"].values() for item in counts.items())
+        row["words"] = ", ".join(f"{word} {count}" for word, count in word_counts) or "none"
         for key, value in row.items():
             print(f"  {key.replace('_', ' '):<26}{value}")
     return 0

@@ -1,4 +1,4 @@
-"""The demonstration itself: see the package."""
+"""Command line of ``make cluster-demo``: the sequence of the demonstration."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ LEFT_OUT = ("time", "event", "pid", "host", "why", "backend")
 
 
 def disturbed(demo: Demo) -> RunDirectory:
-    """A run that is scaled 1 -> 3 -> 2 and loses a node."""
+    """Submit a run, scale it 1 -> 3 -> 2, remove a node and wait until the run has finished."""
     run, job = demo.submit("disturbed", 1)
     quarter = max(1, demo.iterations // 4)
 
     def after(iterations: int) -> Callable[[], bool]:
+        """Return a function that returns True once ``iterations`` iterations are complete."""
         return lambda: sum(row["kind"] == "iteration" for row in run.metrics()) >= iterations
 
     demo.wait(job, after(quarter), "it was scaled")
@@ -40,8 +41,12 @@ def disturbed(demo: Demo) -> RunDirectory:
 
 
 def differences(one: RunDirectory, other: RunDirectory, iterations: int) -> list[str]:
-    """What differs between two runs: selected seeds, and weights files of the last checkpoint."""
-    found = (
+    """Return the names of the files that differ between two runs.
+
+    Compares the selected seeds and the weights of the last checkpoint. Raises Failed if neither run
+    has that checkpoint.
+    """
+    differing = (
         []
         if one.selections_file.read_bytes() == other.selections_file.read_bytes()
         else ["selections.jsonl"]
@@ -55,8 +60,8 @@ def differences(one: RunDirectory, other: RunDirectory, iterations: int) -> list
     for name in sorted(files):
         pair = [run.checkpoints / step / name for run in (one, other)]
         if not all(path.exists() for path in pair) or pair[0].read_bytes() != pair[1].read_bytes():
-            found.append(f"{step}/{name}")
-    return found
+            differing.append(f"{step}/{name}")
+    return differing
 
 
 def show(run: RunDirectory, iterations: int, say: Callable[[str], None]) -> None:
@@ -76,7 +81,7 @@ def show(run: RunDirectory, iterations: int, say: Callable[[str], None]) -> None
 
 
 def main() -> int:
-    """Run the demonstration; 0 when both runs are the same."""
+    """Run the demonstration; return 0 if both runs are identical, 1 if not, 3 if it failed."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.cluster_demo",
         description=tools.cluster_demo.__doc__,
@@ -95,18 +100,18 @@ def main() -> int:
     try:
         run = disturbed(demo)
         demo.nodes.append(demo.add_node())
-        calm, job = demo.submit("undisturbed", 2)
+        undisturbed, job = demo.submit("undisturbed", 2)
         demo.finish(job)
         show(run, options.iterations, demo.say)
-        found = differences(run, calm, options.iterations)
+        differing = differences(run, undisturbed, options.iterations)
     except Failed as failure:
         print(f"cluster-demo: {failure}", file=sys.stderr)
         return 3
     finally:
         demo.close()
     demo.say("")
-    if found:
-        demo.say(f"DIFFERENT from the undisturbed run: {', '.join(found)}")
+    if differing:
+        demo.say(f"DIFFERENT from the undisturbed run: {', '.join(differing)}")
         return 1
     demo.say(
         f"selections and all weights of {options.iterations} iterations are, byte by byte, those of"

@@ -1,4 +1,4 @@
-"""The simulated cluster, and the commands that are typed at it."""
+"""Simulated cluster, and the commands that the demonstration runs on it."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ SETTINGS = {
     **{f"services.{kind}.labels": '{"demo.node" = "services"}' for kind in SERVICES},
     **{f"services.{kind}.deadline_s": 1800 for kind in (*SERVICES, "rollout")},
 }  # fmt: skip
-"""Over the quickstart: less work per iteration, and deadlines that a slow machine keeps."""
+"""Overrides of the quickstart: less work per iteration, and deadlines for a slow machine."""
 
 
 class Failed(Exception):
-    """The demonstration did not go as it should."""
+    """Raised if the demonstration does not go as expected."""
 
 
 class Demo:
-    """A simulated cluster and the commands that are typed at it."""
+    """Simulated cluster, with methods for the commands that a user would type."""
 
     def __init__(self, out: Path, iterations: int):
         self.out, self.iterations, self.say = out, iterations, partial(print, flush=True)
         self.began, self.folders = time.monotonic(), list[str]()
-        # a job's entrypoint is `python`, found on the head's PATH; with a token, no other user of
-        # this machine can submit jobs
+        # a job's entrypoint is `python`, looked up on the head's PATH; the token keeps other users
+        # of this machine from submitting jobs
         os.environ["PATH"] = (
             f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         )
@@ -73,32 +73,35 @@ class Demo:
     def add_node(self) -> Any:  # Ray does not type its node
         """Add a simulated node for rollout actors, with a temporary directory of its own.
 
-        In a shared one, nodes would unpack a job's files over each other and remove those in use.
+        With a shared directory, nodes would unpack a job's files over each other and remove files
+        in use.
         """
-        folder = tempfile.mkdtemp(prefix="sol-rl-", dir="/tmp")  # sockets: a short path
+        folder = tempfile.mkdtemp(prefix="sol-rl-", dir="/tmp")  # short: it holds Unix sockets
         self.folders.append(folder)
         return self.cluster.add_node(**_node(labels={"demo.node": "rollout"}, temp_dir=folder))
 
     def close(self) -> None:
-        """End it all."""
+        """Shut down the cluster and remove the temporary directories."""
         self.cluster.shutdown()
         for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
 
     def tell(self, line: str) -> None:
+        """Print a line with the time since the start."""
         self.say(f"[{time.monotonic() - self.began:6.1f} s] {line}")
 
     def sol_rl(self, *arguments: str, settings: Sequence[str] = ()) -> str:
-        """Run a command, print it and its output; returns the output.
+        """Run a ``sol-rl`` command, print it and its output, and return the output.
 
-        ``settings`` are given as ``--set`` options, and not printed.
+        ``settings`` are passed as ``--set`` options and not printed. Raises Failed if the exit code
+        is not 0.
         """
         self.tell(f"$ {shlex.join(['sol-rl', *arguments])}{' --set ...' if settings else ''}")
-        given = [part for setting in settings for part in ("--set", setting)]
-        command = [sys.executable, "-m", "cluster", *arguments, *given]
+        options = [part for setting in settings for part in ("--set", setting)]
+        command = [sys.executable, "-m", "cluster", *arguments, *options]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        for said in done.stdout.splitlines():
-            self.say(f"           {said}")
+        for line in done.stdout.splitlines():
+            self.say(f"           {line}")
         if done.returncode:
             raise Failed(
                 f"sol-rl {arguments[0]} ended with {done.returncode}: {done.stderr.strip()}"
@@ -106,7 +109,7 @@ class Demo:
         return done.stdout
 
     def submit(self, name: str, rollout: int) -> tuple[RunDirectory, str]:
-        """Submit a run called ``name``; returns its directory and the job's id."""
+        """Submit a run called ``name``; return its directory and the id of its job."""
         values = {
             "name": name,
             "run_root": str(self.out),
@@ -119,13 +122,13 @@ class Demo:
         return RunDirectory(self.out / name), output.splitlines()[0].removeprefix("submitted: ")
 
     def status_of(self, job: str) -> str:
-        """The job's status, as Ray names it."""
+        """Return the job's status, as named by Ray."""
         from cluster.jobs.dashboard import client_of
 
         return str(client_of(self.url).get_job_status(job))
 
     def last_words(self, job: str) -> str:
-        """The last lines of the job's log."""
+        """Return the last three lines of the job's log."""
         from cluster.jobs.dashboard import client_of
 
         lines = [
@@ -134,20 +137,20 @@ class Demo:
         return "".join(f"\n  {line}" for line in lines[-3:])
 
     def wait(self, job: str, ready: Callable[[], bool], what: str) -> None:
-        """Wait until ``ready()``; raises Failed when the job ends first."""
+        """Wait until ``ready()``. Raises Failed if the job ends first."""
         while not ready():
             status = self.status_of(job)
             if status in ENDED and not ready():
-                said = (
+                hint = (
                     "; more --iterations make it longer"
                     if status == "SUCCEEDED"
                     else self.last_words(job)
                 )
-                raise Failed(f"the job ended ({status}) before {what}{said}")
+                raise Failed(f"the job ended ({status}) before {what}{hint}")
             time.sleep(1)
 
     def finish(self, job: str) -> None:
-        """Wait until the job has ended; raises Failed unless it succeeded."""
+        """Wait until the job has ended. Raises Failed unless it succeeded."""
         while (status := self.status_of(job)) not in ENDED:
             time.sleep(1)
         if status != "SUCCEEDED":
@@ -155,25 +158,25 @@ class Demo:
         self.tell(f"the job {job} ended: {status}")
 
     def remove_node_of(self, run: RunDirectory) -> None:
-        """Kill the simulated node of the first rollout actor, without notice."""
-        started = ("actor_started", "actor_added", "actor_replaced")
-        here = [
+        """Kill the simulated node that hosts the first rollout actor, without notice."""
+        start_events = ("actor_started", "actor_added", "actor_replaced")
+        hosts = [
             event["node"]
             for event in run.events()
-            if event["event"] in started and event["kind"] == "rollout" and event["actor"] == 0
+            if event["event"] in start_events and event["kind"] == "rollout" and event["actor"] == 0
         ]
-        (node,) = [node for node in self.nodes if node.node_id == here[-1]]
+        (node,) = [node for node in self.nodes if node.node_id == hosts[-1]]
         self.cluster.remove_node(node, allow_graceful=False)
         self.tell(
-            f"removed the node {here[-1][:8]}, on which rollout-0 worked, and all that it held"
+            f"removed the node {hosts[-1][:8]}, on which rollout-0 worked, and all that it held"
         )
 
 
-def _node(**given: object) -> dict[str, Any]:
-    """The arguments of a node, with ports for its agents.
+def _node(**options: object) -> dict[str, Any]:
+    """Return the arguments of a node, with explicit ports for its agents.
 
-    Ray ends a node whose agents have not chosen their ports within seconds: a slow machine needs
-    them given.
+    Ray ends a node whose agents have not chosen their ports within seconds, which a slow machine
+    can exceed.
     """
     ports = (
         "metrics_agent_port",
@@ -181,7 +184,7 @@ def _node(**given: object) -> dict[str, Any]:
         "dashboard_agent_listen_port",
         "runtime_env_agent_port",
     )
-    return {"num_cpus": NODE_CPUS, **{name: _free_port() for name in ports}, **given}
+    return {"num_cpus": NODE_CPUS, **{name: _free_port() for name in ports}, **options}
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""The timeline in a terminal: a line per actor, a character per slice of time."""
+"""Timeline for a terminal: one line per actor, one character per slice of time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ LETTERS = {
     **{"explore": "e", "regenerate": "r", "update": "U", "publish": "p", "score": "s"},
     **{"encode": "c", "select": "k", "move": "m", OTHER.label: "o"},
 }
-"""Letters of the kinds of work, by their label."""
+"""Maps the label of a kind of work to its letter."""
 
 
 def lines_of(chart: Chart, width: int = 100) -> list[str]:
-    """Versions, a line per actor, the scale, a legend; ``width`` characters of time."""
+    """Return the chart as lines: policy versions, one line per actor, the time scale, a legend.
+
+    The time axis is ``width`` characters wide.
+    """
     end = chart.end or 1.0
     names = max([len("policy"), *(len(name) for name in chart.lanes)])
     by_actor: dict[str, list[Span]] = {}
@@ -36,23 +39,27 @@ def lines_of(chart: Chart, width: int = 100) -> list[str]:
         + duration(end)
     )
     used = {span.shown.label for span in chart.spans}
-    said = [f"{letter} {label}" for label, letter in LETTERS.items() if label in used]
-    lines.append("  ".join([*said, f"{LOST} died", f"{IDLE} idle"]))
+    legend = [f"{letter} {label}" for label, letter in LETTERS.items() if label in used]
+    lines.append("  ".join([*legend, f"{LOST} died", f"{IDLE} idle"]))
     return lines
 
 
 def strip(spans: Sequence[Span], lane: Lane, end: float, width: int) -> str:
-    """What an actor did: per slice of time the letter of what took longest, if a third of it."""
+    """Return one character per slice of time: the letter of the actor's longest work in it.
+
+    Letters are shown for slices that were busy for at least a third of the time. Other slices are
+    idle or, when the actor was not alive, blank; LOST marks its death.
+    """
     slice_s = end / width
-    done: list[dict[str, float]] = [{} for _ in range(width)]
+    busy: list[dict[str, float]] = [{} for _ in range(width)]
     for span in spans:
-        for at in range(_slice(span.started, end, width), _slice(span.ended, end, width) + 1):
-            inside = min(span.ended, (at + 1) * slice_s) - max(span.started, at * slice_s)
+        for index in range(_slice(span.started, end, width), _slice(span.ended, end, width) + 1):
+            overlap = min(span.ended, (index + 1) * slice_s) - max(span.started, index * slice_s)
             letter = LETTERS[span.shown.label]
-            done[at][letter] = done[at].get(letter, 0.0) + max(0.0, inside)
+            busy[index][letter] = busy[index].get(letter, 0.0) + max(0.0, overlap)
     cells = []
-    for at, seconds in enumerate(done):
-        middle = (at + 0.5) * slice_s
+    for index, seconds in enumerate(busy):
+        middle = (index + 0.5) * slice_s
         alive = any(start <= middle <= stop for start, stop in lane.lives)
         letter = max(seconds, key=lambda each: seconds[each], default="")
         cells.append(
@@ -67,10 +74,10 @@ def strip(spans: Sequence[Span], lane: Lane, end: float, width: int) -> str:
 def _versions(versions: Sequence[tuple[float, int]], end: float, width: int) -> str:
     cells, free = [" "] * width, 0
     for when, version in versions:
-        at, text = _slice(when, end, width), f"v{version}"
-        if at >= free and at + len(text) <= width:
-            cells[at : at + len(text)] = text
-            free = at + len(text) + 1
+        column, text = _slice(when, end, width), f"v{version}"
+        if column >= free and column + len(text) <= width:
+            cells[column : column + len(text)] = text
+            free = column + len(text) + 1
     return "".join(cells).rstrip()
 
 

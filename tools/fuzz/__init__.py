@@ -1,1 +1,1 @@
-"""Whatever a user can hand over, made wrong at random: ``python -m tools.fuzz --examples N``."""
+"""Fuzzing of everything that a user can provide: ``python -m tools.fuzz --examples N``."""

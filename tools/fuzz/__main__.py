@@ -1,4 +1,4 @@
-"""Tries many inputs of every kind; ``make test`` runs a few of each."""
+"""Test many random inputs of every kind; ``make test`` tests a few of each."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from tools.fuzz.targets import targets
 SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 
 MEMORY = 10 << 30
-"""Bytes that the process may take: a hostile size must not take the machine's."""
+"""Limit of the process's memory in bytes, so that a hostile size cannot exhaust the machine."""
 
 
 def fuzz(target: Target, examples: int, seed: int) -> int:
-    """Try so many inputs, fewer of a slow target; returns how many. Raises what the first bad one
-    raises, after hypothesis has made it small.
+    """Test ``examples`` inputs, or fewer for a slow target, and return how many were tested.
+
+    Raises the exception of the first failing input, after hypothesis has shrunk it.
     """
     tried = 0
     count = max(1, examples // target.cost)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        os.chmod(folder, 0o755)  # for inputs that are read as a user without rights
+        os.chmod(folder, 0o755)  # some inputs are read as an unprivileged user
 
         @seeded(seed)
         @settings(
@@ -54,11 +55,11 @@ def fuzz(target: Target, examples: int, seed: int) -> int:
     return tried
 
 
-def _told(error: BaseException) -> Iterator[str]:
-    """Every failure that hypothesis found, with the input that it made small."""
+def _failures(error: BaseException) -> Iterator[str]:
+    """Yield one line per failure that hypothesis found, with its shrunk input."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
-            yield from _told(inner)
+            yield from _failures(inner)
         return
     frame = traceback.extract_tb(error.__traceback__)[-1]
     notes = " ".join(getattr(error, "__notes__", []))
@@ -67,17 +68,17 @@ def _told(error: BaseException) -> Iterator[str]:
 
 
 def run(names: list[str], examples: int, seed: int) -> int:
-    """Every target by name; a line each. Returns the number that failed."""
+    """Test the named targets, print one line each and return how many failed."""
     failed = 0
     for name in names:
         began = time.perf_counter()
         try:
-            said = f"{fuzz(targets()[name], examples, seed)} inputs"
-        # whatever it raises is what was looked for
+            result = f"{fuzz(targets()[name], examples, seed)} inputs"
+        # any exception is a finding
         except Exception as error:
             failed += 1
-            said = "FAILED: " + "; ".join(_told(error))
-        print(f"{name:16} {time.perf_counter() - began:6.1f} s  {said}", flush=True)
+            result = "FAILED: " + "; ".join(_failures(error))
+        print(f"{name:16} {time.perf_counter() - began:6.1f} s  {result}", flush=True)
     return failed
 
 

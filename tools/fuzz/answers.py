@@ -1,4 +1,4 @@
-"""What scorers are told, and what they answer: in Python, and by HTTP."""
+"""Targets for the settings of scorers and for their scores, from Python and over HTTP."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tools.fuzz.promises import Wrong, in_time, refused
 from tools.fuzz.target import Target
 
 
-def scorer_settings(folder: Path, given: tuple[str, dict[str, object]]) -> None:
-    """A scorer's name and settings, as they are checked before a start."""
+def scorer_settings(folder: Path, example: tuple[str, dict[str, object]]) -> None:
+    """Check a scorer's name and settings as a run does before it starts."""
     from configs.rewards import Scorer
 
     with refused(ScorerSetupError):
-        check_settings(Scorer(name=given[0], settings=given[1]))
+        check_settings(Scorer(name=example[0], settings=example[1]))
 
 
 def server_answer(folder: Path, body: bytes) -> None:
-    """What a reward server answers with status 200."""
+    """Decode a body that a reward server returned with status 200."""
     with refused(ScorerError):
         scores = decode(body, 3)
         if scores.shape != (3,) or scores.dtype != np.float32:
@@ -33,7 +33,10 @@ def server_answer(folder: Path, body: bytes) -> None:
 
 
 def scorer_answer(folder: Path, answer: object) -> None:
-    """What a scorer in Python returns: scores that are finite or missing, with a word for those."""
+    """Check what a scorer in Python returned.
+
+    Scores must be finite or missing (NaN), and missing scores must come with an explanation.
+    """
     with in_time():
         scores, problem = check(answer, 3)
     if scores.shape != (3,) or np.isinf(scores).any():
@@ -43,7 +46,7 @@ def scorer_answer(folder: Path, answer: object) -> None:
 
 
 def targets() -> dict[str, Target]:
-    """Settings and answers."""
+    """Return the targets for scorer settings and scorer answers."""
     return {
         "scorer settings": Target(
             st.tuples(

@@ -1,4 +1,4 @@
-"""Every command's line: each option that its parser declares, with hostile values and good ones."""
+"""Targets for command lines: every option of every command, with valid and hostile values."""
 
 from __future__ import annotations
 
@@ -43,13 +43,14 @@ GOOD = {
     "accelerator": ("B200", "H100"), "gpus": ("8",), "push": ("a/b", "../x"), "rollout": ("3",),
     "reward": ("1",), "licence": ("mit",), "threads": ("1",), "private": (), "json": (), "list": (),
 }  # fmt: skip
-"""Values that are good, or nearly so, by an option's name; the rest are hostile words."""
+"""Valid or nearly valid values, by option name. Other values are hostile words."""
 HELD = ("run", "running", "locked")
+"""Run directories that a command must not change, unless it is told to write there."""
 
 
 @functools.cache
 def commands() -> dict[str, list[argparse.Action]]:
-    """The options and arguments of every command, as its parser declares them."""
+    """Return the options and arguments of every command, as declared by its parser."""
     (subs,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
     parsers = cast(dict[str, argparse.ArgumentParser], subs.choices)
     return {
@@ -59,19 +60,19 @@ def commands() -> dict[str, list[argparse.Action]]:
 
 
 def lines() -> st.SearchStrategy[list[str]]:
-    """A command with its arguments and up to four of its options."""
+    """Strategy for a command with its arguments and up to four of its options."""
     return st.sampled_from(sorted(commands())).flatmap(_line)
 
 
 def _line(name: str) -> st.SearchStrategy[list[str]]:
     actions = commands()[name]
-    places = [_values(a) for a in actions if not a.option_strings]
+    positionals = [_values(a) for a in actions if not a.option_strings]
     options = [a for a in actions if a.option_strings]
-    some = (
+    chosen = (
         st.lists(st.sampled_from(options).flatmap(_option), max_size=4) if options else st.just([])
     )
-    return st.tuples(st.tuples(*places), some).map(
-        lambda made: [name, *sum(made[0], []), *sum(made[1], [])]
+    return st.tuples(st.tuples(*positionals), chosen).map(
+        lambda parts: [name, *sum(parts[0], []), *sum(parts[1], [])]
     )
 
 
@@ -87,15 +88,18 @@ def _values(action: argparse.Action) -> st.SearchStrategy[list[str]]:
     good = GOOD.get(name, ("1", "8", "x"))
     if name == "set":
         override = st.builds(lambda key, value: f"{key}={value}", st.sampled_from(keys()), words)
-        return (st.sampled_from(good) | override).map(lambda one: [one])
-    one = st.sampled_from(good) | st.sampled_from(good) | words
-    most = 3 if action.nargs == "+" else 1
-    least = 0 if action.nargs == "?" else 1
-    return st.lists(one, min_size=least, max_size=most)
+        return (st.sampled_from(good) | override).map(lambda value: [value])
+    value = st.sampled_from(good) | st.sampled_from(good) | words
+    max_count = 3 if action.nargs == "+" else 1
+    min_count = 0 if action.nargs == "?" else 1
+    return st.lists(value, min_size=min_count, max_size=max_count)
 
 
 def inside(word: str) -> str:
-    """Words lead out of the folder of the fuzzer only where nothing can be made."""
+    """Keep a word from naming a path outside the fuzzer's folder.
+
+    Words that cannot create anything, such as URLs, are returned unchanged.
+    """
     if "=" in word or "://" in word or word.startswith("-"):
         return (
             word
@@ -105,27 +109,34 @@ def inside(word: str) -> str:
     return word.replace("..", "__").lstrip("/~")
 
 
-def command_line(folder: Path, given: Sequence[str]) -> None:
-    """Refused in a line, or done, or about to start something; runs stay as they are."""
-    arguments = [given[0], *map(inside, given[1:])]
+def command_line(folder: Path, example: Sequence[str]) -> None:
+    """Run a command line: it must end with exit code 0, 2 or 3, or be about to start something.
+
+    Runs must remain unchanged, except those that the command is told to write to.
+    """
+    arguments = [example[0], *map(inside, example[1:])]
     with contextlib.ExitStack() as stack:
         _furnish(folder, stack)
         before = {name: digest(folder / name) for name in HELD}
         outcome(*arguments, codes=(0, 2, 3))
         for name in HELD:
-            told_to = any(name in word for word in _written(arguments))
-            if digest(folder / name) != before[name] and not told_to:
+            requested = any(name in word for word in _written(arguments))
+            if digest(folder / name) != before[name] and not requested:
                 raise Wrong(f"{arguments} changed {name}")
 
 
 def _written(arguments: Sequence[str]) -> list[str]:
-    """What a command is told to write to: after --out, or the second argument of export."""
-    outs = [b for a, b in zip(arguments, arguments[1:], strict=False) if a == "--out"]
-    return [*outs, *(arguments[2:3] if arguments[0] == "export" else [])]
+    """Return the words that name output paths: after --out, and the second argument of export."""
+    outputs = [b for a, b in zip(arguments, arguments[1:], strict=False) if a == "--out"]
+    return [*outputs, *(arguments[2:3] if arguments[0] == "export" else [])]
 
 
 def _furnish(folder: Path, stack: contextlib.ExitStack) -> None:
-    """Paths of every kind: a run, one that is being written, no run, a file, links in a circle."""
+    """Create paths of every kind in ``folder``.
+
+    They are a run, a run that is being written, a run that cannot be read, an empty directory,
+    files and a symlink loop.
+    """
     if not (folder / "run").exists():
         for name in HELD:
             copied(example_run(), folder / name)
@@ -141,5 +152,5 @@ def _furnish(folder: Path, stack: contextlib.ExitStack) -> None:
 
 
 def targets() -> dict[str, Target]:
-    """Every command."""
+    """Return the target for all commands."""
     return {"commands": Target(lines(), command_line, cost=3)}

@@ -1,4 +1,4 @@
-"""Configurations: ``--set`` of every key, and TOML files."""
+"""Targets for configurations: ``--set`` of every key, and TOML files."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tools.fuzz.promises import Wrong, command, finite
 from tools.fuzz.target import Target
 
 
-def one_override(folder: Path, given: tuple[str, str]) -> None:
-    """`config quickstart --set KEY=VALUE`; what is accepted reads back as the same."""
-    shown = command("config", "quickstart", "--set", f"{given[0]}={given[1]}")
+def one_override(folder: Path, example: tuple[str, str]) -> None:
+    """Run `config quickstart --set KEY=VALUE`; an accepted value must survive a round trip."""
+    shown = command("config", "quickstart", "--set", f"{example[0]}={example[1]}")
     if shown:
         finite(json.loads(shown))
-        config = load("quickstart", [f"{given[0]}={given[1]}"])
+        config = load("quickstart", [f"{example[0]}={example[1]}"])
         if parse(config.model_dump(mode="json")) != config:
-            raise Wrong(f"{given} does not read back as it was written")
+            raise Wrong(f"{example} does not read back as it was written")
 
 
 def toml_file(folder: Path, data: bytes) -> None:
-    """`config FILE.toml`."""
+    """Run `config FILE.toml`."""
     (folder / "x.toml").write_bytes(data)
     shown = command("config", str(folder / "x.toml"))
     if shown:
@@ -32,7 +32,7 @@ def toml_file(folder: Path, data: bytes) -> None:
 
 
 def targets() -> dict[str, Target]:
-    """What ``sol-rl config`` reads."""
+    """Return the targets for what ``sol-rl config`` reads."""
     return {
         "set": Target(st.tuples(st.sampled_from(keys()), words), one_override),
         "toml": Target(spoiled(TOML) | st.binary(max_size=40), toml_file),

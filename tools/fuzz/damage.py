@@ -1,4 +1,4 @@
-"""One file of a directory made wrong: its bytes, a value of its JSON, a tensor, or what it is."""
+"""Damage to one file of a directory: to its bytes, JSON values, tensors or file type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tools.fuzz.inputs import json_values, spliced
 
 REMOVED = "\0removed"
-"""In place of a value of a JSON file: the key, or the entry, is not there."""
+"""Stands in for a JSON value and means that the key or the list entry is removed."""
 NUMBERS = (0, 1, -1, 3, 2**20, 2**31, -(2**63) - 1, 10**400, 0.5, 1e308, float("nan"), float("inf"))
 OTHERS = (None, True, False, "", "x", "\0", "../..", "x" * 5000, [], {}, [[]], [None], {"a": {}})
 values = st.sampled_from([REMOVED, *NUMBERS, *OTHERS]) | json_values
@@ -27,17 +27,17 @@ NOBODY = 65534
 
 @dataclass(frozen=True)
 class Change:
-    """``how`` one file is made wrong, and ``what`` takes the place of what."""
+    """Damage to one file: ``how`` is the kind of damage, ``what`` its parameters."""
 
     file: str
     how: str
     what: Any = None
 
     def make(self, folder: Path) -> None:
-        """Make it in ``folder``, whose other files stay as they are."""
+        """Damage the file in ``folder``; other files are unchanged."""
         path = folder / self.file
         data = path.read_bytes()
-        path.unlink()  # it may be a link to the file that was copied
+        path.unlink()  # it may be a symlink to the original, which must not be changed
         if self.how in KINDS:
             _another_kind(path, self.how)
         elif self.how == "tensor":
@@ -47,7 +47,7 @@ class Change:
 
 
 def changes(folder: Path) -> st.SearchStrategy[Change]:
-    """One of the files in ``folder`` made wrong."""
+    """Strategy for damage to one of the files in ``folder``."""
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
     return st.sampled_from(names).flatmap(lambda name: _of_file(folder, name))
 
@@ -56,22 +56,22 @@ def _of_file(folder: Path, name: str) -> st.SearchStrategy[Change]:
     path = folder / name
     size = path.stat().st_size
     edit = st.tuples(st.integers(0, size), st.integers(0, 40), st.binary(max_size=12))
-    ways = [
+    kinds = [
         st.tuples(st.sampled_from(KINDS), st.none()),
         st.tuples(st.just("splice"), st.lists(edit, min_size=1, max_size=4)),
         st.tuples(st.just("cut"), st.integers(0, max(0, size - 1))),
         st.tuples(st.just("whole"), st.binary(max_size=40) | json_values.map(_json)),
     ]
     if path.suffix in (".json", ".jsonl"):
-        one = st.sampled_from(_places(path))
-        ways += [st.tuples(st.just("value"), st.tuples(one, values))] * 4
+        place = st.sampled_from(_places(path))
+        kinds += [st.tuples(st.just("value"), st.tuples(place, values))] * 4
     if path.suffix == ".safetensors":
         header = st.tuples(st.integers(0, min(size - 1, 400)), st.integers(0, 255))
-        ways += [st.tuples(st.just("byte"), header)]
+        kinds += [st.tuples(st.just("byte"), header)]
     if names := _tensors(path):
-        some = st.tuples(st.sampled_from(names), st.sampled_from(TENSORS))
-        ways += [st.tuples(st.just("tensor"), some)] * 3
-    return st.one_of(ways).map(lambda way: Change(name, *way))
+        tensor = st.tuples(st.sampled_from(names), st.sampled_from(TENSORS))
+        kinds += [st.tuples(st.just("tensor"), tensor)] * 3
+    return st.one_of(kinds).map(lambda way: Change(name, *way))
 
 
 def _json(value: object) -> bytes:
@@ -109,22 +109,26 @@ def _put(root: Any, keys: Sequence[Any], value: object) -> None:
 
 
 def _places(path: Path) -> list[tuple[Any, ...]]:
-    """(line of a .jsonl or None, key ...) of every value, of long lists the first two."""
-    lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
-    found: list[tuple[Any, ...]] = []
+    """Return the path (line or None, key, ...) of every value in a JSON file.
 
-    def walk(value: Any, at: tuple[Any, ...]) -> None:
-        found.append(at)
+    The line is an index for .jsonl files and None for others. Of a list, only the first two entries
+    are included.
+    """
+    lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+    places: list[tuple[Any, ...]] = []
+
+    def walk(value: Any, prefix: tuple[Any, ...]) -> None:
+        places.append(prefix)
         inner = value.items() if isinstance(value, dict) else enumerate(value[:2])
-        for key, each in inner:
-            if isinstance(each, dict | list):
-                walk(each, (*at, key))
+        for key, item in inner:
+            if isinstance(item, dict | list):
+                walk(item, (*prefix, key))
             else:
-                found.append((*at, key))
+                places.append((*prefix, key))
 
     for number, line in enumerate(lines):
         walk(json.loads(line), (number if path.suffix == ".jsonl" else None,))
-    return found
+    return places
 
 
 # ---- tensors
@@ -172,11 +176,11 @@ def _other_tensor(path: Path, data: bytes, name: str, how: str) -> None:
         torch.save(state, path)
 
 
-# ---- what a path is
+# ---- file type
 
 
 def _another_kind(path: Path, kind: str) -> None:
-    """``path``, where nothing is, becomes something else than a file, or one that is of no use."""
+    """Create something other than a useful file at ``path``, which must not exist."""
     if kind == "directory":
         path.mkdir()
     elif kind == "loop":
@@ -191,7 +195,11 @@ def _another_kind(path: Path, kind: str) -> None:
 
 @contextlib.contextmanager
 def nobody() -> Iterator[None]:
-    """As a user whom rights keep out: root is kept out of nothing."""
+    """Run the block as an unprivileged user.
+
+    Root ignores file permissions, so a locked file has an effect only for another user. Without
+    root this does nothing.
+    """
     root = os.geteuid() == 0
     if root:
         os.seteuid(NOBODY)
@@ -203,7 +211,7 @@ def nobody() -> Iterator[None]:
 
 
 def linked(source: Path, target: Path) -> Path:
-    """A directory of links to the files of ``source``, in place of the one of the input before."""
+    """Replace ``target`` by a directory of symlinks to the files of ``source``."""
     shutil.rmtree(target, ignore_errors=True)
     for path in sorted(source.rglob("*")):
         there = target / path.relative_to(source)

@@ -1,4 +1,4 @@
-"""Files that a run is given: prompts, a LoRA, a checkpoint, a pipeline."""
+"""Targets for the input files of a run: prompts, a LoRA, a checkpoint, a pipeline."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from learner.trainer import Trainer
 
 
-def prompt_file(folder: Path, given: tuple[str, bytes]) -> None:
-    """A prompt file of either kind."""
-    path = folder / f"prompts{given[0]}"
-    path.write_bytes(given[1])
+def prompt_file(folder: Path, example: tuple[str, bytes]) -> None:
+    """Read a prompt file, either text or JSON lines."""
+    path = folder / f"prompts{example[0]}"
+    path.write_bytes(example[1])
     with refused(ConfigError):
         for prompt in read_prompts(str(path)):
             if not prompt.text.strip():
@@ -32,7 +32,7 @@ def prompt_file(folder: Path, given: tuple[str, bytes]) -> None:
 
 
 def lora_file(folder: Path, data: bytes) -> None:
-    """A LoRA to start from."""
+    """Load a LoRA to start training from."""
     from policy.lora_files import FILE, load_diffusers_lora
 
     (folder / FILE).write_bytes(data)
@@ -41,51 +41,51 @@ def lora_file(folder: Path, data: bytes) -> None:
 
 
 def checkpoint_file(folder: Path, change: Change) -> None:
-    """A checkpoint of which one file is another: a learner takes it, or says why not."""
+    """Load a checkpoint with one damaged file; the learner accepts it or raises CheckpointError."""
     from learner.checkpoint import CheckpointError
 
     (source,) = example_run().glob("checkpoints/step_*")
-    there = copied(source, folder / "step_000002")
-    change.make(there)
+    copy = copied(source, folder / "step_000002")
+    change.make(copy)
     with refused(CheckpointError):
-        learner().load(there)
+        learner().load(copy)
 
 
 @functools.cache
 def learner() -> Trainer:
-    """The learner of the run that the checkpoint is from."""
+    """Return a learner for the configuration of the run that the checkpoint comes from."""
     from learner.trainer import Trainer
 
     return Trainer(RunDirectory(example_run()).configuration())
 
 
-def pipeline_file(folder: Path, given: tuple[str, bytes]) -> None:
-    """A pipeline directory in which one JSON file is another."""
+def pipeline_file(folder: Path, example: tuple[str, bytes]) -> None:
+    """Check a pipeline directory in which one JSON file is replaced."""
     from planning.preflight import check_model
     from policy.families.files import SHAPES_DIRECTORY as MODEL
 
-    there = folder / "model"
-    if not there.exists():
-        there.mkdir()
+    copy = folder / "model"
+    if not copy.exists():
+        copy.mkdir()
         for path in MODEL.rglob("*"):
             if path.is_dir():
-                (there / path.relative_to(MODEL)).mkdir(exist_ok=True)
+                (copy / path.relative_to(MODEL)).mkdir(exist_ok=True)
             else:
-                (there / path.relative_to(MODEL)).symlink_to(path)
-    target = there / given[0]
-    kept = target.resolve()
+                (copy / path.relative_to(MODEL)).symlink_to(path)
+    target = copy / example[0]
+    original = target.resolve()
     target.unlink()
-    target.write_bytes(given[1])
+    target.write_bytes(example[1])
     try:
         with refused(ConfigError):
-            check_model(load("quickstart", [f"model.path={there}"]))
+            check_model(load("quickstart", [f"model.path={copy}"]))
     finally:
         target.unlink()
-        target.symlink_to(kept)
+        target.symlink_to(original)
 
 
 def targets() -> dict[str, Target]:
-    """Files of a run."""
+    """Return the targets for the input files of a run."""
     from policy.families.files import SHAPES_DIRECTORY as MODEL
 
     (step,) = example_run().glob("checkpoints/step_*")

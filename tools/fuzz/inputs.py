@@ -1,4 +1,4 @@
-"""Strategies for made-up inputs: words, JSON, files that are spoiled or wholly another."""
+"""Hypothesis strategies for inputs: words, JSON, and files that are damaged or replaced."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ json_values = st.recursive(
 
 
 def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
-    """Every dotted key of a configuration."""
+    """Return every dotted key of a configuration."""
     found: list[str] = []
     for name, field in model.model_fields.items():
         found.append(prefix + name)
@@ -44,14 +44,14 @@ def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
 
 
 def spoiled(text: bytes) -> st.SearchStrategy[bytes]:
-    """``text`` with pieces cut out, doubled, overwritten or put in."""
+    """Strategy for ``text`` with pieces removed, duplicated, overwritten or inserted."""
     pieces = st.binary(max_size=12) | st.just(text[:40])
     edit = st.tuples(st.integers(0, len(text)), st.integers(0, 40), pieces)
     return st.lists(edit, min_size=1, max_size=4).map(lambda edits: spliced(text, edits))
 
 
 def spliced(text: bytes, edits: Iterable[tuple[int, int, bytes]]) -> bytes:
-    """``text`` with so many bytes from a place on replaced by a piece, edit after edit."""
+    """Apply edits in order: each (start, length, piece) replaces a range of bytes by the piece."""
     for start, length, piece in edits:
         text = text[:start] + piece + text[start + length :]
     return text
@@ -76,7 +76,7 @@ labels = { pool = "two" }
 
 
 def safetensors_of(header: object, body: bytes, length: int | None) -> bytes:
-    """A file with this header; ``length``: what it claims of its header instead."""
+    """Return a safetensors file; ``length`` replaces the length of the header that it declares."""
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + body
 
@@ -107,7 +107,7 @@ safetensors = st.one_of(
 
 
 def of_files(paths: list[Path], under: Path) -> st.SearchStrategy[tuple[str, bytes]]:
-    """(name, bytes): one of these files, spoiled or wholly another."""
+    """Strategy for (name, bytes) of one of the files, damaged or replaced."""
     return st.one_of(
         [
             st.tuples(

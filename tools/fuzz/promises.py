@@ -1,6 +1,6 @@
-"""What must hold whatever the input is: a value, or an error of the project's own in one line.
+"""Checks that hold for every input: a valid result, or a one-line error of the project's own.
 
-Never another exception, never a wait.
+Other exceptions and hangs are failures.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from cli.main import main
 from tools.fuzz.seams import Reached, seams
 
 LONGEST_S = 20
-"""Seconds that one input may take; beyond, it counts as a hang."""
+"""Seconds allowed per input; an input that takes longer counts as a hang."""
 
 
 class Wrong(AssertionError):
-    """An input was answered in a way that is not promised."""
+    """Raised if an input is handled in a way that the project does not promise."""
 
 
 @contextlib.contextmanager
 def in_time() -> Iterator[None]:
-    """Raises Wrong in the middle of whatever takes longer than ``LONGEST_S``."""
+    """Raise Wrong inside the block if it takes longer than ``LONGEST_S`` seconds."""
 
-    def ring(*_: object) -> None:
+    def on_alarm(*_: object) -> None:
         raise Wrong(f"no answer within {LONGEST_S} s")
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, on_alarm)
     signal.alarm(LONGEST_S)
     try:
         yield
@@ -41,12 +41,18 @@ def in_time() -> Iterator[None]:
 
 
 def command(*arguments: str, codes: tuple[int, ...] = (0, 2)) -> str:
-    """Run a command in this process; its stdout. Raises Wrong for what no user should see."""
+    """Run a command in this process and return its stdout.
+
+    Raises Wrong for an exit code outside ``codes``, a failure without a message, or a traceback.
+    """
     return outcome(*arguments, codes=codes)[1]
 
 
 def outcome(*arguments: str, codes: tuple[int, ...] = (0, 2)) -> tuple[int | None, str]:
-    """(exit code, None where it would start something now; stdout) of ``command``."""
+    """Run a command like ``command`` and return (exit code, stdout).
+
+    The exit code is None if the command reached a point where it would start something.
+    """
     out, err = io.StringIO(), io.StringIO()
     try:
         with seams(), in_time(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -55,20 +61,23 @@ def outcome(*arguments: str, codes: tuple[int, ...] = (0, 2)) -> tuple[int | Non
         code = end.code
     except Reached:
         return None, out.getvalue()
-    said = err.getvalue()
+    errors = err.getvalue()
     if code not in codes:
-        raise Wrong(f"{arguments}: exit code {code}: {said}")
-    # a doctor's lines are its output
-    if code in (2, 3) and not (said.strip() or (arguments[:1] == ("doctor",) and out.getvalue())):
+        raise Wrong(f"{arguments}: exit code {code}: {errors}")
+    # doctor reports problems on stdout
+    if code in (2, 3) and not (errors.strip() or (arguments[:1] == ("doctor",) and out.getvalue())):
         raise Wrong(f"{arguments}: exit code {code} without a word")
-    if "Traceback" in said:
-        raise Wrong(f"{arguments}: {said}")
+    if "Traceback" in errors:
+        raise Wrong(f"{arguments}: {errors}")
     return code, out.getvalue()
 
 
 @contextlib.contextmanager
 def refused(*kinds: type[Exception]) -> Iterator[None]:
-    """These errors are right, where they are a line each."""
+    """Allow the block to raise errors of these types.
+
+    Raises Wrong if the message of such an error is not one line per problem.
+    """
     try:
         with in_time():
             yield
@@ -79,7 +88,7 @@ def refused(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def finite(tree: object, where: str = "") -> None:
-    """Raises Wrong for a number in a configuration that was accepted and is none."""
+    """Raise Wrong if an accepted configuration contains a number that is not finite."""
     if isinstance(tree, float) and not math.isfinite(tree):
         raise Wrong(f"{where} = {tree} was accepted")
     if isinstance(tree, dict):
@@ -91,13 +100,16 @@ def finite(tree: object, where: str = "") -> None:
 
 
 def digest(folder: Path) -> dict[str, str]:
-    """What every path below ``folder`` is, to the byte; any report and lock is left out."""
-    found = {}
+    """Return the type or content hash of every path below ``folder``.
+
+    Reports and lock files are excluded.
+    """
+    states = {}
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
-            found[str(path)] = f"-> {path.readlink()}"
+            states[str(path)] = f"-> {path.readlink()}"
         elif path.is_file() and path.name not in ("report.html", "lock"):
-            found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+            states[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
         elif path.is_dir():
-            found[str(path)] = "directory"
-    return found
+            states[str(path)] = "directory"
+    return states

@@ -1,4 +1,4 @@
-"""Run directories in which one thing is wrong, as every command that takes one reads them."""
+"""Targets for run directories with one damaged file, read by every command that takes one."""
 
 from __future__ import annotations
 
@@ -21,35 +21,39 @@ COMMANDS = ("report", "compare", "evaluate", "export", "resume")
 CODES = {"export": (0, 2, 3), "resume": (2, 3), "evaluate": (2, 3)}
 
 
-def run_directory(folder: Path, given: tuple[str, Change]) -> None:
-    """Exit code 0, 2 or 3, and the run is as it was: none of them writes to it but its report."""
-    command, change = given
+def run_directory(folder: Path, example: tuple[str, Change]) -> None:
+    """Run a command on a damaged run directory: it must end with exit code 0, 2 or 3.
+
+    The run must remain unchanged, except for its report.
+    """
+    command, change = example
     runs = folder / "runs"
-    there = copied(example_run(), runs / "small")
-    other = _another(runs / "other") if command == "compare" else there
+    run = copied(example_run(), runs / "small")
+    other = _another(runs / "other") if command == "compare" else run
     (folder / "small.toml").write_text(_toml(str(runs)))
-    change.make(there)
-    before = digest(there)
+    change.make(run)
+    before = digest(run)
     arguments = {
-        "report": ["report", str(there)],
-        "compare": ["compare", "--runs", str(other), str(there), "--out", str(folder / "compared")],
-        "evaluate": ["evaluate", str(there)],
-        "export": ["export", str(there), str(folder / "lora"), "--weights", "current"],
+        "report": ["report", str(run)],
+        "compare": ["compare", "--runs", str(other), str(run), "--out", str(folder / "compared")],
+        "evaluate": ["evaluate", str(run)],
+        "export": ["export", str(run), str(folder / "lora"), "--weights", "current"],
         "resume": ["train", str(folder / "small.toml"), "--resume"],
     }[command]
     locked = nobody() if change.how == "locked" else contextlib.nullcontext()
     with locked:
         code, _ = outcome(*arguments, codes=CODES.get(command, (0, 2, 3)))
-    if digest(there) != before:
-        raise Wrong(
-            f"{command} changed the run: {set(digest(there).items()) ^ set(before.items())}"
-        )
+    if digest(run) != before:
+        raise Wrong(f"{command} changed the run: {set(digest(run).items()) ^ set(before.items())}")
     if code is None and command == "resume" and change.how != "locked":
-        goes_on(there)
+        goes_on(run)
 
 
 def goes_on(there: Path) -> None:
-    """What was accepted is taken back to its checkpoint, as the driver does when Ray is there."""
+    """Rewind an accepted run to its checkpoint, as the driver does once Ray has started.
+
+    Raises if the damage that the command accepted breaks this later step.
+    """
     from cluster.driver.checkpoints import Checkpoints, Position
     from cluster.driver.held_out import HeldOut
     from cluster.driver.rank_monitor import RankMonitor
@@ -62,7 +66,7 @@ def goes_on(there: Path) -> None:
     services = cast(ActorServices, SimpleNamespace(weights=SimpleNamespace(chosen=None)))
     silent = cast(Any, lambda *_, **__: None)
     monitor = RankMonitor(config.audit, config.regenerate.precision, silent, silent)
-    with in_time(), contextlib.suppress(OSError):  # which the driver says in a line, exit code 3
+    with in_time(), contextlib.suppress(OSError):  # the driver reports it in one line, exit code 3
         position = Position()
         Checkpoints(rundir, services, monitor, position).rewind()
         prompts = read_prompts(config.prompts.test)[: config.evaluate.prompts]
@@ -79,22 +83,22 @@ def _toml(run_root: str) -> str:
     return to_toml(tree | {"run_root": run_root, "name": "small", "iterations": 2})
 
 
-def _another(there: Path) -> Path:
-    """The run with another seed, so that there are two to compare."""
-    if not there.exists():
-        copied(example_run(), there)
-        kept = json.loads((there / "config.json").read_text())
-        kept["config"]["seed"] += 1
-        (there / "config.json").write_text(json.dumps(kept))
-    return there
+def _another(path: Path) -> Path:
+    """Create the run with another seed, so that there are two runs to compare."""
+    if not path.exists():
+        copied(example_run(), path)
+        saved = json.loads((path / "config.json").read_text())
+        saved["config"]["seed"] += 1
+        (path / "config.json").write_text(json.dumps(saved))
+    return path
 
 
 def targets() -> dict[str, Target]:
-    """A target per command."""
-    given = changes(example_run())
+    """Return one target per command."""
+    damage = changes(example_run())
     return {
         f"run, {command}": Target(
-            st.tuples(st.just(command), given), run_directory, cost=3 if command != "report" else 6
+            st.tuples(st.just(command), damage), run_directory, cost=3 if command != "report" else 6
         )
         for command in COMMANDS
     }

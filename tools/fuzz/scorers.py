@@ -1,4 +1,4 @@
-"""The files that learned scorers load, one of them made wrong: finite scores, or one line."""
+"""Target for the files that learned scorers load, one of them damaged."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ TOLD: list[dict[str, Any]] = [
     {"tag": "single_object", "include": [{"class": "person", "count": 1}]},
 ]
 CHECKED = ("hpsv3",)
-"""Scorers whose package is not installed here: their files are looked for, and not loaded."""
+"""Scorers whose package is not installed here: their files are checked but not loaded."""
 CASES = ("clipscore", "hpsv2", "pickscore", "imagereward", "geneval", "geneval, clip", "hpsv3")
 
 
 @functools.cache
 def directories() -> dict[str, tuple[Path, dict[str, Any]]]:
-    """(small files, other settings) of every case; the files vanish with the process."""
+    """Return (directory of small files, other settings) of every case.
+
+    The directories are temporary and removed when the process ends.
+    """
     import torch
     from safetensors.torch import save_file
     from transformers import CLIPConfig, CLIPModel
@@ -44,7 +47,7 @@ def directories() -> dict[str, tuple[Path, dict[str, Any]]]:
     from tests.rewards.conftest import released_names
     from tests.rewards.detectors import make_detector
 
-    root = Path(_kept().name)
+    root = Path(_temporary_folder().name)
     clip = SHAPES_DIRECTORY.parent / "clip"
     tables, blip = (
         peers.transformers_config(parity.TINY),
@@ -76,20 +79,20 @@ def directories() -> dict[str, tuple[Path, dict[str, Any]]]:
 
 
 @functools.cache
-def _kept() -> tempfile.TemporaryDirectory[str]:
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="sol-rl-fuzz-")
 
 
-def scorer_files(folder: Path, given: tuple[str, Change]) -> None:
-    """Settings are checked, bytes counted, the scorer is built and asked, as a run does it."""
-    case, change = given
+def scorer_files(folder: Path, example: tuple[str, Change]) -> None:
+    """Check the settings, count the bytes, build the scorer and score images, as a run does."""
+    case, change = example
     name = case.partition(",")[0]
     source, settings = directories()[case]
-    there = linked(source, folder / "scorer")
-    change.make(there)
+    copy = linked(source, folder / "scorer")
+    change.make(copy)
     scorer = Scorer(
         name=name,
-        settings={key: str(there) if value == "." else value for key, value in settings.items()},
+        settings={key: str(copy) if value == "." else value for key, value in settings.items()},
     )
     locked = nobody() if change.how == "locked" else contextlib.nullcontext()
     with refused(ScorerSetupError), locked:
@@ -99,9 +102,12 @@ def scorer_files(folder: Path, given: tuple[str, Change]) -> None:
             asked(WeightedScorer.from_config(Rewards(scorers=(scorer,)), device="cpu"))
 
 
-def asked(made: WeightedScorer) -> None:
-    """Every image has a finite score, or a line says why it has none; not all of them are zero."""
-    attempt = made.attempt(IMAGES, PROMPTS, TOLD)
+def asked(scorer: WeightedScorer) -> None:
+    """Score ``IMAGES``: every score must be finite or come with a one-line explanation.
+
+    Raises Wrong otherwise, or if all images have the same score (GenEval excepted).
+    """
+    attempt = scorer.attempt(IMAGES, PROMPTS, TOLD)
     (scores,) = attempt.scores.values()
     if not np.isfinite(scores).all() and not attempt.failures:
         raise Wrong(f"{scores}, and nobody says why")
@@ -110,13 +116,13 @@ def asked(made: WeightedScorer) -> None:
     if (
         not attempt.failures
         and len(set(scores.tolist())) == 1
-        and made.scorers.keys() != {"geneval"}
+        and scorer.scorers.keys() != {"geneval"}
     ):
         raise Wrong(f"all images have the score {scores[0]}")
 
 
 def targets() -> dict[str, Target]:
-    """The files of scorers."""
+    """Return the target for the files of scorers."""
     cases = st.sampled_from(CASES).flatmap(
         lambda case: st.tuples(st.just(case), changes(directories()[case][0]))
     )

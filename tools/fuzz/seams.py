@@ -1,7 +1,7 @@
-"""Where commands would start processes or a long measurement: the fuzzer stops them there.
+"""Patches at the points where commands would start processes or a long measurement.
 
-Everything before is the command's own. ``tests/test_fuzz.py`` compares refusals with those of real
-processes; that what is accepted does start, the tests of whole runs show.
+Everything before these points is the command's own code. ``tests/test_fuzz.py`` compares refusals
+with those of real processes; the tests of whole runs show that accepted commands do start.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STARTS = (
     "analysis.tune.command:measure",
     "ray:init",
 )
-"""Functions behind which something is started, joined, or computed for minutes."""
+"""Functions that start or join something, or compute for minutes."""
 SHORT = (
     ("cluster.jobs.dashboard:ANSWER_S", (1.0, 1.0)),
     ("cluster.jobs.live_runs:LISTENER_S", 1.0),
@@ -29,34 +29,34 @@ SHORT = (
     ("cluster.jobs.job_log:SILENCE_S", 1.0),
     ("cluster.jobs.job_log:GIVE_UP_S", 1.0),
 )
-"""How long commands wait for a server: here a second each, in a run as those modules say."""
+"""Time constants of modules that wait for a server, and shorter values for fuzzing."""
 
 
 class Reached(Exception):
-    """The command took its input, and would start something now."""
+    """Raised at the point where a command accepted its input and would start something."""
 
 
 @contextlib.contextmanager
 def seams() -> Iterator[None]:
-    """Within the block nothing is started: what would be raises ``Reached``."""
+    """Within the block, raise ``Reached`` instead of starting anything."""
 
     def stop(*_: object, **__: object) -> None:
         raise Reached
 
     with contextlib.ExitStack() as stack:
-        for name, instead in [*((name, stop) for name in STARTS), *SHORT]:
+        for name, replacement in [*((name, stop) for name in STARTS), *SHORT]:
             module, _, path = name.partition(":")
             owner = importlib.import_module(module)
             *outer, last = path.split(".")
             for part in outer:
                 owner = getattr(owner, part)
-            stack.enter_context(mock.patch.object(owner, last, instead))
+            stack.enter_context(mock.patch.object(owner, last, replacement))
         stack.enter_context(mock.patch("cluster.jobs.submit.stage_tree", _bare_tree))
-        # a connection that tests of this process have is none that a command made
+        # Ray may be connected by tests in this process, but never by the command
         stack.enter_context(mock.patch("ray.is_initialized", lambda: False))
         yield
 
 
 def _bare_tree(into: Path) -> None:
-    """In place of a copy of the sources, which would take longer than all else."""
+    """Replace the copy of the sources, which would take longer than everything else."""
     into.mkdir()

@@ -1,4 +1,4 @@
-"""Addresses where something listens that is no cluster: it is silent, closes, talks nonsense."""
+"""Targets for addresses with a server that is no cluster: silent, closing or sending nonsense."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ USUAL: dict[str, Any] = {"version": "4", "ray_version": "2.0", "ray_commit": "x"
 
 @contextlib.contextmanager
 def listening(answers: bytes | None) -> Iterator[int]:
-    """A port where connections are accepted, and answered by ``answers``, or by silence."""
-    kept: list[socket.socket] = []
+    """Yield a port that accepts connections and sends ``answers``, or nothing if it is None."""
+    connections: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
             with contextlib.suppress(OSError):
                 while True:
-                    one, _ = server.accept()
-                    kept.append(one)
+                    connection, _ = server.accept()
+                    connections.append(connection)
                     if answers is not None:
                         with contextlib.suppress(OSError):
-                            one.sendall(answers)
-                            one.close()
+                            connection.sendall(answers)
+                            connection.close()
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
@@ -63,21 +63,24 @@ def listening(answers: bytes | None) -> Iterator[int]:
         finally:
             server.shutdown(socket.SHUT_RDWR)
             thread.join()
-            for one in kept:
-                one.close()
+            for connection in connections:
+                connection.close()
 
 
 @contextlib.contextmanager
 def answering(status: int, body: bytes, honest: bool) -> Iterator[int]:
-    """A port of an HTTP server with one answer; ``honest``: it gives its version as Ray does."""
+    """Yield the port of an HTTP server that always gives the same answer.
+
+    If ``honest``, it answers requests for its version as Ray does.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def reply(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            told = honest and self.path == "/api/version"
-            self.send_response(200 if told else status)
+            is_version = honest and self.path == "/api/version"
+            self.send_response(200 if is_version else status)
             self.end_headers()
-            self.wfile.write(json.dumps(USUAL).encode() if told else body)
+            self.wfile.write(json.dumps(USUAL).encode() if is_version else body)
 
         do_GET = do_POST = do_PUT = do_DELETE = reply
 
@@ -94,23 +97,23 @@ def answering(status: int, body: bytes, honest: bool) -> Iterator[int]:
             thread.join()
 
 
-def dashboard(folder: Path, given: tuple[list[str], int | None, bytes | None, bool]) -> None:
-    """A command with the URL of such a server."""
-    command, status, body, honest = given
-    at = listening(body) if status is None else answering(status, body or b"", honest)
-    with at as port:
+def dashboard(folder: Path, example: tuple[list[str], int | None, bytes | None, bool]) -> None:
+    """Run a command with the URL of such a server; it must not accept it as a cluster."""
+    command, status, body, honest = example
+    server = listening(body) if status is None else answering(status, body or b"", honest)
+    with server as port:
         code, _ = outcome(*command, "--address", f"http://127.0.0.1:{port}", codes=(2, 3, 4))
     if code is None:
-        raise Wrong(f"{command} took {given} for a cluster")
+        raise Wrong(f"{command} took {example} for a cluster")
 
 
-def head(folder: Path, given: tuple[list[str], bytes | None]) -> None:
-    """A command with host:port of such a server: refused, Ray is not asked."""
-    command, answers = given
+def head(folder: Path, example: tuple[list[str], bytes | None]) -> None:
+    """Run a command with host:port of such a server; it must refuse it before calling Ray."""
+    command, answers = example
     with listening(answers) as port:
-        at = f"127.0.0.1:{port}"
+        address = f"127.0.0.1:{port}"
         train = command[0] == "train"
-        with mock.patch.dict("os.environ", {"RAY_ADDRESS": at} if train else {}):
+        with mock.patch.dict("os.environ", {"RAY_ADDRESS": address} if train else {}):
             if train:
                 from cluster.driver import train as module
                 from cluster.driver.connect import join_or_start_ray
@@ -118,20 +121,20 @@ def head(folder: Path, given: tuple[list[str], bytes | None]) -> None:
                 with mock.patch.object(module, "join_or_start_ray", join_or_start_ray):
                     outcome(*command, codes=(2,))
                 return
-            code, _ = outcome(*command, "--address", at, codes=(2,))
+            code, _ = outcome(*command, "--address", address, codes=(2,))
     if code is None:
-        raise Wrong(f"{command} took {given} for a cluster's head")
+        raise Wrong(f"{command} took {example} for a cluster's head")
 
 
 def targets() -> dict[str, Target]:
-    """Dashboards and heads that are none."""
+    """Return the targets for servers that are neither a dashboard nor a cluster's head."""
     rows = st.sampled_from([[JOB], [ENDED], JOB, ENDED]).map(lambda v: json.dumps(v).encode())
     body = rows | json_values.map(lambda v: json.dumps(v).encode()) | st.binary(max_size=40)
     http = st.tuples(
         st.sampled_from(BY_URL), st.sampled_from([200, 200, 404, 500]), body, st.booleans()
     )
-    # what begins as servers of HTTP/2 do is left to Ray
-    silent = st.none() | st.binary(max_size=40).filter(lambda said: said[3:4] != b"\4")
+    # answers that begin like an HTTP/2 server's are left to Ray
+    silent = st.none() | st.binary(max_size=40).filter(lambda reply: reply[3:4] != b"\4")
     raw = st.tuples(st.sampled_from(BY_URL), st.none(), silent, st.just(False))
     return {
         "dashboards": Target(http | http | raw, dashboard, cost=30),

@@ -1,4 +1,4 @@
-"""What a target is: inputs of one kind, and what must hold for each of them."""
+"""Definition of a fuzz target: inputs of one kind, and the check that must hold for each."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ RUNS = Path(__file__).parents[2] / "tests" / "data" / "runs"
 
 @dataclass(frozen=True)
 class Target:
-    """Inputs of one kind, and what must hold for each, in a folder of its own."""
+    """Inputs of one kind, and the check that must hold for each, in a folder of its own."""
 
     inputs: st.SearchStrategy[Any]
     holds: Callable[[Path, Any], None]
-    cost: int = 1  # how many times slower than the quickest: so many fewer inputs
+    cost: int = 1  # divides the number of inputs: how much slower it is than the fastest target
 
 
 def copied(source: Path, target: Path) -> Path:
-    """A fresh copy, in place of the one of the input before."""
+    """Replace ``target`` by a fresh copy of ``source``."""
     shutil.rmtree(target, ignore_errors=True)
     return Path(shutil.copytree(source, target))
 
 
 def example_run() -> Path:
-    """The newest run directory kept for tests."""
+    """Return the newest run directory that is kept for tests."""
     return sorted(RUNS.glob("*/*"))[-1]

@@ -1,6 +1,7 @@
-"""All targets: each hands one made-up input to the code that reads it, and says what must hold.
+"""Registry of fuzz targets.
 
-Inputs come from hypothesis, which also makes a failing one small.
+Each target passes one generated input to the code that reads it, and checks the result. Inputs come
+from hypothesis, which also shrinks a failing input.
 """
 
 from __future__ import annotations
@@ -12,5 +13,5 @@ KINDS = (configurations, commands, servers, files, runs, answers, scorers)
 
 
 def targets() -> dict[str, Target]:
-    """All targets by name."""
+    """Return all targets by name."""
     return {name: target for kind in KINDS for name, target in kind.targets().items()}

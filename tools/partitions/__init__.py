@@ -1,6 +1,7 @@
-"""``make partitions``: runs on machines that are really apart, while their network fails.
+"""``make partitions``: training runs on isolated nodes while the network between them fails.
 
-Nodes of a Ray cluster live in network namespaces of this machine, joined by a wire that delays,
-loses and cuts (``tests.cluster.network``). Each scenario is a tiny run, compared bit by bit with an
-undisturbed one. Exit code 1 when one ended otherwise. Needs root on Linux.
+The nodes of a Ray cluster run in network namespaces of this machine, connected by a link that can
+add delay, drop packets or be cut (``tests.cluster.network``). Each scenario is a tiny run whose
+results are compared bit by bit with an undisturbed run. The exit code is 1 if any run ended
+differently. Needs root on Linux.
 """

@@ -1,4 +1,4 @@
-"""``python -m tools.partitions``: see the package."""
+"""Command line of ``make partitions``: run the scenarios and print a table of results."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from tools.partitions.scenarios import SCENARIOS, SHARED, Scenario
 
 
 def _injector(lab: Lab, scenario: Scenario | None) -> Any:
-    """Injects no fault of its own, but does what ``scenario`` does to the network at its moment."""
-    # not above: what it imports reads an environment that the lab has yet to set
+    """Return an injector that injects no fault but runs the network actions of ``scenario``."""
+    # not at the top: its imports read environment variables that the lab sets first
     from tests.cluster.faults import FaultInjector
 
     class Cutter(FaultInjector):
+        """Start the scenario's actions at its moment, each after its delay, off the event loop."""
+
         done_at: float | None = None
 
         def _happened(self, moment: str) -> None:
@@ -39,7 +41,11 @@ def _injector(lab: Lab, scenario: Scenario | None) -> Any:
 
 
 def measure(lab: Lab, key: str, undisturbed: dict[str, Any]) -> dict[str, Any]:
-    """A row: what a scenario's run came to, and when."""
+    """Run a scenario and return a row with its result.
+
+    ``same`` is True if the run ended like the undisturbed one; ``noticed`` and ``replaced`` are
+    seconds from the network fault to the first such event of the affected service.
+    """
     scenario = SCENARIOS[key]
     if scenario.at is None:
         for _, act in scenario.acts:
@@ -47,18 +53,18 @@ def measure(lab: Lab, key: str, undisturbed: dict[str, Any]) -> dict[str, Any]:
     began, injector = time.monotonic(), _injector(lab, scenario)
     row: dict[str, Any] = {"key": key, "scenario": scenario.name, "noticed": None, "replaced": None}
     try:
-        found = lab.run(key, injector, **scenario.changes)
+        result = lab.run(key, injector, **scenario.changes)
     except Exception as error:
         row |= {"same": False, "why": f"{type(error).__name__}: {error}"}
         return row | {"seconds": round(time.monotonic() - began, 1)}
-    row |= {"same": found == undisturbed, "seconds": round(time.monotonic() - began, 1)}
+    row |= {"same": result == undisturbed, "seconds": round(time.monotonic() - began, 1)}
     if injector.done_at is not None:
         events = RunDirectory(lab.folder / "runs" / key).events()
         for name, event in (("noticed", "actor_died"), ("replaced", "actor_replaced")):
             times = [
-                each["time"] - injector.done_at
-                for each in events
-                if each["event"] == event and each["kind"] == scenario.hit
+                record["time"] - injector.done_at
+                for record in events
+                if record["event"] == event and record["kind"] == scenario.hit
             ]
             row[name] = round(min(times), 1) if times else None
     elif scenario.at is not None:
@@ -67,27 +73,27 @@ def measure(lab: Lab, key: str, undisturbed: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown."""
+    """Format the rows as a Markdown table."""
     lines = [
         "| network | noticed | replaced | whole run | same bits |",
         "| --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         times = [row["noticed"], row["replaced"]]
-        said = " | ".join("" if seconds is None else f"{seconds:.1f} s" for seconds in times)
+        cells = " | ".join("" if seconds is None else f"{seconds:.1f} s" for seconds in times)
         same = "yes" if row["same"] else f"NO {row.get('why', '')}"
-        lines.append(f"| {row['scenario']} | {said} | {row['seconds']:.0f} s | {same} |")
+        lines.append(f"| {row['scenario']} | {cells} | {row['seconds']:.0f} s | {same} |")
     return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 when every run ended as the undisturbed one."""
+    """Run the scenarios; return 0 if every run ended like the undisturbed one."""
     parser = argparse.ArgumentParser(prog="python -m tools.partitions")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--out", metavar="FILE", help="a row of JSON per scenario")
     options = parser.parse_args(arguments)
-    if why := missing():
-        print(f"not tried: {why}")
+    if reason := missing():
+        print(f"not tried: {reason}")
         return 0
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
@@ -96,15 +102,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         undisturbed: dict[str, Any] = {}
         for key in options.only:
             changes = SCENARIOS[key].changes
-            suffix = next((name for name, each in SHARED.items() if each is changes), "")
+            suffix = next((name for name, changed in SHARED.items() if changed is changes), "")
             settings = SHARED.get(suffix, {})
-            quiet = f"undisturbed{suffix}"
-            if quiet not in undisturbed:
+            baseline = f"undisturbed{suffix}"
+            if baseline not in undisturbed:
                 began = time.monotonic()
-                undisturbed[quiet] = lab.run(quiet, _injector(lab, None), **settings)
-                print(f"{quiet}: {time.monotonic() - began:.0f} s", flush=True)
+                undisturbed[baseline] = lab.run(baseline, _injector(lab, None), **settings)
+                print(f"{baseline}: {time.monotonic() - began:.0f} s", flush=True)
                 lab.whole()
-            rows.append(measure(lab, key, undisturbed[quiet]))
+            rows.append(measure(lab, key, undisturbed[baseline]))
             print("\n".join(table(rows[-1:])[2:]), flush=True)
             lab.whole()
     print("\n".join(table(rows)))

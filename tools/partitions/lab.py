@@ -1,4 +1,4 @@
-"""A Ray cluster in network namespaces of this machine: nodes are cut off, and switched off."""
+"""Ray cluster in network namespaces of this machine, whose nodes can be cut off or switched off."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 HEAD, LEARNERS, EXPLORERS = "head", ("learner", "second"), ("one", "two")
 CPUS = {HEAD: 8, "learner": 1, "second": 1, "one": 4, "two": 4}
 HEALTH = {"period_ms": "500", "timeout_ms": "1000", "failure_threshold": "3"}
-"""As docs/cluster.md advises."""
+"""Ray's health check settings, as docs/cluster.md recommends."""
 DEADLINE_S = 15.0
 START_S = 240.0
 
 
 class Lab:
-    """A Ray cluster in namespaces; this process is its driver, in the head's."""
+    """Ray cluster in namespaces; this process is the driver and joins the head's namespace."""
 
     def __init__(self, folder: Path):
         self.folder, self.network = folder, Network(HEAD, *LEARNERS, *EXPLORERS)
@@ -46,10 +46,10 @@ class Lab:
             **{f"RAY_health_check_{name}": value for name, value in HEALTH.items()},
         )
         self._stack, self._off, self._over = ExitStack(), set[str](), threading.Event()
-        self._templates: dict[str, int] = {}  # processes
+        self._templates: dict[str, int] = {}  # machine -> process id of its fork template
 
     def __enter__(self) -> Lab:
-        """Start everything, and join it."""
+        """Start all nodes and connect this process to the cluster."""
         try:
             self._start()
         except BaseException:
@@ -85,14 +85,14 @@ class Lab:
 
     def _start_templates(self) -> None:
         names = self.network.names
-        places = [f"{self.network.namespace(it)}={self.rays.ray_folder(it)}" for it in names]
+        places = [f"{self.network.namespace(name)}={self.rays.ray_folder(name)}" for name in names]
         command = [sys.executable, "-m", "tests.cluster.templates"]
         command += [self.config("template").model_dump_json(), *places]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        made = subprocess.Popen(command, env=environment, stdin=PIPE, stdout=PIPE)
-        assert made.stdin is not None and made.stdout is not None
-        self._stack.callback(made.stdin.close)  # then they end
-        self._templates = dict(zip(names, map(int, made.stdout.readline().split()), strict=True))
+        process = subprocess.Popen(command, env=environment, stdin=PIPE, stdout=PIPE)
+        assert process.stdin is not None and process.stdout is not None
+        self._stack.callback(process.stdin.close)  # the template processes end at end of input
+        self._templates = dict(zip(names, map(int, process.stdout.readline().split()), strict=True))
 
     def _join(self) -> None:
         import ray
@@ -108,7 +108,7 @@ class Lab:
                 time.sleep(1)
 
     def on(self, name: str) -> None:
-        """Switch a machine on."""
+        """Start the Ray node of a machine."""
         from cluster.runtime.launcher import SOCKET
 
         self._off.discard(name)
@@ -118,21 +118,21 @@ class Lab:
         self.rays.start(name, f"--num-cpus={CPUS[name]}", labels, **template)
 
     def off(self, name: str) -> None:
-        """Switch it off."""
+        """Power off a machine: cut its network and kill its processes, except the template."""
         self._off.add(name)
         self.network.between([name], self.network.names, cut=True)
         self.rays.kill(name, all_but=self._templates[name])
         self.network.everywhere()
 
     def _keep(self) -> None:
-        """What a machine's own supervisor does: Ray is started again where it has ended."""
+        """Restart Ray on nodes where it has ended, as a machine's own process supervisor would."""
         while not self._over.wait(1.0):
             for name in self.network.names:
                 if name not in self._off and self.rays.ended(name):
                     self.on(name)
 
     def whole(self) -> None:
-        """All nodes are there, without a process of an earlier run on them."""
+        """Heal the network, end processes of earlier runs and wait until all nodes are free."""
         import ray
 
         from tests.cluster.hosts import end_idle
@@ -147,7 +147,7 @@ class Lab:
             time.sleep(0.5)
 
     def config(self, name: str, wide: bool = False, **changes: Any) -> Any:
-        """The tiny run, its services on their machines."""
+        """Return the configuration of the tiny run with each service pinned to its machines."""
         from tests.cluster.faults import SERVICES
         from tests.cluster.runs import tiny_config
 
@@ -165,12 +165,12 @@ class Lab:
         return tiny_config(model, self.folder, name, **(services | changes))
 
     def run(self, name: str, injector: FaultInjector, **changes: Any) -> Any:
-        """Digests of what came out of a run, to which ``injector`` may do something."""
+        """Run the configuration ``name`` with ``injector`` and return digests of its results."""
         from cluster.runtime import launcher
         from tests.cluster.outcomes import outcome
         from tests.cluster.runs import run_here
 
-        # in Python's place; which template forks, each node's environment says
+        # the launcher replaces the interpreter; each node's environment names the template to fork
         command = shlex.join([sys.executable, "-IS", os.path.abspath(launcher.__file__)])
         forked = {"py_executable": command}
         with mock.patch("cluster.runtime.template.runtime_env", lambda config, kind: forked):

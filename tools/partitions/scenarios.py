@@ -1,4 +1,4 @@
-"""What happens to the network while a run goes on: one row each."""
+"""Scenarios: a training run each, and the network faults that occur during it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from tools.partitions.lab import EXPLORERS, HEAD, LEARNERS, Lab
 CUT_S = 30.0
 PINNED = {"services__rollout__actors": 1, "services__rollout__labels": {"host": "one"}}
 WIDE = {"wide": True}
-"""A model whose weights are objects of their own: Ray sends what has less than 100 kB along with
-messages, by way of the driver, past the line that is cut.
+"""Use a model whose weights are separate objects in the object store.
+
+Ray sends objects of less than 100 kB inline with messages, through the driver, and so not over the
+link that is cut.
 """
 GROUP = {"services__learner__replicas": 2, "services__learner__strategy": "spread"}
 
 SHARED = {"-group": GROUP, "-wide": WIDE}
-"""Settings that change results, so that there is an undisturbed run with each."""
+"""Settings that change results; each needs an undisturbed run of its own to compare with."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run and what happens to its network. ``at``: (iteration, moment) of ``acts``, which are
-    done so many seconds after it; None: before the run starts.
+    """A run and the faults in its network.
+
+    ``at`` is the (iteration, moment) that triggers ``acts``, each after its delay in seconds; None
+    applies them before the run starts.
     """
 
     name: str
@@ -34,10 +38,12 @@ class Scenario:
 
 
 def everywhere(**rule: float) -> tuple[float, Callable[[Lab], None]]:
+    """Return an action that applies ``rule`` to all links at once."""
     return 0.0, lambda lab: lab.network.everywhere(**rule)
 
 
 def cut(ones: Sequence[str], others: Sequence[str]) -> tuple[float, Callable[[Lab], None]]:
+    """Return an action that cuts all links between two groups of nodes."""
     return 0.0, lambda lab: lab.network.between(ones, others, cut=True)
 
 

@@ -1,4 +1,4 @@
-"""``make rehearsal``: writes the pipelines, runs them, prints the tables."""
+"""Command line of ``make rehearsal``: write the pipelines, run them and print the tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ GB = 1e9
 
 
 def rehearse(name: str, root: Path, pixels: int) -> list[str]:
-    """Run it, print the table; lines about what the plan has wrong. Raises RunFailed."""
+    """Run one model, print its table and return one line per deviation from the plan.
+
+    Raises RunFailed if the run fails.
+    """
     from cluster.driver.train import train
 
     start = time.monotonic()
@@ -54,66 +57,68 @@ def rehearse(name: str, root: Path, pixels: int) -> list[str]:
     )
     watch = Watch(config)
     watch.start()
-    # the run takes this Ray, whose object store has the size that the plan says
-    there = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    # make the run use this Ray instance, whose object store has the planned size
+    environment = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     try:
-        with mock.patch.dict(os.environ, there), mock.patch.object(ray, "init"):
+        with mock.patch.dict(os.environ, environment), mock.patch.object(ray, "init"):
             train(config, resume=False)
     finally:
         watch.ended.set()
     watch.found.seconds = time.monotonic() - start
     if watch.trouble:
         print(f"trouble: {watch.trouble}", file=sys.stderr)
-    found, off = table(plan, watch.found)
-    print("\n".join(lines([found], off)), flush=True)
+    comparison, deviations = table(plan, watch.found)
+    print("\n".join(lines([comparison], deviations)), flush=True)
     numbers = {"measured": asdict(watch.found), "memory": plan.memory, "store": plan.store}
     (root / f"{name}.json").write_text(json.dumps(numbers, indent=1))
-    return off
+    return deviations
 
 
 def table(plan: Plan, found: Measured) -> tuple[Table, list[str]]:
-    """(measured against planned, lines about what is more than the tolerance away)."""
-    rows, off = [], []
+    """Return (table of measured and planned sizes, one line per size outside the tolerance)."""
+    rows, deviations = [], []
 
-    def row(what: str, measured: int, planned: int, process: str = "") -> None:
+    def row(part: str, measured: int, planned: int, process: str = "") -> None:
         share = measured / planned if planned else float("nan")
         if not abs(share - 1) <= TOLERANCE:
-            off.append(f"{what}: {share:.3f} of the plan")
+            deviations.append(f"{part}: {share:.3f} of the plan")
         numbers = (f"{measured / GB:.3f}", f"{planned / GB:.3f}", f"{share:.3f}", process)
-        rows.append((what, *numbers))
+        rows.append((part, *numbers))
 
     for kind, parts in plan.memory.items():
         if kind in found.tensors:
-            own = max(0, found.process.get(kind, 0) - found.libraries) / GB
-            kept = {what: size or 0 for what, size in parts.items() if "passes" not in what}
-            passes = sum(size or 0 for what, size in parts.items() if "passes" in what) / GB
-            beside = f"{own:.3f}, planned with passes {sum(kept.values()) / GB + passes:.3f}"
-            row(kind, found.tensors[kind], sum(kept.values()), beside)
+            process_gb = max(0, found.process.get(kind, 0) - found.libraries) / GB
+            kept = {part: size or 0 for part, size in parts.items() if "passes" not in part}
+            passes = sum(size or 0 for part, size in parts.items() if "passes" in part) / GB
+            process_text = (
+                f"{process_gb:.3f}, planned with passes {sum(kept.values()) / GB + passes:.3f}"
+            )
+            row(kind, found.tensors[kind], sum(kept.values()), process_text)
     row("broadcast", found.broadcast, plan.broadcast)
     row("object store, at most", found.store, sum(plan.store.values()))
     heads = ("", "measured, GB", "planned, GB", "measured / planned", "process, GB")
-    took = f"in {found.seconds / 60:.1f} minutes, at most {found.at_once / GB:.1f} GB at once"
-    title = f"Measured and planned, {took}"
-    return Table(heads, rows, words=(0, 4), title=title), off
+    totals = f"in {found.seconds / 60:.1f} minutes, at most {found.at_once / GB:.1f} GB at once"
+    title = f"Measured and planned, {totals}"
+    return Table(heads, rows, words=(0, 4), title=title), deviations
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 when everything is within the tolerance, 1 when not, 3 when the run failed."""
+    """Rehearse the models; return 0 if all sizes are within tolerance, 1 if not, 3 on failure."""
     parser = argparse.ArgumentParser(prog="python -m tools.rehearsal", description=about)
     parser.add_argument("models", nargs="*", choices=[*MODELS, []], metavar="MODEL")
     parser.add_argument("--dir", default="runs/rehearsal", help="models and runs, kept")
     parser.add_argument("--pixels", type=int, default=256)
     options = parser.parse_args(arguments)
-    off: list[str] = []
+    deviations: list[str] = []
     root = Path(options.dir).absolute()
     root.mkdir(parents=True, exist_ok=True)
     for name in options.models or MODELS:
         try:
-            off += rehearse(name, root, options.pixels)
+            deviations += rehearse(name, root, options.pixels)
         except RunFailed as failure:
             print(failure, file=sys.stderr)
             return 3
-    return 1 if off else 0
+    return 1 if deviations else 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Arms of the real SANA 1.6B with random weights through the whole ring on this machine's GPUs.
+"""Run arms of the real SANA 1.6B with random weights through all services on this machine's GPUs.
 
-    python -m tools.rehearsal.gpu --dir DIR          # one GPU of 80 GB, about five minutes an arm
+    python -m tools.rehearsal.gpu --dir DIR          # one GPU of 80 GB, about five minutes per arm
 
-The preset's sizes, steps and layout, few prompts; HPSv2 of its published size, random too. Seconds
-are of the last iteration: the first ones compile.
+Uses the preset's sizes, steps and layout with few prompts, and HPSv2 of its published size, also
+with random weights. Reported seconds are those of the last iteration, because earlier ones include
+compilation.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ WORKS = ("explore", "regenerate", "score", "update", "export", "load")
 
 
 def write_scorer(directory: Path) -> None:
-    """HPSv2's weights, random."""
+    """Write a checkpoint of HPSv2's architecture (ViT-H-14) with random weights."""
     import open_clip
     from safetensors.torch import save_file
 
-    described: Tree = dict(open_clip.get_model_config("ViT-H-14") or {})
-    model = open_clip.CLIP(**described)
+    architecture: Tree = dict(open_clip.get_model_config("ViT-H-14") or {})
+    model = open_clip.CLIP(**architecture)
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     save_file(state, directory / SCORER)
 
 
 def settings(root: Path, arm: str, prompts: int, iterations: int) -> str:
-    """The preset with files of its own, as TOML."""
+    """Return the preset as TOML, with the paths of the files written here."""
     return f"""
 layers = ["models/sana", "recipes/full_size"]
 name = "rehearsal-{arm}"
@@ -63,7 +64,7 @@ dtype = "fp32"
 
 
 def rehearse(root: Path, arm: str, prompts: int, iterations: int) -> int:
-    """The exit code of the run."""
+    """Train one arm in a subprocess and return its exit code."""
     shutil.rmtree(root / "runs" / f"rehearsal-{arm}", ignore_errors=True)
     config = root / f"{arm}.toml"
     config.write_text(settings(root, arm, prompts, iterations))
@@ -72,29 +73,34 @@ def rehearse(root: Path, arm: str, prompts: int, iterations: int) -> int:
 
 
 def seconds_of(run: Path) -> dict[str, float]:
-    """Medians of the calls of the last iteration by what they did, and the iteration itself."""
+    """Return the median seconds of the last iteration's calls per kind of work.
+
+    The key "iteration" is the duration of the whole iteration.
+    """
     iterations = [row for row in RunDirectory(run).metrics() if row["kind"] == "iteration"]
-    begun = [row["ended"] for row in rows_of(run / "timeline.jsonl") if row["work"] == "update"]
-    since = begun[-2] if len(begun) > 1 else 0.0
+    update_ends = [
+        row["ended"] for row in rows_of(run / "timeline.jsonl") if row["work"] == "update"
+    ]
+    since = update_ends[-2] if len(update_ends) > 1 else 0.0
     calls: dict[str, list[float]] = {}
     for row in rows_of(run / "timeline.jsonl"):
         if row["started"] >= since and row["outcome"] == "done":
             calls.setdefault(row["work"], []).append(row["ended"] - row["started"])
-    found = {work: statistics.median(calls[work]) for work in WORKS if work in calls}
-    return {**found, "iteration": float(iterations[-1]["time/iteration_s"])}
+    medians = {work: statistics.median(calls[work]) for work in WORKS if work in calls}
+    return {**medians, "iteration": float(iterations[-1]["time/iteration_s"])}
 
 
 def table(found: dict[str, dict[str, float]]) -> Table:
-    """Seconds by arm, a row per kind of call."""
+    """Return a table of seconds, with one row per kind of call and one column per arm."""
     rows = [
-        (work, *(f"{each[work]:.2f}" if work in each else "" for each in found.values()))
+        (work, *(f"{seconds[work]:.2f}" if work in seconds else "" for seconds in found.values()))
         for work in (*WORKS, "iteration")
     ]
     return Table(("seconds, median", *found), rows, words=(0,), title="The last iteration")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; or the exit code of the first run that fails."""
+    """Run the arms and print the table; return the exit code of the first run that fails, or 0."""
     parser = argparse.ArgumentParser(prog="python -m tools.rehearsal.gpu", description=__doc__)
     parser.add_argument("arms", nargs="*", default=list(ARMS), metavar="ARM")
     parser.add_argument("--dir", default="runs/rehearsal", help="models and runs, kept")
@@ -107,12 +113,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not (root / name).exists():
             (root / name).mkdir(parents=True)
             write(root / name)
-    found: dict[str, dict[str, float]] = {}
+    seconds: dict[str, dict[str, float]] = {}
     for arm in options.arms:
         if code := rehearse(root, arm, options.prompts, options.iterations):
             return code
-        found[arm] = seconds_of(root / "runs" / f"rehearsal-{arm}")
-    print("\n".join(lines([table(found)], [])))
+        seconds[arm] = seconds_of(root / "runs" / f"rehearsal-{arm}")
+    print("\n".join(lines([table(seconds)], [])))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What is looked at while it runs: bytes in actors, in their processes, and in the object store."""
+"""Memory measurement during a run: bytes in actors, in their processes and in the object store."""
 
 from __future__ import annotations
 
@@ -18,24 +18,30 @@ from configs.section import Tree
 from records.rundir import RunDirectory
 
 EVERY_S, EVERYTHING_EVERY_S = 0.1, 1.0
-"""The store holds two versions of the weights for less than a second, while the actors load one."""
+"""Seconds between measurements of single processes and of the total.
+
+The store holds two versions of the weights for less than a second, while the actors load one.
+"""
 
 
 def held(actor: Any) -> int:
-    """Bytes of all tensors in an actor's process, and of the shards that a learner keeps."""
+    """Return the bytes of all tensors in the actor's process.
+
+    The shards that a learner keeps are included.
+    """
     import torch
 
     sizes: dict[int, int] = {}
-    for each in gc.get_objects():
-        if type(each) is torch.Tensor or type(each) is torch.nn.Parameter:
-            storage = each.untyped_storage()
+    for item in gc.get_objects():
+        if type(item) is torch.Tensor or type(item) is torch.nn.Parameter:
+            storage = item.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
     shards: list[Any] = getattr(actor, "_shards", [])
-    return sum(sizes.values()) + sum(each.nbytes for each in shards)
+    return sum(sizes.values()) + sum(item.nbytes for item in shards)
 
 
 class Bare:
-    """A process that has imported what actors import, and holds nothing."""
+    """Actor that imports what the other actors import and holds nothing else."""
 
     def __init__(self) -> None:
         import diffusers
@@ -47,13 +53,14 @@ class Bare:
         self.imported = (actors, learner, diffusers.AutoencoderDC, diffusers.AutoencoderKL)
 
     def memory(self) -> int:
-        """Bytes of this process."""
+        """Return the bytes of memory of this process."""
         return memory_of(os.getpid())
 
 
 def memory_of(pid: int) -> int:
-    """Bytes of a process that are its own: not what it shares through the object store. Where it
-    has ended, 0.
+    """Return the bytes of a process's own memory, without pages shared through the object store.
+
+    Returns 0 if the process has ended.
     """
     try:
         text = Path(f"/proc/{pid}/status").read_text()
@@ -66,8 +73,12 @@ def memory_of(pid: int) -> int:
 
 @dataclass
 class Measured:
-    """Bytes by kind of actor: of tensors, and of the process at most since it answered; ``at_once``
-    of all processes and the store, where what they share counts in each.
+    """Sizes in bytes, measured during a run.
+
+    ``tensors`` and ``process`` are per kind of actor: bytes of tensors, and the peak memory of a
+    process once its actor has started. ``libraries`` is the memory of a process that only imports
+    the libraries. ``at_once`` is the peak sum over all processes and the store; memory shared by
+    processes counts in each of them.
     """
 
     tensors: dict[str, int] = field(default_factory=dict[str, int])
@@ -80,7 +91,7 @@ class Measured:
 
 
 class Watch(threading.Thread):
-    """Looks at the actors of a run while it runs."""
+    """Thread that measures the actors of a run while it runs."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(daemon=True)
@@ -89,8 +100,8 @@ class Watch(threading.Thread):
         self.trouble: str | None = None
 
     def run(self) -> None:
-        """Until ``ended``."""
-        looked = 0.0
+        """Measure every ``EVERY_S`` seconds until ``ended`` is set."""
+        last_total = 0.0
         while not self.ended.wait(EVERY_S):
             try:
                 events = self.rundir.events()
@@ -99,8 +110,8 @@ class Watch(threading.Thread):
                     self._process(event)
                 if ray.is_initialized():
                     self.found.store = max(self.found.store, store_bytes())
-                if time.monotonic() - looked > EVERYTHING_EVERY_S and ray.is_initialized():
-                    looked = time.monotonic()
+                if time.monotonic() - last_total > EVERYTHING_EVERY_S and ray.is_initialized():
+                    last_total = time.monotonic()
                     self._everything([event["pid"] for event in started])
                 versions = [each for each in events if each["event"] == "version_published"]
                 if not self.found.libraries and ray.is_initialized():
@@ -108,7 +119,7 @@ class Watch(threading.Thread):
                 if len(versions) > 1 and not self.found.tensors:
                     self.found.broadcast = versions[-1]["bytes"]
                     self._tensors(started)
-            except Exception as error:  # told at the end; the run itself goes on
+            except Exception as error:  # reported at the end; the run continues
                 self.trouble = f"{type(error).__name__}: {error}"
 
     def _process(self, event: Tree) -> None:
@@ -124,20 +135,24 @@ class Watch(threading.Thread):
         self.found.libraries = ray.get(bare.options(num_cpus=0).remote().memory.remote())
 
     def _tensors(self, started: Sequence[Tree]) -> None:
-        """Asked between two tasks of each actor, at once, as the run ends soon."""
-        space = f"sol-rl-{ray.get_runtime_context().get_job_id()}"
-        asked: Tree = {}
+        """Measure the tensors of one actor of each kind.
+
+        All requests are sent at once, because the run ends soon; each is served between two tasks
+        of its actor.
+        """
+        namespace = f"sol-rl-{ray.get_runtime_context().get_job_id()}"
+        answers: Tree = {}
         for event in started:
             kind = event["kind"]
             if kind in ("rollout", "learner", "encoder"):
                 name = f"{self.config.name}/{kind}-{event['actor']}.{event['incarnation']}"
-                actor: Any = ray.get_actor(name, namespace=space)
-                asked[kind] = actor.__ray_call__.remote(held)
-        self.found.tensors = {kind: ray.get(answer) for kind, answer in asked.items()}
+                actor: Any = ray.get_actor(name, namespace=namespace)
+                answers[kind] = actor.__ray_call__.remote(held)
+        self.found.tensors = {kind: ray.get(answer) for kind, answer in answers.items()}
 
 
 def store_bytes() -> int:
-    """Bytes in the object store of this machine."""
+    """Return the number of bytes used in the object store of this machine."""
     from ray._private import internal_api, state
 
     address = ray.get_runtime_context().gcs_address

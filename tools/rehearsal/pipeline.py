@@ -1,4 +1,4 @@
-"""What is run: a pipeline directory with random weights, and the configuration of one iteration."""
+"""Pipeline directory with random weights, and the configuration of a one-iteration run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from configs.section import Tree
 from policy.families.architectures import build, published
 
 LAYERS = 1
-"""Of each text encoder, whose output has the published width."""
+"""Number of layers of each text encoder; its output has the published width."""
 
 
 def config_of(name: str, model: Path, root: Path, pixels: int) -> RunConfig:
-    """One prompt, 2 of 4 seeds, a step each; nothing that a small machine must wait for."""
+    """Return a configuration of minimal work: one prompt, 2 of 4 seeds and one step each."""
     prompts, others = root / "prompts.txt", root / "held_out.txt"
     prompts.write_text("a red circle\n")
     others.write_text("a blue square\n")
@@ -55,7 +55,7 @@ def config_of(name: str, model: Path, root: Path, pixels: int) -> RunConfig:
 
 
 def write_pipeline(name: str, directory: Path) -> None:
-    """A pipeline directory of SANA or SD3.5 Medium with random weights."""
+    """Write a pipeline directory of SANA or SD3.5 Medium with random weights."""
     import torch
 
     model = published(name)
@@ -76,7 +76,7 @@ def write_pipeline(name: str, directory: Path) -> None:
 
 
 def _gemma(directory: Path) -> dict[str, list[str]]:
-    """Encoder and tokenizer of SANA with one layer; their rows of the index."""
+    """Save SANA's text encoder, with one layer, and its tokenizer; return their index entries."""
     from transformers import Gemma2Config, Gemma2Model
 
     from tests.tiny_sana import gemma_tokenizer
@@ -94,7 +94,7 @@ def _gemma(directory: Path) -> dict[str, list[str]]:
 
 
 def _sd3(directory: Path) -> dict[str, list[str]]:
-    """The same of SD3.5 Medium, which has three of each."""
+    """Save SD3.5 Medium's text encoders and tokenizers, three each; return their index entries."""
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
     from tests.tiny_sd3 import tiny_clip_tokenizer, tiny_t5_tokenizer

@@ -1,10 +1,10 @@
-"""``make soak``: many small runs with random faults in each, compared with undisturbed ones.
+"""``make soak``: many small runs with random faults in each, compared with undisturbed runs.
 
-Everything about run i of a seed is drawn from the two: its settings (as they are, with
-``explore_ahead``, with two replicas of the learner, with both), one fault or two, what each hits,
-how, and when, out of all moments of the undisturbed run with these settings. Half of the second
-faults come while the first one is being recovered from. A row per run is kept in
-OUT/faults.jsonl, so that a soak that was stopped (exit code 130) continues where it was. All runs
-share one Ray, its processes, and one process that new actors are forks of. Exit code 1 when a run
-ended otherwise than the undisturbed one; its directory is kept.
+Everything about run i of a seed is derived from the two numbers: its settings (the smallest
+configuration, or that with ``explore_ahead``, with two learner replicas, or with both), its one or
+two faults, and the target, kind and moment of each, among all moments of the undisturbed run with
+the same settings. Half of the second faults occur during recovery from the first. OUT/faults.jsonl
+has a row per run, so a soak that was stopped (exit code 130) can be continued. All runs share one
+Ray instance, its processes, and one template process that new actors are forked from. The exit code
+is 1 if any run ended differently from the undisturbed one; the directory of such a run is kept.
 """

@@ -1,4 +1,4 @@
-"""The command line of ``make soak``."""
+"""Command line of ``make soak``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ if TYPE_CHECKING:
 
 STOPPED = 130
 NODES, NODE_CPUS = 4, 3
-"""A run, and the processes kept for the next one, fit on all nodes but one."""
+"""Enough for a run and the processes kept for the next one, even without one of the nodes."""
 
 
 @contextmanager
 def ray_of(soak: Soak) -> Iterator[Machines | None]:
-    """The existing Ray or a new one, with simulated nodes where the soak may remove one."""
+    """Use the existing Ray instance, or start one for the duration of the block.
+
+    Yields the simulated nodes if the soak may remove one, else None. Raises SystemExit if Ray is
+    already running and the requested faults need an instance of their own.
+    """
     import ray
 
     from tests.cluster.nodes import Machines
@@ -59,7 +63,7 @@ def ray_of(soak: Soak) -> Iterator[Machines | None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Soak; 0 when every run ended identical."""
+    """Run the soak; return 0 if every run ended identical, 1 if not, 130 if it was stopped."""
     options = _parser().parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -67,18 +71,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tools.soak.runs import Soak
 
     ways = list(options.ways)
-    for way, why in Machine.missing().items():
+    for way, reason in Machine.missing().items():
         if way in ways:
-            print(f"not tried: {way}: {why}")
+            print(f"not tried: {way}: {reason}")
             ways.remove(way)
     out = Path(options.out or f"runs/soak-{options.seed}").absolute()
     out.mkdir(parents=True, exist_ok=True)
     soak = Soak(out, options.seed, options.kinds, ways, options.variants, options.overrides)
-    wanted = range(options.first, options.runs)
-    rows = {index: row for index, row in soak.known().items() if index in wanted}
+    chosen = range(options.first, options.runs)
+    rows = {index: row for index, row in soak.known().items() if index in chosen}
     for index in sorted(rows):
         print(line_of(rows[index]), flush=True)
-    if missing := [index for index in wanted if index not in rows]:
+    if missing := [index for index in chosen if index not in rows]:
         try:
             with ray_of(soak) as soak.machines:
                 soak.prepare()
@@ -87,10 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(line_of(rows[index]), flush=True)
         except (Stopped, KeyboardInterrupt):
             print(
-                f"stopped after {len(rows)} of {len(wanted)} runs; the same command again continues"
+                f"stopped after {len(rows)} of {len(chosen)} runs; the same command again continues"
             )
     print("\n".join(summary([rows[index] for index in sorted(rows)])))
-    if len(rows) < len(wanted):
+    if len(rows) < len(chosen):
         return STOPPED
     return 0 if all(identical(row) for row in rows.values()) else 1
 

@@ -1,4 +1,4 @@
-"""Rows of a soak as text."""
+"""Formatting of soak results: one line per run, and summary tables."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from records.tables import markdown
 from tests.cluster.outcomes import Recovery, recovery_table
 
 Row = dict[str, Any]
-"""A line of faults.jsonl: settings, faults, whether the run ended as it should, and times."""
+"""A row of faults.jsonl: settings, faults, how the run differs from the undisturbed one, times."""
 
 
 def identical(row: Row) -> bool:
-    """Whether the run ended as the undisturbed one did, and no killed process is left over."""
+    """Return True if the run ended like the undisturbed one and left no killed process behind."""
     return not row["differs"] and not row["left_over"]
 
 
 def line_of(row: Row) -> str:
-    """A row as a line to read."""
-    came = (
+    """Format a row as one line of text."""
+    verdict = (
         "identical"
         if identical(row)
         else f"DIFFERS: {', '.join(row['differs'])}{' left over' * bool(row['left_over'])}"
     )
     if len(row["done"]) < len(row["faults"]):
-        came += f", {len(row['done'])} of {len(row['faults'])} faults: the actor was just being"
-        came += " replaced, or the run had ended"
-    parts = [("noticed", "noticed_s"), ("replaced", "replaced_s"), ("recovered", "answered_s")]
-    said = [
-        f"{word} {times[key]:.1f} s"
+        verdict += f", {len(row['done'])} of {len(row['faults'])} faults: the actor was just being"
+        verdict += " replaced, or the run had ended"
+    phases = [("noticed", "noticed_s"), ("replaced", "replaced_s"), ("recovered", "answered_s")]
+    timings = [
+        f"{label} {times[key]:.1f} s"
         for times in row["recovery"]
-        for word, key in parts
+        for label, key in phases
         if times.get(key) is not None
     ]
     if row["ended_s"] is not None:
-        said.append(f"ended after {row['ended_s']:.1f} s and was resumed")
-    why = f"; {row['why']}" if "why" in row else ""
+        timings.append(f"ended after {row['ended_s']:.1f} s and was resumed")
+    reason = f"; {row['why']}" if "why" in row else ""
     return (
-        f"{row['index']:4}  {came}  {row['variant']}: {'; '.join(row['faults'])};"
-        f" {', '.join(said) or 'not needed again'}; run {row['seconds']:.0f} s{why}"
+        f"{row['index']:4}  {verdict}  {row['variant']}: {'; '.join(row['faults'])};"
+        f" {', '.join(timings) or 'not needed again'}; run {row['seconds']:.0f} s{reason}"
     )
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """The tables of recovery times and of ways, and how many runs ended identical."""
-    found = [Recovery(**times) for row in rows for times in row["recovery"]]
+    """Return tables of recovery times and fault types, and how many runs ended identical."""
+    recovered = [Recovery(**times) for row in rows for times in row["recovery"]]
     same = sum(identical(row) for row in rows)
     hit, two = (sum(len(row["done"]) >= count for row in rows) for count in (1, 2))
-    late = sum(each.noticed_s > 5 for each in found if each.way == "node" and each.noticed_s)
-    nodes = sum(each.way == "node" and each.noticed_s is not None for each in found)
+    late = sum(each.noticed_s > 5 for each in recovered if each.way == "node" and each.noticed_s)
+    nodes = sum(each.way == "node" and each.noticed_s is not None for each in recovered)
     return [
-        *recovery_table(found),
+        *recovery_table(recovered),
         "",
         *_by_way(rows),
         "",
@@ -63,13 +63,13 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def _by_way(rows: Sequence[Row]) -> list[str]:
-    """How often each way was done, and how the runs ended in which it was."""
+    """Return a table with one row per fault type and per variant: runs, identical runs, seconds."""
     body: list[list[str]] = []
     names = sorted({way for row in rows for way in row["done"]})
     names += sorted({row["variant"] for row in rows})
     for name in names:
-        mine = [row for row in rows if name in (*row["done"], row["variant"])]
-        seconds = [row["seconds"] for row in mine]
-        took = f"{statistics.median(seconds):.0f} ({max(seconds):.0f})"
-        body.append([name, str(len(mine)), str(sum(map(identical, mine))), took])
+        matching = [row for row in rows if name in (*row["done"], row["variant"])]
+        seconds = [row["seconds"] for row in matching]
+        duration = f"{statistics.median(seconds):.0f} ({max(seconds):.0f})"
+        body.append([name, str(len(matching)), str(sum(map(identical, matching))), duration])
     return markdown(["fault or setting", "runs", "identical", "seconds of a run"], body)

@@ -1,4 +1,4 @@
-"""The runs of a soak."""
+"""Execution of the runs of a soak: baselines, faults, comparison and results."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tools.soak.draw import VARIANTS, Trial, draw
 from tools.soak.lines import Row, identical
 
 DEADLINE_S = 6.0
-"""An actor that is silent for longer counts as hung; for the learner it is twice this."""
+"""An actor that is silent for longer counts as hung; twice as long for the learner."""
 
 
 class Soak:
-    """The runs of one soak, on the Ray that this process is connected to."""
+    """Runs of one soak, on the Ray cluster that this process is connected to."""
 
     def __init__(
         self,
@@ -49,14 +49,15 @@ class Soak:
         self.file = out / "faults.jsonl"
 
     def make_model(self) -> None:
-        """What all runs train."""
+        """Create the model that all runs train, unless it exists."""
         if not (self.model / "model_index.json").exists():
             make_tiny_sd3(self.model)
 
     def known(self) -> dict[int, Row]:
-        """Rows of an earlier soak with the same arguments, by index.
+        """Return the rows of an earlier soak with the same arguments, by index.
 
-        A run whose line was cut short by a kill is done again.
+        A run whose row was cut short when the soak was killed is repeated. Raises SystemExit if the
+        file belongs to a soak with other arguments.
         """
         rows: dict[int, Row] = {}
         text = self.file.read_text() if self.file.exists() else ""
@@ -72,16 +73,16 @@ class Soak:
         return rows
 
     def prepare(self) -> None:
-        """Train the undisturbed run of every variant."""
+        """Train the undisturbed run of every variant, and record its results and moments."""
         self.undisturbed: dict[str, dict[str, str]] = {}
         self.moments: dict[str, dict[tuple[int, str], int]] = {}
         for variant in self.variants:
-            quiet = FaultInjector()
-            self.undisturbed[variant] = self._train(f"undisturbed {variant}", variant, quiet)
-            self.moments[variant] = {key: n for key, n in quiet.seen.items() if key[0] >= 0}
+            injector = FaultInjector()
+            self.undisturbed[variant] = self._train(f"undisturbed {variant}", variant, injector)
+            self.moments[variant] = {key: n for key, n in injector.seen.items() if key[0] >= 0}
 
     def one(self, index: int) -> Row:
-        """Train run ``index`` with its faults, compare it, and append its row."""
+        """Train run ``index`` with its faults, compare it with the undisturbed run, save a row."""
         trial = draw(self.seed, index, self.moments, self.kinds, self.ways)
         injector = FaultInjector(*trial.faults, machines=self.machines, machine=self.machine)
         name, began = f"run-{index:04d}", time.monotonic()
@@ -94,14 +95,14 @@ class Soak:
             "differs": [],
         }
         try:
-            found = self._to_the_end(name, trial, injector, row)
-            wanted = self.undisturbed[trial.variant]
-            row["differs"] = [part for part, digest in found.items() if digest != wanted[part]]
+            results = self._to_the_end(name, trial, injector, row)
+            expected = self.undisturbed[trial.variant]
+            row["differs"] = [part for part, digest in results.items() if digest != expected[part]]
         except Stopped:
             raise  # the soak itself was asked to stop
         except Exception as error:
             row |= {"differs": ["end"], "why": f"{type(error).__name__}: {error}"}
-        told = [] if self.machine.offset_s else recoveries(self._rundir(name).events())
+        recovered = [] if self.machine.offset_s else recoveries(self._rundir(name).events())
         self.machine.repair()
         if self.machines is not None:
             self.machines.repair()
@@ -109,11 +110,12 @@ class Soak:
             "done": [fault.way for fault in injector.done],
             "left_over": len(injector.left_over),
             "seconds": round(time.monotonic() - began, 1),
-            "recovery": [asdict(each) for each in told],
+            "recovery": [asdict(recovery) for recovery in recovered],
         }
         with self.file.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        if not identical(row) and self._root != self.out:  # the small disk goes with this process
+        # the small disk is lost when this process ends
+        if not identical(row) and self._root != self.out:
             shutil.copytree(self._rundir(name).path, self.out / "runs" / name, dirs_exist_ok=True)
         if identical(row) or self._root != self.out:
             shutil.rmtree(self._rundir(name).path, ignore_errors=True)
@@ -122,7 +124,7 @@ class Soak:
     def _to_the_end(
         self, name: str, trial: Trial, injector: FaultInjector, row: Row
     ) -> dict[str, str]:
-        """A run that a full disk ends is resumed when there is room, as a user would do it."""
+        """Train a run; if a full disk ends it, free the disk and resume, as a user would."""
         began = time.monotonic()
         try:
             return self._train(name, trial.variant, injector)
@@ -131,7 +133,7 @@ class Soak:
                 raise
             row |= {"ended_s": round(time.monotonic() - began, 1), "said": str(error)}
         self.machine.empty()
-        end_idle()  # as a user finds it: with a node lost there is no room for both
+        end_idle()  # with a node lost, idle processes would leave no room for the resumed run
         return self._train(name, trial.variant, injector, resume=True)
 
     def _train(
@@ -143,10 +145,10 @@ class Soak:
         return outcome(run_here(config, resume, injector), config.iterations)
 
     def _config(self, name: str, variant: str) -> RunConfig:
-        # a run must not fit on one node, or losing another node would be no fault
-        more = {} if self.machines is None else {"services__learner__cpus": 1}
+        # a run must need more than one node, or losing another node would have no effect
+        services = {} if self.machines is None else {"services__learner__cpus": 1}
         settings = [*VARIANTS[variant], *self.overrides]
-        return tiny(self.model, self._root, name.replace(" ", "-"), settings, **more)
+        return tiny(self.model, self._root, name.replace(" ", "-"), settings, **services)
 
     @property
     def _root(self) -> Path:
@@ -159,7 +161,10 @@ class Soak:
 def tiny(
     model: Path, out: Path, name: str, overrides: Sequence[str] = (), **more: object
 ) -> RunConfig:
-    """The smallest run with every service: two iterations, 2 prompts, 2 of 4 seeds."""
+    """Return the smallest configuration with every service.
+
+    Two iterations of 2 prompts, with 2 of 4 seeds selected.
+    """
     services: dict[str, object] = {f"services__{kind}__deadline_s": DEADLINE_S for kind in SERVICES}
     services |= {
         "services__learner__deadline_s": 2 * DEADLINE_S,
