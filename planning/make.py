@@ -1,8 +1,8 @@
 """``sol-rl plan``: what a run needs and how long an iteration may take, with nothing loaded.
 
 Sizes and operations are counted on the architecture (``policy.pass_cost``); where actors would go
-is asked of ``planning.placement``. Seconds are those of ``policy.precision.cost``: passes and decoding
-alone, without scoring, transfers and publishing.
+is asked of ``planning.placement``. Seconds are those of ``policy.precision.cost``: passes and
+decoding alone, without scoring, transfers and publishing.
 """
 
 from __future__ import annotations
