@@ -33,10 +33,10 @@ class Budget:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         minutes: float,
-        also: Callable[[], None] = lambda: None,
+        on_save: Callable[[], None] = lambda: None,
         most_steps: float = math.inf,
     ) -> None:
-        self.path, self.model, self.optimizer, self.also = path, model, optimizer, also
+        self.path, self.model, self.optimizer, self.also = path, model, optimizer, on_save
         state = load_state(path, model, optimizer)
         self.step, self.spent = int(state.get("step", 0)), float(state.get("spent", 0.0))
         self.first, self.seconds, self.most_steps = self.step, minutes * 60, most_steps

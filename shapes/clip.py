@@ -102,7 +102,7 @@ def near_misses(scene: Scene, splits: tuple[str, ...] = ("train",)) -> tuple[Sce
     return tuple(
         other
         for other in dict.fromkeys(candidates)
-        if other.split in splits and not shows(scene, other)
+        if other.split in splits and not matches_caption(scene, other)
     )
 
 
@@ -111,7 +111,7 @@ def _with(things: tuple[Thing, ...], place: int, thing: Thing) -> tuple[Thing, .
 
 
 @cache
-def meaning(scene: Scene) -> Scene:
+def canonical_form(scene: Scene) -> Scene:
     """Return a canonical form of a scene.
 
     A scene of two objects can be described from either one; the form that sorts first is used.
@@ -123,31 +123,37 @@ def meaning(scene: Scene) -> Scene:
     )
 
 
-def shows(scene: Scene, caption: Scene) -> bool:
+def matches_caption(scene: Scene, caption: Scene) -> bool:
     """Return True if an image of ``scene`` is correct for ``caption``.
 
     The caption may describe the scene from either object, or without its relation.
     """
-    return meaning(caption) in (meaning(scene), without_relation(scene))
+    return canonical_form(caption) in (canonical_form(scene), without_relation(scene))
 
 
 @cache
 def without_relation(scene: Scene) -> Scene:
     """Return the canonical form of a scene without its relation."""
-    return meaning(Scene("two", scene.things)) if scene.kind == "relation" else meaning(scene)
+    return (
+        canonical_form(Scene("two", scene.things))
+        if scene.kind == "relation"
+        else canonical_form(scene)
+    )
 
 
-def right_pairs(scenes: list[Scene]) -> torch.Tensor:
+def match_matrix(scenes: list[Scene]) -> torch.Tensor:
     """Return bool [B, B]: ``shows`` for every image (row) and caption (column)."""
     numbers: dict[Scene, int] = {}
-    meanings = torch.tensor([numbers.setdefault(meaning(scene), len(numbers)) for scene in scenes])
+    meanings = torch.tensor(
+        [numbers.setdefault(canonical_form(scene), len(numbers)) for scene in scenes]
+    )
     reduced = torch.tensor(
         [numbers.setdefault(without_relation(scene), len(numbers)) for scene in scenes]
     )
     return (meanings[:, None] == meanings) | (reduced[:, None] == meanings)
 
 
-def spoil(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def augment(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Add noise to half of the images and blur a third of them.
 
     A model's images are not as clean as rendered ones.
@@ -184,13 +190,13 @@ def batches(
         drawn = pool.rng.choice(len(pool.scenes), groups, p=pool.chances)
         scenes = []
         for scene in (pool.scenes[i] for i in drawn):
-            scenes += [scene, *beside(scene, pool.rng)]
-        images = spoil(render(scenes, pool.rng), pool.rng)
+            scenes += [scene, *sample_near_misses(scene, pool.rng)]
+        images = augment(render(scenes, pool.rng), pool.rng)
         ids = caption_ids([scene.caption for scene in scenes])
-        yield to_pixels(images), ids, right_pairs(scenes)
+        yield to_pixels(images), ids, match_matrix(scenes)
 
 
-def beside(scene: Scene, rng: np.random.Generator) -> list[Scene]:
+def sample_near_misses(scene: Scene, rng: np.random.Generator) -> list[Scene]:
     """Return ``NEAR`` random near misses of a scene, or fewer if there are fewer.
 
     For a scene with a relation, at least one of them has the same objects in another relation,

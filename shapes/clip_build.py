@@ -25,7 +25,7 @@ from shapes.grammar import KINDS, Scene, scenes_of
 from shapes.render import render
 from shapes.state import load_state, save_state
 from shapes.text import caption_ids
-from shapes.training import follow
+from shapes.training import update_average
 
 if TYPE_CHECKING:
     import open_clip
@@ -59,7 +59,7 @@ def train_clip(
             group["lr"] = PEAK_LR * _rate(budget.step, gone)
         loss = loss_of(model, next(examples))
         _learn(model, optimizer, loss)
-        follow(average, model, budget.step)
+        update_average(average, model, budget.step)
         mean += (loss.item() - mean) / min(budget.step + 1 - budget.first, 100)
         if budget.step % 50 == 49:
             scale = model.logit_scale.exp().item()

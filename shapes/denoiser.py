@@ -16,9 +16,9 @@ from torch import nn
 
 from shapes.data import Pool
 from shapes.grammar import COLOURS, SHAPES
-from shapes.state import kept
+from shapes.state import load_or_create
 from shapes.text import LONG_TOKENS, WIDTH, caption_ids, clip_encoder, t5_encoder, t5_tokenizer
-from shapes.training import Batch, Course, draw_times, train
+from shapes.training import Batch, TrainingSchedule, draw_times, train
 from shapes.vae import CHANNELS, encode
 
 LAYERS, HEADS, HEAD_WIDTH = 4, 4, 32
@@ -103,7 +103,7 @@ class Learner(nn.Module):
         return out[0], self.head(self.middle.pop())
 
 
-def made(
+def create_examples(
     labelled: Callable[[int], tuple[np.ndarray, np.ndarray, np.ndarray]],
     encoded: Callable[[np.ndarray], torch.Tensor],
     count: int,
@@ -133,8 +133,11 @@ class Examples:
         self, vae: AutoencoderKL, seed: int, count: int = IMAGES, cache: Path | None = None
     ) -> None:
         pool = Pool(seed)
-        parts = kept(
-            cache, lambda: made(pool.labelled, lambda images: encode(vae, images), count, CHUNK)
+        parts = load_or_create(
+            cache,
+            lambda: create_examples(
+                pool.labelled, lambda images: encode(vae, images), count, CHUNK
+            ),
         )
         self.latents, self.which = parts["latents"], parts["which"]
         self.cells = parts["cells"].flatten(1)
@@ -176,7 +179,7 @@ def train_denoiser(
     return train(
         Learner,
         lambda generator, _: examples.batch(generator),
-        Course(minutes),
+        TrainingSchedule(minutes),
         work,
         log,
         snapshot,

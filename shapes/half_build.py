@@ -24,8 +24,8 @@ from shapes.building import HERE, add_work, log, log_written, parser
 from shapes.data import Pool
 from shapes.denoiser import BATCH, CHUNK, NO_CAPTION, TIME_MEAN, TIME_STD, Examples, Learner
 from shapes.half import halved, images_of, widen_vae
-from shapes.state import kept
-from shapes.training import Batch, Course, draw_times, train
+from shapes.state import load_or_create
+from shapes.training import Batch, TrainingSchedule, draw_times, train
 from shapes.vae import encode
 
 IMAGES, PAIRS, STEPS = 16_000, 9_600, 10
@@ -47,7 +47,7 @@ def shipped_learner() -> Learner:
     return learner
 
 
-def cut(noise: torch.Tensor) -> torch.Tensor:
+def downsample_noise(noise: torch.Tensor) -> torch.Tensor:
     """Reduce noise [B, C, H, W] to [B, C, H/2, W/2] as for previews.
 
     Each value is twice the mean of a 2x2 block, which keeps the variance.
@@ -56,7 +56,9 @@ def cut(noise: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def drawn(learner: Learner, eps: torch.Tensor, text: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def sample_latents(
+    learner: Learner, eps: torch.Tensor, text: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
     """Return the latents that the flow generates from ``eps``.
 
     Integrates with ``STEPS`` steps of the second-order Adams-Bashforth method.
@@ -82,7 +84,9 @@ def made_pairs(examples: Examples) -> dict[str, torch.Tensor]:
     for _ in range(PAIRS // BATCH):
         which = torch.from_numpy(pool.rng.choice(len(pool.scenes), BATCH, p=pool.chances))
         eps = torch.randn((BATCH, *examples.latents.shape[1:]), generator=generator)
-        rows.append((eps, drawn(learner, eps, (examples.ids[which], examples.long)), which))
+        rows.append(
+            (eps, sample_latents(learner, eps, (examples.ids[which], examples.long)), which)
+        )
         if len(rows) % 10 == 0:
             log(f"{len(rows) * BATCH} of {PAIRS} pairs")
     parts = (torch.cat(part) for part in zip(*rows, strict=True))
@@ -96,7 +100,7 @@ class Sizes:
         shipped = AutoencoderKL.from_pretrained(MODEL, subfolder="vae").eval()
         self.examples = Examples(shipped, seed=5, count=2 * CHUNK)
         if coupled:
-            pairs = kept(work / "pairs.safetensors", lambda: made_pairs(self.examples))
+            pairs = load_or_create(work / "pairs.safetensors", lambda: made_pairs(self.examples))
             images, self.full, self.which = (
                 images_of(shipped, pairs["x0"]),
                 pairs["x0"],
@@ -118,7 +122,7 @@ class Sizes:
         if self.eps is None:
             eps = torch.randn(x0.shape, generator=by)
         else:
-            eps = cut(self.eps[rows]) if half else self.eps[rows]
+            eps = downsample_noise(self.eps[rows]) if half else self.eps[rows]
         dropped = torch.rand(BATCH, generator=by) < NO_CAPTION
         ids = self.examples.ids
         captions = torch.where(dropped, len(ids) - 1, self.which[rows])
@@ -147,7 +151,7 @@ def main() -> None:
     shipped = AutoencoderKL.from_pretrained(MODEL, subfolder="vae").eval()
     vae = widen_vae(shipped, args.vae_minutes, args.work, log)
     sizes = Sizes(vae, args.work, args.coupled)
-    course = Course(args.minutes, flat=0.2, rate=RATE, fp4_from=FP4_FROM)
+    course = TrainingSchedule(args.minutes, flat=0.2, rate=RATE, fp4_from=FP4_FROM)
     snapshot = partial(assemble, vae, out=part / "snapshot")
     assemble(vae, train(shipped_learner, sizes.batch, course, part, log, snapshot), args.out)
     log_written(args.out)

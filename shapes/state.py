@@ -47,7 +47,7 @@ def save_state(
         partial.write_text(json.dumps(counters))
 
 
-def kept(cache: Path | None, make: Callable[[], Tensors]) -> Tensors:
+def load_or_create(cache: Path | None, make: Callable[[], Tensors]) -> Tensors:
     """Return the tensors of ``make()``.
 
     With ``cache``, they are stored in that file and loaded from it later.

@@ -106,14 +106,14 @@ def matrices_apart(learner: nn.Module) -> Muon:
 
 
 @torch.no_grad()  # otherwise autograd would keep the graph of every step
-def follow(average: nn.Module, learner: nn.Module, step: int) -> None:
+def update_average(average: nn.Module, learner: nn.Module, step: int) -> None:
     """Update the moving average of the weights after ``step``, counted from 0."""
     keep = min(EMA, (2 + step) / (21 + step))
     torch._foreach_lerp_(list(average.parameters()), list(learner.parameters()), 1 - keep)
 
 
 @dataclass(frozen=True)
-class Course:
+class TrainingSchedule:
     """Duration and learning rate schedule of a training.
 
     Learning rates are ``rate`` times the full ones for the share ``flat`` of the time, then fall
@@ -129,7 +129,7 @@ class Course:
 def train(
     make: Callable[[], Learner],
     batches: Callable[[torch.Generator, float], Batch],
-    course: Course,
+    course: TrainingSchedule,
     work: Path,
     log: Callable[[str], None],
     snapshot: Callable[[Learner], None],
@@ -161,7 +161,7 @@ def train(
         losses = backward(learner, batches(generator, done), four_bits)
         torch.nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
         optimizer.step()
-        follow(average, learner, step)
+        update_average(average, learner, step)
         mean += (losses.velocity.item() - mean) / min(step + 1 - budget.first, 100)
         if step % 50 == 49:
             log(

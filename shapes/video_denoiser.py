@@ -14,12 +14,12 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from shapes.denoiser import BATCH, NO_CAPTION, made
+from shapes.denoiser import BATCH, NO_CAPTION, create_examples
 from shapes.grammar import COLOURS, SHAPES
 from shapes.moving import ClipPool
-from shapes.state import kept
+from shapes.state import load_or_create
 from shapes.text import TOKENS, t5_tokenizer
-from shapes.training import Batch, Course, draw_times, train
+from shapes.training import Batch, TrainingSchedule, draw_times, train
 from shapes.video_vae import CHANNELS, encode
 
 LAYERS, HEADS, HEAD_WIDTH, TEXT_WIDTH = 6, 4, 32, 64
@@ -130,8 +130,9 @@ class Clips:
         self, vae: AutoencoderKLWan, seed: int, count: int = CLIPS, cache: Path | None = None
     ) -> None:
         pool = ClipPool(seed)
-        parts = kept(
-            cache, lambda: made(pool.clips, lambda clips: encode(vae, clips), count, CHUNK)
+        parts = load_or_create(
+            cache,
+            lambda: create_examples(pool.clips, lambda clips: encode(vae, clips), count, CHUNK),
         )
         self.latents, self.which, self.cells = parts["latents"], parts["which"], parts["cells"]
         captions = [scene.caption for scene in pool.scenes] + [""]
@@ -169,5 +170,5 @@ def train_denoiser(
     ``snapshot(average)`` is called every minute.
     """
     clips = Clips(vae, seed=5, cache=work / "examples.safetensors")
-    course = Course(minutes, fp4_from=FP4_FROM)
+    course = TrainingSchedule(minutes, fp4_from=FP4_FROM)
     return train(VideoLearner, clips.batch, course, work, log, snapshot)

@@ -51,7 +51,7 @@ def test_an_index_that_cannot_be_reached_is_said(capsys):
 
 def test_what_is_installed_is_what_is_pinned():
     wanted = audit.pinned(audit.CONSTRAINTS.read_text())
-    assert len(wanted) > 50 and audit.differing(wanted) == []
+    assert len(wanted) > 50 and audit.version_mismatches(wanted) == []
 
 
 def test_a_file_that_was_changed_after_installation_is_found(tmp_path, monkeypatch):
@@ -62,6 +62,6 @@ def test_a_file_that_was_changed_after_installation_is_found(tmp_path, monkeypat
     digest = "0oGtu3VXrhJLUfGeH8h4xVBgyYxLeRfDqdCUhQyBaDw"
     (info / "RECORD").write_text(f"made_up.py,sha256={digest},6\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert audit.altered(["made-up"]) == ["made-up: made_up.py is not what was installed"]
+    assert audit.altered_files(["made-up"]) == ["made-up: made_up.py is not what was installed"]
     (tmp_path / "made_up.py").unlink()
-    assert audit.altered(["made-up"]) == ["made-up: made_up.py is missing"]
+    assert audit.altered_files(["made-up"]) == ["made-up: made_up.py is missing"]

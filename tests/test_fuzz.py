@@ -14,7 +14,7 @@ from tools.fuzz.__main__ import fuzz, run
 from tools.fuzz.commands import commands
 from tools.fuzz.damage import REMOVED, Change
 from tools.fuzz.inputs import keys
-from tools.fuzz.promises import Wrong, command, digest, finite, outcome
+from tools.fuzz.invariants import InvariantViolation, command, digest, finite, outcome
 from tools.fuzz.seams import seams
 from tools.fuzz.target import Target, copied, example_run
 from tools.fuzz.targets import targets
@@ -108,13 +108,13 @@ def test_what_is_wrong_is_found():
 
     def broken(folder, given):
         if given > 1000:
-            raise Wrong(str(given))
+            raise InvariantViolation(str(given))
 
-    with pytest.raises(Wrong, match=r"^1001\b"):  # made small
+    with pytest.raises(InvariantViolation, match=r"^1001\b"):  # made small
         fuzz(Target(st.integers(), broken), 500, seed=0)
-    with pytest.raises(Wrong, match="lr = inf was accepted"):
+    with pytest.raises(InvariantViolation, match="lr = inf was accepted"):
         finite({"optimizer": {"lr": float("inf")}})
-    with pytest.raises(Wrong, match="exit code 2"):
+    with pytest.raises(InvariantViolation, match="exit code 2"):
         command("config", "no-such-preset", codes=(0,))
 
 

@@ -32,7 +32,7 @@ def test_what_torch_alone_brings_is_not_in_the_way_of_a_build_for_cpus():
 
 def test_what_is_written_is_read():
     packages = {("a", "1"): {A, B}, ("b-c", "2.0.post1"): {C}}
-    text = lock.written("Words.", packages)
+    text = lock.format_lock("Words.", packages)
     assert text.splitlines()[1:3] == ["a==1 \\", f"    --hash=sha256:{A} \\"]
     assert lock.read(text) == packages
 
@@ -55,7 +55,7 @@ def test_packages_are_dealt_to_the_files():
 
 def test_the_hash_of_a_wheel_is_added(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lock, "LOCKS", tmp_path)
-    (tmp_path / "torch.txt").write_text(lock.written("", {("torch", "2.13.0"): {A}}))
+    (tmp_path / "torch.txt").write_text(lock.format_lock("", {("torch", "2.13.0"): {A}}))
     wheel = tmp_path / "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl"
     wheel.write_bytes(b"a build")
     assert lock.main(["--wheel", str(wheel)]) == 0

@@ -19,15 +19,15 @@ from rewards.shapes import ShapesScorer
 from shapes import prompts
 from shapes.checksum import checksum
 from shapes.clip import (
+    augment,
     batches,
     build_clip,
     contrastive,
     loss_of,
+    match_matrix,
+    matches_caption,
     near_misses,
-    right_pairs,
     save_clip,
-    shows,
-    spoil,
     to_pixels,
 )
 from shapes.clip_build import accuracy, train_clip
@@ -53,12 +53,13 @@ def test_an_image_is_right_for_its_scene_told_either_way_and_without_relation():
         "a red square left of a blue circle",
     ]
     assert all(
-        shows(scene, parse(caption)) for caption in [*right, "a blue square and a red circle"]
+        matches_caption(scene, parse(caption))
+        for caption in [*right, "a blue square and a red circle"]
     )
-    assert not any(shows(scene, parse(caption)) for caption in wrong)
+    assert not any(matches_caption(scene, parse(caption)) for caption in wrong)
     # an image without a relation is right for none
-    assert not shows(parse("a red circle and a blue square"), scene)
-    assert not shows(parse("two red circles"), parse("a red circle"))
+    assert not matches_caption(parse("a red circle and a blue square"), scene)
+    assert not matches_caption(parse("two red circles"), parse("a red circle"))
 
 
 def test_near_misses_are_wrong_near_and_of_the_train_split():
@@ -67,7 +68,7 @@ def test_near_misses_are_wrong_near_and_of_the_train_split():
         assert len(near) == len(set(near))
         assert scene not in near
         assert flipped_or_same(scene) not in near
-        assert all(other.split == "train" and not shows(scene, other) for other in near)
+        assert all(other.split == "train" and not matches_caption(scene, other) for other in near)
     near = [scene.caption for scene in near_misses(parse("a red circle"))]
     assert "a yellow circle" in near and "a red cross" in near and len(near) >= 5 + 3
     scene = next(scene for scene in scenes_of("train", "relation") if scene.relation == "above")
@@ -86,8 +87,10 @@ def test_the_mask_is_shows_for_every_pair():
         *scenes_of("train", "count")[:3],
     ]
     scenes += [flipped(scene) for scene in scenes[:12]]
-    mask = right_pairs(scenes)
-    assert mask.tolist() == [[shows(scene, caption) for caption in scenes] for scene in scenes]
+    mask = match_matrix(scenes)
+    assert mask.tolist() == [
+        [matches_caption(scene, caption) for caption in scenes] for scene in scenes
+    ]
     assert mask.diagonal().all() and mask.sum() > len(scenes)
 
 
@@ -107,7 +110,7 @@ def test_the_loss_by_hand():
 
 def test_spoiled_images_stay_near():
     images = render(scenes_of("train", "one")[:8] * 8, np.random.default_rng(0))
-    spoiled = spoil(images, np.random.default_rng(1))
+    spoiled = augment(images, np.random.default_rng(1))
     off = np.abs(spoiled.astype(float) - images).mean((1, 2, 3))
     assert spoiled.dtype == np.uint8 and (off == 0).any() and (off > 2).any() and off.max() < 24
 

@@ -18,7 +18,7 @@ from shapes.denoiser import BATCH, TIME_MEAN, TIME_STD, Examples, Learner
 from shapes.fp4 import in_four_bits, quantizable, round_to_fp4
 from shapes.grammar import all_scenes
 from shapes.muon import orthogonal
-from shapes.state import kept, load_state, save_state
+from shapes.state import load_or_create, load_state, save_state
 from shapes.text import TOKENS, clip_tokenizer, words
 from shapes.training import backward, draw_times, matrices_apart
 from shapes.vae import build_vae, calibrate, encode, to_float
@@ -156,7 +156,7 @@ def test_what_is_rendered_is_kept_and_made_once(tmp_path):
 
     for cache, times in ((tmp_path / "kept.safetensors", 1), (None, 3)):
         for _ in range(2):
-            assert torch.equal(kept(cache, make)["x"], torch.arange(3))
+            assert torch.equal(load_or_create(cache, make)["x"], torch.arange(3))
         assert len(made) == times
     assert [path.name for path in tmp_path.iterdir()] == ["kept.safetensors"]
 

@@ -13,7 +13,7 @@ from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample
 from rewards.shapes import ShapesScorer
 from shapes.half import halved
-from shapes.half_build import cut
+from shapes.half_build import downsample_noise
 from shapes.moving import FRAMES, ClipPool
 from shapes.muon import Muon, orthogonal
 from shapes.training import backward, matrices_apart
@@ -140,7 +140,7 @@ def test_half_sizes_are_means_and_noise_is_cut_as_previews_noise_is():
         for side in (32, 16)
     )
     noise = torch.randn(2, 12, 8, 8, generator=by(6))
-    assert torch.allclose(cut(noise), full.smaller_noise(noise, small), atol=1e-6)
+    assert torch.allclose(downsample_noise(noise), full.smaller_noise(noise, small), atol=1e-6)
 
 
 def test_clips_to_tensors_and_back():

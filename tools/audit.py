@@ -31,7 +31,7 @@ def pinned(text: str) -> dict[str, str]:
     return {name.strip(): version.partition(";")[0].strip() for name, _, version in pairs}
 
 
-def differing(wanted: dict[str, str]) -> list[str]:
+def version_mismatches(wanted: dict[str, str]) -> list[str]:
     """Return one line per package that is installed in another version than the pinned one.
 
     Local version labels, such as ``+cpu``, are ignored. Packages that are not installed are
@@ -48,7 +48,7 @@ def differing(wanted: dict[str, str]) -> list[str]:
     return lines
 
 
-def altered(names: Iterable[str]) -> list[str]:
+def altered_files(names: Iterable[str]) -> list[str]:
     """Return one line per installed file that is missing or differs from the hash in its RECORD."""
     lines = []
     for name in names:
@@ -99,10 +99,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--files", action="store_true", help="compare every installed file, slowly")
     options = parser.parse_args(arguments)
     wanted = pinned(CONSTRAINTS.read_text())
-    findings = differing(wanted)
+    findings = version_mismatches(wanted)
     print(f"{len(wanted)} packages are pinned, {len(findings)} are installed in another version")
     if options.files:
-        findings += (changed := altered(wanted))
+        findings += (changed := altered_files(wanted))
         print(f"files that are not as installed: {len(changed)}")
     try:
         findings += (known := vulnerabilities(wanted, options.index))

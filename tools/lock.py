@@ -51,7 +51,7 @@ def read(text: str) -> Lock:
     }
 
 
-def written(what: str, lock: Mapping[tuple[str, str], Iterable[str]]) -> str:
+def format_lock(what: str, lock: Mapping[tuple[str, str], Iterable[str]]) -> str:
     """Format a requirements file with hashes, in alphabetical order."""
     blocks = [
         " \\\n    ".join(
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"make lock: {str(reason).strip()}", file=sys.stderr)
         return 2
     for name, lock in files.items():
-        write_text(LOCKS / name, written(WHAT[name], lock))
+        write_text(LOCKS / name, format_lock(WHAT[name], lock))
         print(f"{name}: {len(lock)} packages")
     return 0
 

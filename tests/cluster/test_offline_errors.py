@@ -14,7 +14,7 @@ from records.errors import InputsLost, StateLost
 from records.rundir import RunDirectory
 from tests.cluster.runs import tiny_config, write_toml
 from tests.rights import open_to_all
-from tools.fuzz.damage import nobody
+from tools.fuzz.damage import as_unprivileged_user
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_model_without_the_right_to_read(trained, tmp_path, nothing_starts, ca
     for folder in (tmp_path / "runs", trained.path):
         folder.chmod(0o777)
     closed.chmod(0)
-    with nobody():
+    with as_unprivileged_user():
         assert main(["evaluate", str(trained.path)]) == 2
     closed.chmod(0o755)
     assert said(capsys).endswith("model_index.json: cannot be read (Permission denied)")
@@ -88,7 +88,7 @@ def test_export_to_a_directory_without_the_right_to_write(trained, tmp_path, cap
     there = tmp_path / "lora"
     there.mkdir(mode=0o555)
     open_to_all(tmp_path)
-    with nobody():
+    with as_unprivileged_user():
         assert main(["export", str(trained.path), str(there)]) == 2
     assert said(capsys).endswith(
         "lora: cannot be written (Permission denied): give another directory"
@@ -161,7 +161,7 @@ def test_checkpoints_without_the_right_to_look_are_not_taken_for_none(
         folder.chmod(0o777)
     there = trained.checkpoints / closed
     there.chmod(0)
-    with nobody():
+    with as_unprivileged_user():
         assert main(["train", str(config), "--resume"]) == 3
         assert said(capsys).endswith(" cannot be read (Permission denied)")
         for command in (["evaluate", trained.path], ["export", trained.path, tmp_path / "l"]):
@@ -209,7 +209,7 @@ def test_a_held_out_evaluation_without_the_right_to_read(
     for each in (tmp_path / "runs", trained.path):
         each.chmod(0o777)
     folder.chmod(0)
-    with nobody():
+    with as_unprivileged_user():
         assert main(["train", str(config), "--resume"]) == 3
     folder.chmod(0o755)
     assert "step_000000.json cannot be read (PermissionError" in said(capsys)

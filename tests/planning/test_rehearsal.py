@@ -14,7 +14,7 @@ from learner.trainer import Trainer
 from planning.make import make_plan
 from tools.rehearsal import gpu
 from tools.rehearsal.__main__ import table
-from tools.rehearsal.measuring import Measured, held, memory_of
+from tools.rehearsal.measuring import MemoryMeasurements, memory_of, tensor_bytes
 from tools.rehearsal.pipeline import config_of
 
 
@@ -38,23 +38,23 @@ def test_a_learner_holds_what_the_plan_says_once_it_has_published(config):
             self._shards: list[object] = []
 
     gc.collect()
-    actor, before = Learner(), held(None)
+    actor, before = Learner(), tensor_bytes(None)
     trainer = Trainer(config)
     _, actor._shards, _ = trainer.export(0)
     gc.collect()
     parts = make_plan(config).memory["learner"]
     later = sum(size or 0 for what, size in parts.items() if what.startswith(("opt", "cond")))
-    found = held(actor) - before
+    found = tensor_bytes(actor) - before
     # beside them the schedule of sigmas, and single numbers
     assert found == pytest.approx(plain(parts) - later, abs=500)
     del trainer
 
 
 def test_a_walk_counts_memory_once():
-    before = held(None)
+    before = tensor_bytes(None)
     tensor = torch.zeros(1000)
     views = [tensor.view(10, 100), tensor[5:]]
-    assert held(None) - before == 4000 and len(views) == 2
+    assert tensor_bytes(None) - before == 4000 and len(views) == 2
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_memory_of_a_process_is_its_own_and_not_what_it_shares(flag, share):
 def test_what_is_off_by_more_than_a_twentieth_is_said(config):
     plan = make_plan(config)
     store = sum(plan.store.values())
-    found = Measured(
+    found = MemoryMeasurements(
         {kind: plain(plan.memory[kind]) for kind in ("rollout", "learner", "encoder")},
         broadcast=plan.broadcast,
         store=store,

@@ -19,7 +19,7 @@ from rewards.paired import cosine
 from tests.rewards.detectors import make_detector
 from tests.rewards.learned import made
 from tests.rights import open_to_all
-from tools.fuzz.damage import linked, nobody
+from tools.fuzz.damage import as_unprivileged_user, linked
 
 CLIP = SHAPES_DIRECTORY.parent / "clip"
 MODEL, DESCRIPTION = "open_clip_model.safetensors", "open_clip_config.json"
@@ -86,14 +86,17 @@ def test_a_file_without_the_right_to_read_it(tmp_path):
     there = another(tmp_path, DESCRIPTION, b"{}")
     (there / DESCRIPTION).chmod(0)
     open_to_all(tmp_path)
-    with nobody():
+    with as_unprivileged_user():
         assert "no JSON object" in refused("clipscore", checkpoint=str(there))
     for name in ("x" * 5000, "~nobody-of-this-name/x.pt"):
         with pytest.raises(ScorerSetupError):
             check_settings(ScorerConfig(name="clipscore", settings={"checkpoint": name}))
     (tmp_path / "locked").mkdir(mode=0)
     scorer = ScorerConfig(name="clipscore", settings={"checkpoint": str(tmp_path / "locked" / "x")})
-    with nobody(), pytest.raises(ScorerSetupError, match="cannot be read .Permission denied."):
+    with (
+        as_unprivileged_user(),
+        pytest.raises(ScorerSetupError, match="cannot be read .Permission denied."),
+    ):
         check_settings(scorer)
 
 

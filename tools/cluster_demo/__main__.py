@@ -13,7 +13,7 @@ import tools.cluster_demo
 from analysis.report.data import read_run
 from analysis.report.events import running_times, timeline_of
 from records.rundir import RunDirectory
-from tools.cluster_demo.simulated import ROOT, Demo, Failed
+from tools.cluster_demo.simulated import ROOT, Demo, DemoError
 from tools.cluster_demo.timeline import lines_of
 
 LEFT_OUT = ("time", "event", "pid", "host", "why", "backend")
@@ -56,7 +56,7 @@ def differences(one: RunDirectory, other: RunDirectory, iterations: int) -> list
         path.name for run in (one, other) for path in (run.checkpoints / step).glob("*.safetensors")
     }
     if not files:
-        raise Failed(f"neither run has a checkpoint {step}")
+        raise DemoError(f"neither run has a checkpoint {step}")
     for name in sorted(files):
         pair = [run.checkpoints / step / name for run in (one, other)]
         if not all(path.exists() for path in pair) or pair[0].read_bytes() != pair[1].read_bytes():
@@ -104,7 +104,7 @@ def main() -> int:
         demo.finish(job)
         show(run, options.iterations, demo.say)
         differing = differences(run, undisturbed, options.iterations)
-    except Failed as failure:
+    except DemoError as failure:
         print(f"cluster-demo: {failure}", file=sys.stderr)
         return 3
     finally:

@@ -35,7 +35,7 @@ SETTINGS = {
 """Overrides of the quickstart: less work per iteration, and deadlines for a slow machine."""
 
 
-class Failed(Exception):
+class DemoError(Exception):
     """Raised if the demonstration does not go as expected."""
 
 
@@ -103,7 +103,7 @@ class Demo:
         for line in done.stdout.splitlines():
             self.say(f"           {line}")
         if done.returncode:
-            raise Failed(
+            raise DemoError(
                 f"sol-rl {arguments[0]} ended with {done.returncode}: {done.stderr.strip()}"
             )
         return done.stdout
@@ -146,7 +146,7 @@ class Demo:
                     if status == "SUCCEEDED"
                     else self.last_words(job)
                 )
-                raise Failed(f"the job ended ({status}) before {what}{hint}")
+                raise DemoError(f"the job ended ({status}) before {what}{hint}")
             time.sleep(1)
 
     def finish(self, job: str) -> None:
@@ -154,7 +154,7 @@ class Demo:
         while (status := self.status_of(job)) not in ENDED:
             time.sleep(1)
         if status != "SUCCEEDED":
-            raise Failed(f"the job ended {status}{self.last_words(job)}")
+            raise DemoError(f"the job ended {status}{self.last_words(job)}")
         self.tell(f"the job {job} ended: {status}")
 
     def remove_node_of(self, run: RunDirectory) -> None:

@@ -12,7 +12,7 @@ from rewards import SCORERS, check_settings
 from rewards.base import ScorerError, ScorerSetupError, check
 from rewards.server import decode
 from tools.fuzz.inputs import json_values, words
-from tools.fuzz.promises import Wrong, in_time, refused
+from tools.fuzz.invariants import InvariantViolation, allowed_errors, time_limit
 from tools.fuzz.target import Target
 
 
@@ -20,16 +20,16 @@ def scorer_settings(folder: Path, example: tuple[str, dict[str, object]]) -> Non
     """Check a scorer's name and settings as a run does before it starts."""
     from configs.rewards import Scorer
 
-    with refused(ScorerSetupError):
+    with allowed_errors(ScorerSetupError):
         check_settings(Scorer(name=example[0], settings=example[1]))
 
 
 def server_answer(folder: Path, body: bytes) -> None:
     """Decode a body that a reward server returned with status 200."""
-    with refused(ScorerError):
+    with allowed_errors(ScorerError):
         scores = decode(body, 3)
         if scores.shape != (3,) or scores.dtype != np.float32:
-            raise Wrong(f"{scores.dtype} {scores.shape}")
+            raise InvariantViolation(f"{scores.dtype} {scores.shape}")
 
 
 def scorer_answer(folder: Path, answer: object) -> None:
@@ -37,12 +37,12 @@ def scorer_answer(folder: Path, answer: object) -> None:
 
     Scores must be finite or missing (NaN), and missing scores must come with an explanation.
     """
-    with in_time():
+    with time_limit():
         scores, problem = check(answer, 3)
     if scores.shape != (3,) or np.isinf(scores).any():
-        raise Wrong(f"{answer!r} became {scores}")
+        raise InvariantViolation(f"{answer!r} became {scores}")
     if np.isnan(scores).any() and not problem:
-        raise Wrong(f"{answer!r} lacks a score, and nobody says so")
+        raise InvariantViolation(f"{answer!r} lacks a score, and nobody says so")
 
 
 def targets() -> dict[str, Target]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cli.main import COMMANDS, _parser
 from tools.fuzz.inputs import keys, words
-from tools.fuzz.promises import Wrong, digest, outcome
+from tools.fuzz.invariants import InvariantViolation, digest, outcome
 from tools.fuzz.target import Target, copied, example_run
 
 GOOD = {
@@ -122,7 +122,7 @@ def command_line(folder: Path, example: Sequence[str]) -> None:
         for name in HELD:
             requested = any(name in word for word in _written(arguments))
             if digest(folder / name) != before[name] and not requested:
-                raise Wrong(f"{arguments} changed {name}")
+                raise InvariantViolation(f"{arguments} changed {name}")
 
 
 def _written(arguments: Sequence[str]) -> list[str]:

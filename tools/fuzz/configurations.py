@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from configs.load import load, parse
 from tools.fuzz.inputs import TOML, keys, spoiled, words
-from tools.fuzz.promises import Wrong, command, finite
+from tools.fuzz.invariants import InvariantViolation, command, finite
 from tools.fuzz.target import Target
 
 
@@ -20,7 +20,7 @@ def one_override(folder: Path, example: tuple[str, str]) -> None:
         finite(json.loads(shown))
         config = load("quickstart", [f"{example[0]}={example[1]}"])
         if parse(config.model_dump(mode="json")) != config:
-            raise Wrong(f"{example} does not read back as it was written")
+            raise InvariantViolation(f"{example} does not read back as it was written")
 
 
 def toml_file(folder: Path, data: bytes) -> None:

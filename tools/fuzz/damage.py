@@ -194,7 +194,7 @@ def _another_kind(path: Path, kind: str) -> None:
 
 
 @contextlib.contextmanager
-def nobody() -> Iterator[None]:
+def as_unprivileged_user() -> Iterator[None]:
     """Run the block as an unprivileged user.
 
     Root ignores file permissions, so a locked file has an effect only for another user. Without

@@ -14,7 +14,7 @@ from configs.prompts import read_prompts
 from records.rundir import RunDirectory
 from tools.fuzz.damage import Change, changes
 from tools.fuzz.inputs import json_values, of_files, safetensors, spoiled
-from tools.fuzz.promises import Wrong, refused
+from tools.fuzz.invariants import InvariantViolation, allowed_errors
 from tools.fuzz.target import Target, copied, example_run
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ def prompt_file(folder: Path, example: tuple[str, bytes]) -> None:
     """Read a prompt file, either text or JSON lines."""
     path = folder / f"prompts{example[0]}"
     path.write_bytes(example[1])
-    with refused(ConfigError):
+    with allowed_errors(ConfigError):
         for prompt in read_prompts(str(path)):
             if not prompt.text.strip():
-                raise Wrong("an empty prompt was accepted")
+                raise InvariantViolation("an empty prompt was accepted")
 
 
 def lora_file(folder: Path, data: bytes) -> None:
@@ -36,7 +36,7 @@ def lora_file(folder: Path, data: bytes) -> None:
     from policy.lora_files import FILE, load_diffusers_lora
 
     (folder / FILE).write_bytes(data)
-    with refused(ValueError, FileNotFoundError):
+    with allowed_errors(ValueError, FileNotFoundError):
         load_diffusers_lora(str(folder))
 
 
@@ -47,7 +47,7 @@ def checkpoint_file(folder: Path, change: Change) -> None:
     (source,) = example_run().glob("checkpoints/step_*")
     copy = copied(source, folder / "step_000002")
     change.make(copy)
-    with refused(CheckpointError):
+    with allowed_errors(CheckpointError):
         learner().load(copy)
 
 
@@ -77,7 +77,7 @@ def pipeline_file(folder: Path, example: tuple[str, bytes]) -> None:
     target.unlink()
     target.write_bytes(example[1])
     try:
-        with refused(ConfigError):
+        with allowed_errors(ConfigError):
             check_model(load("quickstart", [f"model.path={copy}"]))
     finally:
         target.unlink()

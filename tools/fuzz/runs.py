@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from configs.prompts import read_prompts
 from configs.toml_text import to_toml
-from tools.fuzz.damage import Change, changes, nobody
-from tools.fuzz.promises import Wrong, digest, in_time, outcome
+from tools.fuzz.damage import Change, as_unprivileged_user, changes
+from tools.fuzz.invariants import InvariantViolation, digest, outcome, time_limit
 from tools.fuzz.target import Target, copied, example_run
 
 COMMANDS = ("report", "compare", "evaluate", "export", "resume")
@@ -40,16 +40,18 @@ def run_directory(folder: Path, example: tuple[str, Change]) -> None:
         "export": ["export", str(run), str(folder / "lora"), "--weights", "current"],
         "resume": ["train", str(folder / "small.toml"), "--resume"],
     }[command]
-    locked = nobody() if change.how == "locked" else contextlib.nullcontext()
+    locked = as_unprivileged_user() if change.how == "locked" else contextlib.nullcontext()
     with locked:
         code, _ = outcome(*arguments, codes=CODES.get(command, (0, 2, 3)))
     if digest(run) != before:
-        raise Wrong(f"{command} changed the run: {set(digest(run).items()) ^ set(before.items())}")
+        raise InvariantViolation(
+            f"{command} changed the run: {set(digest(run).items()) ^ set(before.items())}"
+        )
     if code is None and command == "resume" and change.how != "locked":
-        goes_on(run)
+        resume_from_checkpoint(run)
 
 
-def goes_on(there: Path) -> None:
+def resume_from_checkpoint(there: Path) -> None:
     """Rewind an accepted run to its checkpoint, as the driver does once Ray has started.
 
     Raises if the damage that the command accepted breaks this later step.
@@ -66,7 +68,10 @@ def goes_on(there: Path) -> None:
     services = cast(ActorServices, SimpleNamespace(weights=SimpleNamespace(chosen=None)))
     silent = cast(Any, lambda *_, **__: None)
     monitor = RankMonitor(config.audit, config.regenerate.precision, silent, silent)
-    with in_time(), contextlib.suppress(OSError):  # the driver reports it in one line, exit code 3
+    with (
+        time_limit(),
+        contextlib.suppress(OSError),
+    ):  # the driver reports it in one line, exit code 3
         position = Position()
         Checkpoints(rundir, services, monitor, position).rewind()
         prompts = read_prompts(config.prompts.test)[: config.evaluate.prompts]

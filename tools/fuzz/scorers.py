@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from configs.rewards import Rewards, Scorer
 from rewards import ScorerSetupError, check_settings, model_bytes
 from rewards.combine import WeightedScorer
-from tools.fuzz.damage import Change, changes, linked, nobody
-from tools.fuzz.promises import Wrong, refused
+from tools.fuzz.damage import Change, as_unprivileged_user, changes, linked
+from tools.fuzz.invariants import InvariantViolation, allowed_errors
 from tools.fuzz.target import Target
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 3, 40, 56), dtype=np.uint8)
@@ -94,15 +94,15 @@ def scorer_files(folder: Path, example: tuple[str, Change]) -> None:
         name=name,
         settings={key: str(copy) if value == "." else value for key, value in settings.items()},
     )
-    locked = nobody() if change.how == "locked" else contextlib.nullcontext()
-    with refused(ScorerSetupError), locked:
+    locked = as_unprivileged_user() if change.how == "locked" else contextlib.nullcontext()
+    with allowed_errors(ScorerSetupError), locked:
         check_settings(scorer)
         model_bytes(scorer)
         if name not in CHECKED:
-            asked(WeightedScorer.from_config(Rewards(scorers=(scorer,)), device="cpu"))
+            check_scores(WeightedScorer.from_config(Rewards(scorers=(scorer,)), device="cpu"))
 
 
-def asked(scorer: WeightedScorer) -> None:
+def check_scores(scorer: WeightedScorer) -> None:
     """Score ``IMAGES``: every score must be finite or come with a one-line explanation.
 
     Raises Wrong otherwise, or if all images have the same score (GenEval excepted).
@@ -110,15 +110,15 @@ def asked(scorer: WeightedScorer) -> None:
     attempt = scorer.attempt(IMAGES, PROMPTS, TOLD)
     (scores,) = attempt.scores.values()
     if not np.isfinite(scores).all() and not attempt.failures:
-        raise Wrong(f"{scores}, and nobody says why")
+        raise InvariantViolation(f"{scores}, and nobody says why")
     if any(not line.strip() or "\n" in line for line in attempt.failures):
-        raise Wrong(f"not a line each: {attempt.failures}")
+        raise InvariantViolation(f"not a line each: {attempt.failures}")
     if (
         not attempt.failures
         and len(set(scores.tolist())) == 1
         and scorer.scorers.keys() != {"geneval"}
     ):
-        raise Wrong(f"all images have the score {scores[0]}")
+        raise InvariantViolation(f"all images have the score {scores[0]}")
 
 
 def targets() -> dict[str, Target]:

@@ -15,7 +15,7 @@ from unittest import mock
 from hypothesis import strategies as st
 
 from tools.fuzz.inputs import json_values
-from tools.fuzz.promises import Wrong, outcome
+from tools.fuzz.invariants import InvariantViolation, outcome
 from tools.fuzz.target import Target
 
 SUBMIT = ["submit", "quickstart", "--set", "run_root=/nowhere/there", "--follow"]
@@ -104,7 +104,7 @@ def dashboard(folder: Path, example: tuple[list[str], int | None, bytes | None, 
     with server as port:
         code, _ = outcome(*command, "--address", f"http://127.0.0.1:{port}", codes=(2, 3, 4))
     if code is None:
-        raise Wrong(f"{command} took {example} for a cluster")
+        raise InvariantViolation(f"{command} took {example} for a cluster")
 
 
 def head(folder: Path, example: tuple[list[str], bytes | None]) -> None:
@@ -123,7 +123,7 @@ def head(folder: Path, example: tuple[list[str], bytes | None]) -> None:
                 return
             code, _ = outcome(*command, "--address", address, codes=(2,))
     if code is None:
-        raise Wrong(f"{command} took {example} for a cluster's head")
+        raise InvariantViolation(f"{command} took {example} for a cluster's head")
 
 
 def targets() -> dict[str, Target]:

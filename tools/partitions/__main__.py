@@ -109,10 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 began = time.monotonic()
                 undisturbed[baseline] = lab.run(baseline, _injector(lab, None), **settings)
                 print(f"{baseline}: {time.monotonic() - began:.0f} s", flush=True)
-                lab.whole()
+                lab.restore()
             rows.append(measure(lab, key, undisturbed[baseline]))
             print("\n".join(table(rows[-1:])[2:]), flush=True)
-            lab.whole()
+            lab.restore()
     print("\n".join(table(rows)))
     if options.out:
         Path(options.out).write_text("".join(json.dumps(row) + "\n" for row in rows))

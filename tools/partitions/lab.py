@@ -72,7 +72,7 @@ class Lab:
             self.on(name)
             if name == HEAD:
                 self._join()
-        self.whole()
+        self.restore()
         threading.Thread(target=self._keep, daemon=True).start()
 
     def __exit__(self, *_: object) -> None:
@@ -131,7 +131,7 @@ class Lab:
                 if name not in self._off and self.rays.ended(name):
                     self.on(name)
 
-    def whole(self) -> None:
+    def restore(self) -> None:
         """Heal the network, end processes of earlier runs and wait until all nodes are free."""
         import ray
 

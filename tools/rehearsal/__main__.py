@@ -22,7 +22,7 @@ from planning.make import Plan, make_plan
 from planning.object_store import store_size
 from records.errors import RunFailed
 from tools.rehearsal import __doc__ as about
-from tools.rehearsal.measuring import Measured, Watch
+from tools.rehearsal.measuring import MemoryMeasurements, MemoryMonitor
 from tools.rehearsal.pipeline import config_of, write_pipeline
 
 MODELS = ("sana-1.6b", "sd3.5-medium")
@@ -55,7 +55,7 @@ def rehearse(name: str, root: Path, pixels: int) -> list[str]:
         logging_level=logging.ERROR,
         log_to_driver=False,
     )
-    watch = Watch(config)
+    watch = MemoryMonitor(config)
     watch.start()
     # make the run use this Ray instance, whose object store has the planned size
     environment = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
@@ -74,7 +74,7 @@ def rehearse(name: str, root: Path, pixels: int) -> list[str]:
     return deviations
 
 
-def table(plan: Plan, found: Measured) -> tuple[Table, list[str]]:
+def table(plan: Plan, found: MemoryMeasurements) -> tuple[Table, list[str]]:
     """Return (table of measured and planned sizes, one line per size outside the tolerance)."""
     rows, deviations = [], []
 

@@ -24,7 +24,7 @@ The store holds two versions of the weights for less than a second, while the ac
 """
 
 
-def held(actor: Any) -> int:
+def tensor_bytes(actor: Any) -> int:
     """Return the bytes of all tensors in the actor's process.
 
     The shards that a learner keeps are included.
@@ -40,7 +40,7 @@ def held(actor: Any) -> int:
     return sum(sizes.values()) + sum(item.nbytes for item in shards)
 
 
-class Bare:
+class BaselineActor:
     """Actor that imports what the other actors import and holds nothing else."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ def memory_of(pid: int) -> int:
 
 
 @dataclass
-class Measured:
+class MemoryMeasurements:
     """Sizes in bytes, measured during a run.
 
     ``tensors`` and ``process`` are per kind of actor: bytes of tensors, and the peak memory of a
@@ -90,12 +90,12 @@ class Measured:
     seconds: float = 0.0
 
 
-class Watch(threading.Thread):
+class MemoryMonitor(threading.Thread):
     """Thread that measures the actors of a run while it runs."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(daemon=True)
-        self.config, self.found, self.ended = config, Measured(), threading.Event()
+        self.config, self.found, self.ended = config, MemoryMeasurements(), threading.Event()
         self.rundir = RunDirectory.of(config)
         self.trouble: str | None = None
 
@@ -131,7 +131,7 @@ class Watch(threading.Thread):
         self.found.at_once = max(self.found.at_once, total)
 
     def _libraries(self) -> None:
-        bare: Any = ray.remote(Bare)
+        bare: Any = ray.remote(BaselineActor)
         self.found.libraries = ray.get(bare.options(num_cpus=0).remote().memory.remote())
 
     def _tensors(self, started: Sequence[Tree]) -> None:
@@ -147,7 +147,7 @@ class Watch(threading.Thread):
             if kind in ("rollout", "learner", "encoder"):
                 name = f"{self.config.name}/{kind}-{event['actor']}.{event['incarnation']}"
                 actor: Any = ray.get_actor(name, namespace=namespace)
-                answers[kind] = actor.__ray_call__.remote(held)
+                answers[kind] = actor.__ray_call__.remote(tensor_bytes)
         self.found.tensors = {kind: ray.get(answer) for kind, answer in answers.items()}
 
 

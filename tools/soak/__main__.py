@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     soak = Soak(out, options.seed, options.kinds, ways, options.variants, options.overrides)
     chosen = range(options.first, options.runs)
-    rows = {index: row for index, row in soak.known().items() if index in chosen}
+    rows = {index: row for index, row in soak.load_rows().items() if index in chosen}
     for index in sorted(rows):
         print(line_of(rows[index]), flush=True)
     if missing := [index for index in chosen if index not in rows]:
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with ray_of(soak) as soak.machines:
                 soak.prepare()
                 for index in missing:
-                    rows[index] = soak.one(index)
+                    rows[index] = soak.run_trial(index)
                     print(line_of(rows[index]), flush=True)
         except (Stopped, KeyboardInterrupt):
             print(

@@ -53,7 +53,7 @@ class Soak:
         if not (self.model / "model_index.json").exists():
             make_tiny_sd3(self.model)
 
-    def known(self) -> dict[int, Row]:
+    def load_rows(self) -> dict[int, Row]:
         """Return the rows of an earlier soak with the same arguments, by index.
 
         A run whose row was cut short when the soak was killed is repeated. Raises SystemExit if the
@@ -81,7 +81,7 @@ class Soak:
             self.undisturbed[variant] = self._train(f"undisturbed {variant}", variant, injector)
             self.moments[variant] = {key: n for key, n in injector.seen.items() if key[0] >= 0}
 
-    def one(self, index: int) -> Row:
+    def run_trial(self, index: int) -> Row:
         """Train run ``index`` with its faults, compare it with the undisturbed run, save a row."""
         trial = draw(self.seed, index, self.moments, self.kinds, self.ways)
         injector = FaultInjector(*trial.faults, machines=self.machines, machine=self.machine)

@@ -20,16 +20,16 @@ LONGEST_S = 20
 """Seconds allowed per input; an input that takes longer counts as a hang."""
 
 
-class Wrong(AssertionError):
+class InvariantViolation(AssertionError):
     """Raised if an input is handled in a way that the project does not promise."""
 
 
 @contextlib.contextmanager
-def in_time() -> Iterator[None]:
+def time_limit() -> Iterator[None]:
     """Raise Wrong inside the block if it takes longer than ``LONGEST_S`` seconds."""
 
     def on_alarm(*_: object) -> None:
-        raise Wrong(f"no answer within {LONGEST_S} s")
+        raise InvariantViolation(f"no answer within {LONGEST_S} s")
 
     before = signal.signal(signal.SIGALRM, on_alarm)
     signal.alarm(LONGEST_S)
@@ -55,7 +55,12 @@ def outcome(*arguments: str, codes: tuple[int, ...] = (0, 2)) -> tuple[int | Non
     """
     out, err = io.StringIO(), io.StringIO()
     try:
-        with seams(), in_time(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with (
+            seams(),
+            time_limit(),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
             code = main(list(arguments))
     except SystemExit as end:  # argparse
         code = end.code
@@ -63,34 +68,34 @@ def outcome(*arguments: str, codes: tuple[int, ...] = (0, 2)) -> tuple[int | Non
         return None, out.getvalue()
     errors = err.getvalue()
     if code not in codes:
-        raise Wrong(f"{arguments}: exit code {code}: {errors}")
+        raise InvariantViolation(f"{arguments}: exit code {code}: {errors}")
     # doctor reports problems on stdout
     if code in (2, 3) and not (errors.strip() or (arguments[:1] == ("doctor",) and out.getvalue())):
-        raise Wrong(f"{arguments}: exit code {code} without a word")
+        raise InvariantViolation(f"{arguments}: exit code {code} without a word")
     if "Traceback" in errors:
-        raise Wrong(f"{arguments}: {errors}")
+        raise InvariantViolation(f"{arguments}: {errors}")
     return code, out.getvalue()
 
 
 @contextlib.contextmanager
-def refused(*kinds: type[Exception]) -> Iterator[None]:
+def allowed_errors(*kinds: type[Exception]) -> Iterator[None]:
     """Allow the block to raise errors of these types.
 
     Raises Wrong if the message of such an error is not one line per problem.
     """
     try:
-        with in_time():
+        with time_limit():
             yield
     except kinds as error:
         lines = getattr(error, "lines", [str(error)])
         if not all(line.strip() and "\n" not in line for line in lines):
-            raise Wrong(f"not a line each: {lines!r}") from error
+            raise InvariantViolation(f"not a line each: {lines!r}") from error
 
 
 def finite(tree: object, where: str = "") -> None:
     """Raise Wrong if an accepted configuration contains a number that is not finite."""
     if isinstance(tree, float) and not math.isfinite(tree):
-        raise Wrong(f"{where} = {tree} was accepted")
+        raise InvariantViolation(f"{where} = {tree} was accepted")
     if isinstance(tree, dict):
         for key, value in tree.items():
             finite(value, f"{where}.{key}")
