@@ -96,16 +96,16 @@ class PolicyIdentity:
         host = f" on {member.info.host}" if member.info else ""
         kinds = {"here": result.kind, "wanted": answer.kind}
         self._event("identity_failed", kind="rollout", **details, **kinds)
-        message = (
+        text = (
             f"policy identity: rollout actor {member.index}{host} acknowledged version {version}"
             f" but does not compute with it: its latents differ from the learner's by {error:.3g},"
             f" allowed is {bound:.3g}"
         )
         if self._config.audit.identity_action == "warn":
-            self._note(message)
+            self._note(text)
             return
         raise RunFailed(
-            f"{message}; nothing explored since the last check can be trusted: look at that machine,"
+            f"{text}; nothing explored since the last check can be trusted: look at that machine,"
             " and continue with --resume from a checkpoint before, or with audit.identity_action ="
             " 'warn'"
         )
