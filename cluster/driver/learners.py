@@ -132,9 +132,9 @@ class LearnerGroup:
 
 @dataclass(frozen=True)
 class FirstReplica(Caller):
-    """Calls that go to the first replica: any would answer alike, but keeps some result.
+    """Calls to the first replica: any would give the same answer, but state may stay on it.
 
-    For example, an export stays on the replica that its shards are later fetched from.
+    For example, shards must be fetched from a replica that holds the export.
     """
 
     pool: ActorPool
