@@ -106,7 +106,7 @@ class ScoreTally:
         return means | self.speeds() | stood_in | error
 
     def speeds(self) -> dict[str, float]:
-        """Return images per second of each scorer while it works: ``rewards/images_per_s/<label>``."""
+        """Return the speed of each scorer while it works, as ``rewards/images_per_s/<label>``."""
         return {
             f"rewards/images_per_s/{label}": count / seconds
             for label, (count, seconds) in self._speed.items()

@@ -83,7 +83,7 @@ class Scored:
     def rewards(self) -> Floats:
         """Combined rewards float32 [B] (NaN: dropped).
 
-        Computed on first use: chunks are usually concatenated, and only the whole is combined.
+        Computed on first use: parts are concatenated first, and only the whole is combined.
         """
         return self.combination(self.values)
 
