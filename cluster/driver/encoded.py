@@ -47,7 +47,7 @@ class EncodedOnce(EncoderClient):
         return count
 
     async def fill(self, groups: Iterable[list[Prompt]], tries: int, within_s: float) -> int:
-        """Encode the ``groups`` that are not cached, each by itself; return how many there were.
+        """Encode the ``groups`` that are not cached; return how many there were.
 
         Raises RunFailed if in ``tries`` attempts the results were lost with their node or did not
         arrive within ``within_s`` seconds.

@@ -83,9 +83,11 @@ class Stopping:
         if self._again.is_set():  # maybe in the middle of an update: do not start to save
             save.close()  # Python warns of a coroutine that is never run
             return AGAIN
-        saving, again = asyncio.create_task(save), asyncio.create_task(self._again.wait())
-        await asyncio.wait({saving, again}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        await cancel_all([saving, again])
+        saving, second_signal = asyncio.create_task(save), asyncio.create_task(self._again.wait())
+        await asyncio.wait(
+            {saving, second_signal}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        await cancel_all([saving, second_signal])
         if saving.cancelled():
             return (
                 AGAIN

@@ -35,7 +35,7 @@ class FlowGRPOSettings(PathSettings):
 
 
 class FlowGRPO(PathGRPO):
-    """``PathGRPO`` with KL to the reference, on the first ``step_fraction`` of each path's steps."""
+    """``PathGRPO`` with KL to the reference, on the first ``step_fraction`` of a path's steps."""
 
     Settings = FlowGRPOSettings
 
