@@ -49,6 +49,7 @@ class EncodedOnce(EncoderClient):
     async def fill(self, groups: Iterable[list[Prompt]], tries: int, within_s: float) -> int:
         """Encode the ``groups`` that are not cached; return how many there were.
 
+        Several groups go into a call, with the same results as if each were encoded by itself.
         Raises RunFailed if in ``tries`` attempts the results were lost with their node or did not
         arrive within ``within_s`` seconds.
         """

@@ -75,9 +75,9 @@ class WeightChannel:
     def held(self, version: int) -> Published:
         """Return a version that chunks may still name. Raises RunFailed for any other."""
         if version not in self._held:
-            there = ", ".join(map(str, sorted(self._held))) or "none"
+            versions = ", ".join(map(str, sorted(self._held))) or "none"
             raise RunFailed(
-                f"policy version {version} is asked for, but those held are: {there}; continue with"
+                f"policy version {version} is asked for, but those held are: {versions}; continue with"
                 " --resume"
             )
         return self._held[version]
