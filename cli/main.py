@@ -59,21 +59,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     options.own_process = arguments is None  # else the process is a test's or another program's
-    code = _code(options.command, options)
+    code = _exit_code(options.command, options)
     # otherwise Python would fail to flush the closed streams at exit, and change the exit code
     drop_unread()
     return code
 
 
-def _code(command: Command, options: argparse.Namespace) -> int:
+def _exit_code(command: Command, options: argparse.Namespace) -> int:
     try:
         return command.run(options)
     except ConfigError as error:
-        return _told(USER_ERROR, str(error))
+        return _report(USER_ERROR, str(error))
     except RunFailed as error:
-        return _told(RUN_FAILED, f"run failed: {error}")
+        return _report(RUN_FAILED, f"run failed: {error}")
     except (Stopped, KeyboardInterrupt) as error:
-        return _told(STOPPED, str(error) or "stopped")
+        return _report(STOPPED, str(error) or "stopped")
     except OSError as error:
         # only output was left to do, and its reader has closed the stream
         if error.errno in (errno.EPIPE, errno.EIO) and drop_unread():
@@ -81,7 +81,7 @@ def _code(command: Command, options: argparse.Namespace) -> int:
         raise
 
 
-def _told(code: int, why: str) -> int:
+def _report(code: int, why: str) -> int:
     """Print ``why`` unless the terminal was closed; return ``code``."""
     with contextlib.suppress(OSError):
         print(why, file=sys.stderr, flush=True)

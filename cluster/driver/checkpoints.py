@@ -130,7 +130,7 @@ class Checkpoints:
 def saved_at(path: Path) -> Saved:
     """Return the driver's state in a checkpoint. Raises CheckpointError if it is damaged."""
     extra: object = read(path)[1].get("extra")
-    if not isinstance(extra, dict) or not _fits(cast(Tree, extra)):
+    if not isinstance(extra, dict) or not _has_valid_types(cast(Tree, extra)):
         raise CheckpointError(
             f"checkpoint {str(path)!r}: its {STATE} does not say how far the run was: resume from"
             " an earlier checkpoint"
@@ -138,15 +138,15 @@ def saved_at(path: Path) -> Saved:
     return cast(Saved, extra)
 
 
-def _fits(extra: Tree) -> bool:
+def _has_valid_types(extra: Tree) -> bool:
     """Return True if the fields have the types of ``Saved``; older checkpoints may lack some."""
-    if any(key in extra and not _is(extra[key], kinds) for key, kinds in KINDS.items()):
+    if any(key in extra and not _is_valid(extra[key], kinds) for key, kinds in KINDS.items()):
         return False
     guard = cast(Tree, extra.get("guard", {}))
-    return all(_is(guard.get(key), kinds) for key, kinds in GUARDED.items())
+    return all(_is_valid(guard.get(key), kinds) for key, kinds in GUARDED.items())
 
 
-def _is(value: object, kinds: tuple[type, ...]) -> bool:
+def _is_valid(value: object, kinds: tuple[type, ...]) -> bool:
     """Return True if ``value`` has one of the types ``kinds``, and is finite and >= 0 if a number.
 
     Compares exact types, so that a bool is not accepted as an int.

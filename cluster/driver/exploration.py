@@ -154,7 +154,7 @@ class Exploration:
         assert plan is not None
         seeds = self.new_seeds(it.index, p, plan.pool_size)
         start = shared_start(self._config, seeds)
-        scored, samples, images = await self._scored(it, p, seeds, start)
+        scored, samples, images = await self._explore_and_score(it, p, seeds, start)
         usable, keep = int(np.isfinite(scored.rewards).sum()), self._config.selection.keep
         if usable < keep:
             raise RunFailed(
@@ -167,19 +167,19 @@ class Exploration:
             self._extremes.seen(it, p, "explored", seeds, scored.rewards, images, size)
         return it.explored(p, Candidates(seeds, scored, samples, size, chosen))
 
-    async def _scored(
+    async def _explore_and_score(
         self, it: Iteration, p: int, seeds: tuple[int, ...], start: int | None
     ) -> tuple[Scored, list[ObjectRef[Samples]], list[ObjectRef[Images]]]:
         """Return a prompt's scores, and its samples and images, one reference per chunk each.
 
-        Images are returned only if they are needed again (see ``_chunk``). If images are lost
-        before they were compared, all chunks are explored again.
+        Images are returned only if they are needed again (see ``_explore_chunk``). If images are
+        lost before they were compared, all chunks are explored again.
         """
         size, tries = self._config.explore.chunk_size, self._config.services.rollout.max_attempts
         for _ in range(tries):
             chunks = await run_together(
                 *(
-                    self._chunk(it, p, number, seeds[first : first + size], start)
+                    self._explore_chunk(it, p, number, seeds[first : first + size], start)
                     for number, first in enumerate(range(0, len(seeds), size))
                 )
             )
@@ -196,7 +196,7 @@ class Exploration:
             " compared"
         )
 
-    async def _chunk(
+    async def _explore_chunk(
         self, it: Iteration, p: int, number: int, seeds: tuple[int, ...], start: int | None
     ) -> tuple[Scored, ObjectRef[Samples], ObjectRef[Images] | None]:
         """Explore and score one chunk; explore it again if its images are lost before scoring."""

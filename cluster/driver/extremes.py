@@ -63,7 +63,7 @@ class Extremes:
         self._open: dict[int, Found] = {}  # by iteration
         self._tasks = BackgroundTasks()
         self._keeping: set[asyncio.Task[None]] = set()
-        self._said = ""
+        self._last_failure = ""
 
     def wants(self, prompt: int) -> bool:
         """Return True if images of the prompt with this index in its iteration are kept."""
@@ -113,9 +113,9 @@ class Extremes:
         except Exception as error:  # lost with a node, no room on the disk: only images are missing
             why = described(error)
             self._event("images_missed", iteration=index, why=why)
-            if why != self._said:
+            if why != self._last_failure:
                 self._note(f"iteration {index}: its images are not kept ({why})")
-            self._said = why
+            self._last_failure = why
 
     def _write(self, index: int, shown: Sequence[Extreme]) -> None:
         limit = self._settings.image_iterations

@@ -135,7 +135,7 @@ class Iteration:
 
         Metrics are left out if no prompt could be ranked.
         """
-        return _mean_of("audit/", self.audits) | _mean_of("audit/random_", self.random_audits)
+        return _means("audit/", self.audits) | _means("audit/random_", self.random_audits)
 
     def metrics(self, keep: int) -> Metrics:
         """Return the metrics of scoring, exploration and audit.
@@ -147,9 +147,11 @@ class Iteration:
             "staleness": self.staleness,
             "rewards/failed": self.scoring.tally.dropped,
         }
-        return row | self.scoring.tally.scorer_means() | self._explored(keep) | self.agreement()
+        return (
+            row | self.scoring.tally.scorer_means() | self._explore_metrics(keep) | self.agreement()
+        )
 
-    def _explored(self, keep: int) -> Metrics:
+    def _explore_metrics(self, keep: int) -> Metrics:
         if not self.candidates:
             return {}
         half = keep // 2
@@ -192,7 +194,7 @@ def trained_rewards(groups: Sequence[TrainingGroup]) -> Metrics:
     return {"reward/train_mean": float(rewards.mean()), "reward/train_std": float(rewards.std())}
 
 
-def _mean_of(prefix: str, rows: Mapping[int, Agreement]) -> Agreement:
+def _means(prefix: str, rows: Mapping[int, Agreement]) -> Agreement:
     """Return means over prompts, leaving out prompts that had nothing to rank."""
     means: Agreement = {}
     for key in next(iter(rows.values()), Agreement()):

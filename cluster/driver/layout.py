@@ -36,7 +36,9 @@ def on_this_cluster(config: RunConfig, tell: Callable[[str], None]) -> RunConfig
     if final.choice is not None:
         best, prediction = final.choice.best, final.choice.best.prediction
         seconds = f", {prediction.iteration:.1f} s per iteration predicted" if prediction else ""
-        text = f"{final.choice.why}{seconds}: {best.numbers.describe()}{_others(final.choice)}"
+        text = (
+            f"{final.choice.why}{seconds}: {best.numbers.describe()}{_other_layouts(final.choice)}"
+        )
         tell(f"layout: {best.numbers.mode}, {text}")
         if config.optimizer.gradient_checkpointing == "auto":
             share = final.config.optimizer.recomputed
@@ -44,7 +46,7 @@ def on_this_cluster(config: RunConfig, tell: Callable[[str], None]) -> RunConfig
     return with_threads(final.config, cores)
 
 
-def _others(choice: Choice) -> str:
+def _other_layouts(choice: Choice) -> str:
     """Return the predicted times of the other layouts, in words; empty if none fits."""
     times = [
         f"{each.numbers.mode}{' exploring ahead' * each.numbers.ahead}"

@@ -62,7 +62,7 @@ class LearnerGroup:
     async def start(self) -> None:
         """Create every replica, and join them into one group."""
         await self.pool.start()
-        await self._come_together()
+        await self._form_group()
 
     async def stop(self) -> None:
         """Kill every replica."""
@@ -73,9 +73,9 @@ class LearnerGroup:
     async def renew(self, why: str) -> None:
         """Replace all replicas, and join the new ones into one group."""
         await self.pool.renew(why)
-        await self._come_together()
+        await self._form_group()
 
-    async def _come_together(self) -> None:
+    async def _form_group(self) -> None:
         """Join the replicas into one group. Raises RunFailed if that is not possible."""
         size = len(self.pool.members)
         if size == 1:
@@ -159,7 +159,7 @@ class EveryReplica(Caller):
     patience_s: float | None = None
 
     async def perform(self, task: AnyTask, call: Call) -> Answer:
-        return await self._all(task, lambda rank: call)
+        return await self._call_all(task, lambda rank: call)
 
     async def call_each(
         self,
@@ -173,9 +173,9 @@ class EveryReplica(Caller):
             return await super().call_each(task, method, messages, shared)
         shared_ref, per_replica = self.pool.put(shared), messages(len(self.pool.members))
         calls = [Call(method.__name__, (message, shared_ref), {}) for message in per_replica]
-        return cast(R, await self._all(task, calls.__getitem__))
+        return cast(R, await self._call_all(task, calls.__getitem__))
 
-    async def _all(self, task: AnyTask, call: Callable[[int], Call]) -> Answer:
+    async def _call_all(self, task: AnyTask, call: Callable[[int], Call]) -> Answer:
         members = self.pool.members
         if len(members) == 1:
             return await self.pool.perform(task, call(0))
@@ -184,7 +184,7 @@ class EveryReplica(Caller):
         ending = _Ending(len(members), self.patience_s)
         answers = await run_together(
             *(
-                self._one(rank, member, task, call(rank), ending)
+                self._call_one(rank, member, task, call(rank), ending)
                 for rank, member in enumerate(members)
             )
         )
@@ -192,7 +192,7 @@ class EveryReplica(Caller):
             raise ending.first
         return answers[0]
 
-    async def _one(
+    async def _call_one(
         self, rank: int, member: Member, task: AnyTask, call: Call, ending: _Ending
     ) -> Answer:
         key = cast(tuple[object, ...], task.key)  # ``LearnerClient`` uses tuples as task keys

@@ -37,12 +37,12 @@ class LiveReport:
         self._event, self._note = event, note
         self._due = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._said = ""
+        self._last_failure = ""
 
     def begin(self) -> None:
         """Start to write reports."""
         if self._every_s:
-            self._task = asyncio.create_task(self._live())
+            self._task = asyncio.create_task(self._write_periodically())
 
     def due(self) -> None:
         """Request a report without waiting for the interval to pass."""
@@ -52,7 +52,7 @@ class LiveReport:
         """Stop writing reports; on return no process writes one."""
         await cancel_all([self._task] if self._task else [])
 
-    async def _live(self) -> None:
+    async def _write_periodically(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._every_s):
@@ -63,11 +63,11 @@ class LiveReport:
                 why = await self._write()
             except Exception as error:  # no caller awaits this task and would see it
                 why = described(error)
-            if why and why != self._said:  # report the same reason only once
+            if why and why != self._last_failure:  # report the same reason only once
                 with contextlib.suppress(OSError):  # the disk may be full for the event as well
                     self._event("report_failed", why=why)
                 self._note(f"the report is not written while the run goes on: {why}")
-            self._said = why
+            self._last_failure = why
             await asyncio.sleep(REST * (time.monotonic() - began))
 
     async def _write(self) -> str:
@@ -85,12 +85,12 @@ class LiveReport:
         except TimeoutError:
             return f"it took longer than {LONGEST_S:g} s"
         finally:
-            await _end(process)
+            await _terminate(process)
         lines = stderr.decode(errors="replace").strip().splitlines()
         return "" if process.returncode == 0 else (lines or [f"exit {process.returncode}"])[-1]
 
 
-async def _end(process: Process) -> None:
+async def _terminate(process: Process) -> None:
     """Terminate ``process`` so that it can clean up; kill it if it does not exit in time."""
     for stop in (process.terminate, process.kill):
         if process.returncode is not None:

@@ -75,7 +75,7 @@ class Ring:
         Returns the metrics, and the iteration with what was explored and selected. On return the
         learner holds policy version ``index + 1``, which is published.
         """
-        it = await self._its_turn(index)
+        it = await self._begin_turn(index)
         groups = await run_together(*(self._group(it, p) for p in range(len(it.prompts))))
         if self._extremes:
             self._extremes.finished(it)
@@ -101,7 +101,7 @@ class Ring:
         """Cancel exploring ahead."""
         await self.exploration.close()
 
-    async def _its_turn(self, index: int) -> Iteration:
+    async def _begin_turn(self, index: int) -> Iteration:
         plan, count = self._plan, self.config.prompts.per_iteration
         keep, audited = self.config.selection.keep, self.config.audit.random_seeds
         images = count * (plan.explore.pool_size if plan.explore else keep)

@@ -76,7 +76,7 @@ def evaluate_run(
     join_or_start_ray(config)
     try:
         results = asyncio.run(_evaluate_all(rundir, config, path, prompts))
-        return _written(config, path, prompts, given, target, results)
+        return _write_results(config, path, prompts, given, target, results)
     # an evaluation has no checkpoint to return to
     except (StateLost, InputsLost) as loss:
         raise RunFailed(f"{loss}: the evaluation has to be made again") from None
@@ -98,7 +98,7 @@ def _require_writable(target: Path) -> None:
         ) from None
 
 
-def _written(
+def _write_results(
     config: RunConfig,
     path: Path,
     prompts: list[Prompt],

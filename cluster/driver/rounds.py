@@ -32,13 +32,13 @@ class OneAtATime:
 
     async def take(self, work: Callable[[], Coroutine[None, None, R]]) -> R:
         """Run ``work`` after all earlier work has ended, and return its result."""
-        return await asyncio.shield(self._tasks.start(self._alone(work)))
+        return await asyncio.shield(self._tasks.start(self._locked(work)))
 
     async def end(self) -> None:
         """Cancel all work, in progress or waiting."""
         await self._tasks.end()
 
-    async def _alone(self, work: Callable[[], Coroutine[None, None, R]]) -> R:
+    async def _locked(self, work: Callable[[], Coroutine[None, None, R]]) -> R:
         async with self._lock:
             return await work()
 
@@ -103,7 +103,7 @@ class Rounds(Caller):
     async def _round(self) -> None:
         """Run one round. A failure is raised by the calls in it, not by the one that started it."""
         # chosen now, not when the round was requested: calls that came meanwhile may go first
-        chosen = self._chosen(len(self._pool.members))
+        chosen = self._take_next(len(self._pool.members))
         if not chosen:
             return
         try:
@@ -111,7 +111,7 @@ class Rounds(Caller):
                 *(
                     self._pool.perform_on(member, waiting_call.task, waiting_call.call)
                     if (waiting_call := chosen[rank] if rank < len(chosen) else None)
-                    else self._pool.perform_on(member, *self._standing_by(chosen[0], rank))
+                    else self._pool.perform_on(member, *self._stand_by_call(chosen[0], rank))
                     for rank, member in enumerate(self._pool.members)
                 )
             )
@@ -126,7 +126,7 @@ class Rounds(Caller):
             if not waiting.answer.done():
                 waiting.answer.set_result(answer)
 
-    def _chosen(self, size: int) -> list[_Waiting]:
+    def _take_next(self, size: int) -> list[_Waiting]:
         """Remove and return the next up to ``size`` calls: the first one, and those that fit it."""
         chosen: list[_Waiting] = []
         remaining: list[_Waiting] = []
@@ -140,6 +140,6 @@ class Rounds(Caller):
         self._waiting = remaining
         return chosen
 
-    def _standing_by(self, first: _Waiting, rank: int) -> tuple[AnyTask, Call]:
+    def _stand_by_call(self, first: _Waiting, rank: int) -> tuple[AnyTask, Call]:
         key = ("stand by", *cast(tuple[object, ...], first.task.key), rank)
         return Task[None](key), Call(LearnerActor.stand_by.__name__, (first.request,), {})

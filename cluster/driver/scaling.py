@@ -42,9 +42,9 @@ class Scaling:
         size = self._services.rollout_pool.alive
         wanted = self._autoscaler.size_after(size, row)
         if wanted != size:
-            self.running = asyncio.create_task(self._by_rule({"rollout": wanted}))
+            self.running = asyncio.create_task(self._scale_by_rule({"rollout": wanted}))
 
-    async def _by_rule(self, sizes: dict[str, int]) -> tuple[bool, str]:
+    async def _scale_by_rule(self, sizes: dict[str, int]) -> tuple[bool, str]:
         try:
             return await self.scale(sizes, partly=True)
         except Exception as error:  # no caller awaits this task and would see it

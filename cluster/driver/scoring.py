@@ -147,7 +147,7 @@ class Scoring:
             texts, metadata = self._service.told(prompts)
             return client.score(task, images, texts, metadata, labels, self._evaluation)
 
-        values = await self._ask_all(self._labels, ask, len(prompts))
+        values = await self._score_with(self._labels, ask, len(prompts))
         # without the scorers that compare images, whose scores ``together`` adds
         combination = self.combination.uncompared if self._comparing else self.combination
         scored = Scored(values, combination)
@@ -182,7 +182,7 @@ class Scoring:
 
         known = Scored.concatenate(parts).values
         count = len(next(iter(known.values())))
-        values = known | await self._ask_all(self._comparing, ask, count)
+        values = known | await self._score_with(self._comparing, ask, count)
         scored = Scored(values, self.combination)
         self.tally.scored(scored.values, count)
         return scored
@@ -192,17 +192,17 @@ class Scoring:
         """True if ``together`` needs the images, for scorers that compare them."""
         return bool(self._comparing)
 
-    async def _ask_all(
+    async def _score_with(
         self, labels: Labels, ask: Callable[[RewardClient, Labels], Awaitable[Scores]], count: int
     ) -> dict[str, Floats]:
         """Return raw scores float32 [count] of ``labels``, from the pools that hold them."""
         calls = [
-            self._ask(pool, pool_labels, ask, count)
+            self._score_in_pool(pool, pool_labels, ask, count)
             for pool, held in self._service.groups.values()
             if (pool_labels := tuple(label for label in held if label in labels))
         ]
         if len(calls) == 1:  # the usual case, which needs no task of its own
-            return self._given(labels, [await calls[0]])
+            return self._record(labels, [await calls[0]])
         # all have ended before an error is raised: no call continues in the background
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -210,9 +210,9 @@ class Scoring:
         for error in sorted(errors, key=lambda error: isinstance(error, InputsLost)):
             raise error
         answers = [outcome for outcome in outcomes if isinstance(outcome, Scores)]
-        return self._given(labels, answers)
+        return self._record(labels, answers)
 
-    def _given(self, labels: Labels, answers: Sequence[Scores]) -> dict[str, Floats]:
+    def _record(self, labels: Labels, answers: Sequence[Scores]) -> dict[str, Floats]:
         self.tally.answered(answers)
         by_label = {label: values for answer in answers for label, values in answer.values.items()}
         return {label: by_label[label] for label in labels}
@@ -243,7 +243,7 @@ class Scoring:
                         " random: fix it, or set rewards.deterministic = false"
                     )
 
-    async def _ask(
+    async def _score_in_pool(
         self,
         pool: ActorPool,
         labels: Labels,

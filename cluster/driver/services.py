@@ -57,8 +57,8 @@ class ActorServices:
     ):
         self.config, self._event, self._record = config, event, record
         self.places = self._places()
-        self._chosen = False  # True once every actor has a place
-        self._looked = False  # True if nodes were refreshed in this iteration of the event loop
+        self._placed = False  # True once every actor has a place
+        self._nodes_refreshed = False  # in this iteration of the event loop
         self._scaling = asyncio.Lock()  # sizes are changed one after the other
         tree = config.model_dump(mode="json")
         failures = str(rundir.path / "failure")
@@ -146,9 +146,9 @@ class ActorServices:
         self._event("prompts_encoded", groups=count, seconds=round(time.monotonic() - began, 3))
 
     async def _choose_places(self) -> None:
-        if not self._chosen:
+        if not self._placed:
             await self.places.choose([pool.kind for pool in self.pools])
-            self._chosen = True
+            self._placed = True
 
     async def start(self) -> None:
         """Choose a node for every actor, create all actors, and return when every one answers.
@@ -241,7 +241,7 @@ class ActorServices:
         Lost nodes are reported. One iteration may start a thousand actors, and checking all actors
         and nodes for each of them would take minutes.
         """
-        if self._looked:
+        if self._nodes_refreshed:
             return
         self.places.refresh(
             {
@@ -251,11 +251,11 @@ class ActorServices:
                 if member.handle is not None
             }
         )
-        self._looked = True
-        asyncio.get_running_loop().call_soon(self._turn_ends)
+        self._nodes_refreshed = True
+        asyncio.get_running_loop().call_soon(self._allow_refresh)
 
-    def _turn_ends(self) -> None:
-        self._looked = False
+    def _allow_refresh(self) -> None:
+        self._nodes_refreshed = False
 
     @property
     def lost(self) -> int:

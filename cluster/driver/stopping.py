@@ -44,8 +44,8 @@ class Stopping:
         """``updating``: held while the work must not be interrupted."""
         self.signal: str | None = None
         self._updating = updating
-        self._asked_at = 0.0
-        self._again = asyncio.Event()
+        self._first_signal_at = 0.0
+        self._second_signal = asyncio.Event()
         self._canceller: asyncio.Task[None] | None = None
         self._over = False
 
@@ -60,11 +60,11 @@ class Stopping:
         if self._over:
             return
         if self._canceller is None:
-            self.signal, self._asked_at = name, time.monotonic()
+            self.signal, self._first_signal_at = name, time.monotonic()
             self._canceller = asyncio.create_task(self._cancel(work))
-        elif time.monotonic() - self._asked_at > ECHO_S:
+        elif time.monotonic() - self._first_signal_at > ECHO_S:
             self.signal = name
-            self._again.set()
+            self._second_signal.set()
             if not self._canceller.done():
                 # the canceller waits for the update in progress; a second signal skips that
                 self._canceller.cancel()
@@ -80,18 +80,16 @@ class Stopping:
 
         Reasons are that it failed, took longer than ``limit_s`` seconds, or a second signal came.
         """
-        if self._again.is_set():  # maybe in the middle of an update: do not start to save
+        if self._second_signal.is_set():  # maybe in the middle of an update: do not start to save
             save.close()  # Python warns of a coroutine that is never run
             return AGAIN
-        saving, second_signal = asyncio.create_task(save), asyncio.create_task(self._again.wait())
-        await asyncio.wait(
-            {saving, second_signal}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        await cancel_all([saving, second_signal])
+        saving, second = asyncio.create_task(save), asyncio.create_task(self._second_signal.wait())
+        await asyncio.wait({saving, second}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        await cancel_all([saving, second])
         if saving.cancelled():
             return (
                 AGAIN
-                if self._again.is_set()
+                if self._second_signal.is_set()
                 else f"the learner did not write it within {limit_s:g} s"
             )
         error = saving.exception()

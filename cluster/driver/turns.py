@@ -64,7 +64,7 @@ class GpuTurns(AllStay):
     def __init__(self, rollout: ActorPool, learner: ActorPool, event: Event):
         self._rollout, self._learner, self._event = rollout, learner, event
         self.holder: Side | None = None
-        self._changing = asyncio.Lock()
+        self._switching = asyncio.Lock()
         self._working = 0  # contexts of the holder
         self._idle = asyncio.Event()
         self._number = 0
@@ -74,8 +74,8 @@ class GpuTurns(AllStay):
     async def of(self, side: Side) -> AsyncGenerator[None, None]:
         """See ``AllStay``. Raises StateLost if the learner is lost while moving, or RunFailed."""
         if not self._has_gpus(side):
-            async with self._changing:
-                await self._give(side)
+            async with self._switching:
+                await self._switch_to(side)
         self._working += 1
         try:
             yield
@@ -111,7 +111,7 @@ class GpuTurns(AllStay):
         # rollout actors move to their GPUs one by one, before their next task
         return side == "rollout" or all(m.has_gpu is True for m in self._learner.members)
 
-    async def _give(self, side: Side) -> None:
+    async def _switch_to(self, side: Side) -> None:
         if self.holder != side:
             # a loop: between the end of the last context and this wake-up another may have started
             while self._working:
@@ -123,34 +123,34 @@ class GpuTurns(AllStay):
             moved_off = list[Moved]()
             self._moves.append(moved_off)
             if side == "learner":
-                await self._rollout.each(self._rollout_leaves)
+                await self._rollout.each(self._move_rollout_off)
             else:
-                await self._replicas(False)
+                await self._move_replicas(False)
             self.holder = side
             self._moves.append([])
             self._event("gpu_turn", kind=side, left=sum(moved.nbytes for moved in moved_off))
         if side == "learner":
-            await self._replicas(True)
+            await self._move_replicas(True)
 
-    async def _rollout_leaves(self, member: Member) -> None:
+    async def _move_rollout_off(self, member: Member) -> None:
         if member.has_gpu is not False:
             member.has_gpu = None
             self._moves[-1].append(await self._rollout.ask(member, RolloutActor.end_turn))
             member.has_gpu = False
 
-    async def _replicas(self, come: bool) -> None:
-        """Move the learner's replicas to their GPUs (``come``) or off them."""
+    async def _move_replicas(self, onto_gpu: bool) -> None:
+        """Move the learner's replicas onto their GPUs or off them."""
         # not ``ActorPool.each``: a learner that is lost while moving must count as state loss
-        moving = [member for member in self._learner.members if member.has_gpu is not come]
-        await run_together(*(self._replica(member, come) for member in moving))
+        moving = [member for member in self._learner.members if member.has_gpu is not onto_gpu]
+        await run_together(*(self._move_replica(member, onto_gpu) for member in moving))
 
-    async def _replica(self, member: Member, come: bool) -> None:
+    async def _move_replica(self, member: Member, onto_gpu: bool) -> None:
         member.has_gpu = None
-        method = LearnerActor.begin_turn if come else LearnerActor.end_turn
+        method = LearnerActor.begin_turn if onto_gpu else LearnerActor.end_turn
         task = Task[Moved]((method.__name__, self._number, f"replica {member.index}"))
         call = Call(method.__name__, (), {})
         self._moves[-1].append(await self._learner.perform_on(member, task, call))
-        member.has_gpu = come
+        member.has_gpu = onto_gpu
 
 
 @dataclass(frozen=True)

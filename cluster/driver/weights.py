@@ -55,7 +55,7 @@ class WeightChannel:
         self._turns = turns or AllStay()
         self._event, self._ahead = event, ahead
         # precision that rollout actors reported, as of the last publishing
-        self._own: str | None = None
+        self._reported_backend: str | None = None
         self._held: dict[int, Published] = {}
         # of versions that actors may have loaded, held or not
         self._manifests: dict[WeightsId, Manifest] = {}
@@ -75,9 +75,9 @@ class WeightChannel:
     def held(self, version: int) -> Published:
         """Return a version that chunks may still name. Raises RunFailed for any other."""
         if version not in self._held:
-            versions = ", ".join(map(str, sorted(self._held))) or "none"
+            known = ", ".join(map(str, sorted(self._held))) or "none"
             raise RunFailed(
-                f"policy version {version} is asked for, but those held are: {versions}; continue with"
+                f"policy version {version} is asked for, but those held are: {known}; continue with"
                 " --resume"
             )
         return self._held[version]
@@ -96,8 +96,8 @@ class WeightChannel:
         reported. ``weights``: the adapter to export; None: the sampling policy.
         """
         start = clock.now()
-        own = self._own = one_backend(rollout)
-        backend = backend or self._of_the_run(own, rollout)
+        own = self._reported_backend = one_backend(rollout)
+        backend = backend or self._run_backend(own, rollout)
         exported = await learner.export(version, backend, weights)
         shards, fetched = await self._fetch(version, learner, exported.manifest)
         # now: the learner can answer only for the version that it packed last
@@ -163,7 +163,7 @@ class WeightChannel:
             for version_id in wanted & self._manifests.keys()
         }
 
-    def _of_the_run(self, own: str | None, rollout: ActorPool) -> str | None:
+    def _run_backend(self, own: str | None, rollout: ActorPool) -> str | None:
         """Return the run's precision, which is chosen and reported once.
 
         It is kept if the run continues with actors that report another one, because all versions
@@ -172,7 +172,7 @@ class WeightChannel:
         if own is None or own == self.chosen:
             return own
         if self.chosen is None:
-            self.chosen, self.why = own, next((info.why for info in _told(rollout) if info.why), "")
+            self.chosen, self.why = own, next((i.why for i in _actor_infos(rollout) if i.why), "")
             self._event("backend_chosen", backend=own, why=self.why)
             return own
         runs = common_backends(rollout)
@@ -196,7 +196,7 @@ class WeightChannel:
 
         return prepare
 
-    def _changed(self, before: WeightsId | None, published: Published) -> list[int]:
+    def _changed_shards(self, before: WeightsId | None, published: Published) -> list[int]:
         """Return the indices of shards to send to an actor that has version ``before``.
 
         Cached, because a thousand actors may have the same version.
@@ -215,12 +215,12 @@ class WeightChannel:
         # before anything is sent: images of an actor with another backend would be rounded
         # differently, and nothing would fail. Skipped for actors with the known backend, as
         # ``one_backend`` examines all of them, and there may be a thousand
-        if own != self._own:
+        if own != self._reported_backend:
             one_backend(rollout)
         if published.backend != (before.backend if before else own):
             # its denoiser is rebuilt, which may take as long as at the start
             member.cold, before = True, None
-        changed = self._changed(before, published)
+        changed = self._changed_shards(before, published)
         shards = (resolved(published.shards[index]) for index in changed)
         member.weights = None  # until the actor acknowledges the new ones
         loaded = await rollout.ask(
@@ -237,7 +237,7 @@ class WeightChannel:
         member.weights = published.id
 
 
-def _told(rollout: ActorPool) -> list[ActorInfo]:
+def _actor_infos(rollout: ActorPool) -> list[ActorInfo]:
     """Return the info of each member's actor; while it is being replaced, that of the last one."""
     return [member.info for member in rollout.members if member.info is not None]
 
@@ -248,7 +248,7 @@ def one_backend(rollout: ActorPool) -> str | None:
     Raises RunFailed if they differ: every kernel rounds in its own way, and results would depend on
     which actor computed what.
     """
-    hosts = {info.backend: info.host for info in _told(rollout) if info.backend}
+    hosts = {info.backend: info.host for info in _actor_infos(rollout) if info.backend}
     if len(hosts) > 1:
         backends = ", ".join(f"{backend} on {host}" for backend, host in hosts.items())
         raise RunFailed(
@@ -281,5 +281,5 @@ def incompatibility(rollout: ActorPool, info: ActorInfo) -> str | None:
 
 def common_backends(rollout: ActorPool) -> set[str]:
     """Return the precisions that every rollout actor reports to be able to explore in."""
-    runs = [set(info.runs) for info in _told(rollout) if info.runs]
+    runs = [set(info.runs) for info in _actor_infos(rollout) if info.runs]
     return set[str].intersection(*runs) if runs else set()
