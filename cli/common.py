@@ -21,33 +21,33 @@ DONE, USER_ERROR, RUN_FAILED, STOPPED = 0, 2, 3, 130
 def add_config(
     sub: argparse.ArgumentParser, required: bool = True, what: str = "a preset name or a TOML file"
 ) -> None:
-    """The configuration and ``--set``."""
+    """Add the configuration and ``--set``."""
     sub.add_argument("config", nargs=None if required else "?", help=what)
     add_overrides(sub)
 
 
 def add_overrides(sub: argparse.ArgumentParser, what: str = "override one value") -> None:
-    """``--set``."""
+    """Add ``--set``."""
     sub.add_argument(
         "--set", action="append", default=[], dest="overrides", metavar="a.b=c", help=what
     )
 
 
 def add_measuring(sub: argparse.ArgumentParser, out: str = "directory to write") -> None:
-    """``--threads`` and ``--out`` of commands that measure in their own process."""
+    """Add ``--threads`` and ``--out``, for commands that measure in their own process."""
     text = "CPU threads; as the configuration's rollout actors unless given"
     sub.add_argument("--threads", type=int, help=text)
     sub.add_argument("--out", metavar="DIR", help=f"{out}; beside the run directories unless given")
 
 
 def add_resume(sub: argparse.ArgumentParser) -> None:
-    """``--resume``."""
+    """Add ``--resume``."""
     text = "continue the run of this name from its last checkpoint"
     sub.add_argument("--resume", action="store_true", help=text)
 
 
 def add_cluster(sub: argparse.ArgumentParser) -> None:
-    """``--address`` of a running cluster."""
+    """Add ``--address``, for commands that connect to a running cluster."""
     where = (
         "host:port of the cluster's head, or its dashboard's URL; RAY_ADDRESS, or the cluster on"
         " this machine, unless given"
@@ -56,13 +56,13 @@ def add_cluster(sub: argparse.ArgumentParser) -> None:
 
 
 def add_checkpoint(sub: argparse.ArgumentParser, of: str = "a checkpoint of the run") -> None:
-    """``--checkpoint``."""
+    """Add ``--checkpoint``."""
     text = f"{of}; the last one unless given"
     sub.add_argument("--checkpoint", type=int, metavar="STEP", help=text)
 
 
 def run_at(path: str) -> tuple[RunDirectory, RunConfig]:
-    """A run directory and the configuration in it. Raises ConfigError when there is none."""
+    """Return a run directory and its configuration. Raises ConfigError if there is none."""
     from records.rundir import RunDirectory
 
     rundir = RunDirectory(Path(path).absolute())
@@ -70,18 +70,19 @@ def run_at(path: str) -> tuple[RunDirectory, RunConfig]:
 
 
 def address_given(option: str | None) -> str:
-    """The cluster's address, by option or RAY_ADDRESS; empty without either."""
+    """Return the cluster's address from the option or RAY_ADDRESS; empty if neither is set."""
     return option or os.environ.get("RAY_ADDRESS", "")
 
 
 def is_dashboard(address: str) -> bool:
-    """Whether an address is the URL of a dashboard, and not that of a cluster's head."""
+    """Return True if an address is the URL of a dashboard, not the address of a cluster's head."""
     return address.startswith(("http://", "https://"))
 
 
 def through_job(given: str | None, command: Sequence[str]) -> int | None:
-    """Exit code of ``command``, run as a job, where the address is that of a dashboard; None where
-    the caller can connect to the cluster itself.
+    """Run ``command`` as a job if the address is that of a dashboard; return its exit code.
+
+    Returns None if the caller can connect to the cluster itself.
     """
     address = address_given(given)
     if not is_dashboard(address):
@@ -92,19 +93,19 @@ def through_job(given: str | None, command: Sequence[str]) -> int | None:
 
 
 def require_positive(options: argparse.Namespace, *names: str) -> None:
-    """Raises ConfigError for the first value of these options that is given and not above 0."""
+    """Raise ConfigError for the first value of these options that is set and not above 0."""
     for name in names:
-        given = getattr(options, name)
-        for value in given if isinstance(given, list) else [given]:
+        option = getattr(options, name)
+        for value in option if isinstance(option, list) else [option]:
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be above 0")
 
 
 def show(text: str) -> None:
-    """Print what a job printed, as it comes."""
+    """Print output of a job as it arrives."""
     print(text, end="", flush=True)
 
 
 def say(line: str) -> None:
-    """A line for the user that is no part of the output."""
+    """Print a line for the user on stderr, as it is not part of the output."""
     print(line, file=sys.stderr, flush=True)

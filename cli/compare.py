@@ -1,4 +1,4 @@
-"""``sol-rl compare``."""
+"""Command ``sol-rl compare``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HELP = "train arms and objectives on equal prompts and seeds: tables with error 
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
-    """Add its options."""
+    """Add the command's options."""
     what = "a preset, a TOML file, or a comparison: a TOML file that lists its cells"
     add_config(sub, required=False, what=what)
     for name, metavar, text in (
@@ -40,11 +40,11 @@ def declare(sub: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the cells, or read the runs that are given, and print the tables."""
+    """Run the cells, or read the runs of ``--runs``, and print the tables."""
     only_new = [options.config, options.arms, options.objectives, options.seeds]
-    asked = [*only_new, *options.overrides, *options.vary]
+    run_options = [*only_new, *options.overrides, *options.vary]
     if bool(options.runs) == (options.config is not None) or (
-        options.runs and any(each is not None for each in asked)
+        options.runs and any(each is not None for each in run_options)
     ):
         raise ConfigError(
             "compare: give a preset, a TOML file or a comparison; or --runs DIR ... alone, with"

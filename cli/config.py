@@ -1,4 +1,4 @@
-"""``sol-rl config``."""
+"""Command ``sol-rl config``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ HELP = "print a configuration with all defaults, or the names of the presets"
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
-    """Add its options."""
+    """Add the command's options."""
     add_config(sub, required=False)
     sub.add_argument("--list", action="store_true", help="print all preset names")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what a run would use."""
+    """Print the configuration that a run would use, or the names of the presets."""
     if options.list:
         print("\n".join(preset_names()))
         return DONE

@@ -1,4 +1,4 @@
-"""``sol-rl doctor``."""
+"""Command ``sol-rl doctor``."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ HELP = "check the machine or the cluster that a run would use, one line per chec
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
-    """Add its options."""
+    """Add the command's options."""
     add_config(sub, required=False, what="the run to check for; the machine alone unless given")
     add_cluster(sub)
     sub.add_argument("--json", action="store_true", help="print the checks as one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a line per check; exit code 2 where one failed."""
+    """Print a line per check; return exit code 2 if one failed."""
     if options.overrides and options.config is None:
         raise ConfigError("--set: give the configuration that it belongs to")
     config = load(options.config, options.overrides) if options.config is not None else None

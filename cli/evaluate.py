@@ -1,4 +1,4 @@
-"""``sol-rl evaluate``."""
+"""Command ``sol-rl evaluate``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HELP = "score held-out prompts with base, trained, sampling-policy and EMA weigh
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
-    """Add its options."""
+    """Add the command's options."""
     sub.add_argument("run", help="a run directory")
     add_checkpoint(sub)
     text = "a prompt file, all of it; the run's held-out prompts unless given"

@@ -1,4 +1,4 @@
-"""``sol-rl export``."""
+"""Command ``sol-rl export``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HELP = "write a LoRA that stock diffusers loads, and its model card"
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
-    """Add its options."""
+    """Add the command's options."""
     sub.add_argument("run", help="a run directory")
     sub.add_argument("out", help="directory to write")
     sub.add_argument("--weights", choices=("ema", "current", "old"), default="ema")
@@ -25,7 +25,7 @@ def declare(sub: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the directory, and push it where asked to."""
+    """Write the LoRA and its model card, and push them with ``--push``."""
     rundir, config = run_at(options.run)
     from analysis.card import Export, write_card
     from analysis.hub import check_hub, push

@@ -1,4 +1,4 @@
-"""``sol-rl fidelity``."""
+"""Command ``sol-rl fidelity``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HELP = "measure how well proxy images rank seeds, by backend and explore steps"
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
-    """Add its options."""
+    """Add the command's options."""
     add_config(sub, required=False)
     sub.add_argument(
         "--run",

@@ -1,4 +1,4 @@
-"""The command line: finds the command, runs it, and turns what goes wrong into an exit code."""
+"""The command line: parse arguments, run the command, and map errors to exit codes."""
 
 from __future__ import annotations
 
@@ -31,55 +31,58 @@ COMMANDS = (
     "compare",
     "report",
 )
-"""Every command is a module of this package. Help and typos answer at once: a module checks its
-options and the configuration before it imports what needs torch or ray.
+"""Commands, each a module of this package.
+
+So that help and errors appear at once, a module checks its options and the configuration before it
+imports anything that needs torch or ray.
 """
 
 
 class Command(Protocol):
-    """The interface of a command's module, which imports neither torch nor ray."""
+    """Interface of a command's module, which imports neither torch nor ray at import time."""
 
     HELP: str
 
     def declare(self, sub: argparse.ArgumentParser) -> None:
-        """Add its options."""
+        """Add the command's options."""
 
     def run(self, options: argparse.Namespace) -> int:
-        """Do it; returns the exit code."""
+        """Run the command; return the exit code."""
         ...
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code.
+    """Run one command; return its exit code.
 
-    0: done; 2: the configuration or the command is wrong; 3: the run failed; 4: a job that is
-    followed is out of sight; 130: stopped.
+    0: done; 2: the configuration or the command is wrong; 3: the run failed; 4: the dashboard of a
+    job that is followed no longer answers; 130: stopped.
     """
     options = _parser().parse_args(arguments)
-    options.own_process = arguments is None  # not a test's, or another program's
-    code = _code(options.command, options)
-    drop_unread()  # or Python, which flushes them at its end, would end with another code
+    options.own_process = arguments is None  # else the process is a test's or another program's
+    code = _exit_code(options.command, options)
+    # otherwise Python would fail to flush the closed streams at exit, and change the exit code
+    drop_unread()
     return code
 
 
-def _code(command: Command, options: argparse.Namespace) -> int:
+def _exit_code(command: Command, options: argparse.Namespace) -> int:
     try:
         return command.run(options)
     except ConfigError as error:
-        return _told(USER_ERROR, str(error))
+        return _report(USER_ERROR, str(error))
     except RunFailed as error:
-        return _told(RUN_FAILED, f"run failed: {error}")
+        return _report(RUN_FAILED, f"run failed: {error}")
     except (Stopped, KeyboardInterrupt) as error:
-        return _told(STOPPED, str(error) or "stopped")
+        return _report(STOPPED, str(error) or "stopped")
     except OSError as error:
-        # its output was all that was left to do, and nobody reads it
+        # only output was left to do, and its reader has closed the stream
         if error.errno in (errno.EPIPE, errno.EIO) and drop_unread():
             return DONE
         raise
 
 
-def _told(code: int, why: str) -> int:
-    """``code``, once the user knows why, who may have closed the terminal."""
+def _report(code: int, why: str) -> int:
+    """Print ``why`` unless the terminal was closed; return ``code``."""
     with contextlib.suppress(OSError):
         print(why, file=sys.stderr, flush=True)
     return code

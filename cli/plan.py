@@ -1,4 +1,4 @@
-"""``sol-rl plan``."""
+"""Command ``sol-rl plan``."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ ASSUMED = (
     ("node_gpus", int, 8, "N", "GPUs of an assumed node"),
     ("node_cpus", int, 96, "N", "CPUs of an assumed node"),
 )
-"""Numbers of ``planning.assumptions.Assumptions``: field, type, default, unit, help."""
+"""Fields of ``planning.assumptions.Assumptions``: name, type, default, unit, help."""
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
-    """Add its options."""
+    """Add the command's options."""
     add_config(sub)
     sub.add_argument(
         "--address",
@@ -116,13 +116,13 @@ def run(options: argparse.Namespace) -> int:
     from planning.savings import savings_lines
 
     try:
-        made = make_plan(config, assumed, nodes)
+        plan = make_plan(config, assumed, nodes)
     except DoesNotFit as error:
-        # as they come: each counts the model anew, for half a minute where it is large
+        # printed one by one: each line recounts the model, half a minute for a large one
         for line in chain(error.lines, savings_lines(config, assumed, nodes)):
             say(line)
         return USER_ERROR
-    return _print(options, made, step_lines(made.config))
+    return _print(options, plan, step_lines(plan.config))
 
 
 def _from_run(
@@ -131,7 +131,7 @@ def _from_run(
     assumed: Assumptions,
     nodes: Sequence[Node] | None,
 ) -> int:
-    """Print the plan with seconds as a run had them."""
+    """Print the plan with the durations of calls that were measured in a run."""
     from simulator.measured import on_gpus
 
     rundir, recorded = run_at(options.from_run)
@@ -159,14 +159,14 @@ def _from_cores(
     config = keep_threads(config, recorded)
     require_same(config, recorded)
     model = measured(rundir)
-    found = model.predict(config)
+    prediction = model.predict(config)
     if options.out:
-        draw(options.out, config.name, found)
+        draw(options.out, config.name, prediction)
     if options.json:
-        print(json.dumps(measured_json(config, found, model), indent=2))
+        print(json.dumps(measured_json(config, prediction, model), indent=2))
     else:
         lines = lines_of(make_plan(config, assumed, nodes))
-        print("\n".join([*lines, *measured_lines(config, found, model, rundir.path.name)]))
+        print("\n".join([*lines, *measured_lines(config, prediction, model, rundir.path.name)]))
     return DONE
 
 
@@ -174,9 +174,12 @@ def _print(
     options: argparse.Namespace,
     made: Plan,
     lines: Sequence[str] = (),
-    more: Mapping[str, object] | None = None,
+    fields: Mapping[str, object] | None = None,
 ) -> int:
-    """Simulate and print a plan; ``lines`` come after it, ``more`` into its object."""
+    """Simulate and print a plan.
+
+    ``lines`` are printed after it as text; ``fields`` are further fields of the JSON object.
+    """
     from planning.lines import json_of, lines_of
     from simulator.outlook import simulated
 
@@ -184,14 +187,14 @@ def _print(
     if options.out:
         draw(options.out, plan.config.name, iteration)
     if options.json:
-        print(json.dumps(json_of(plan) | dict(more or {}), indent=2))
+        print(json.dumps(json_of(plan) | dict(fields or {}), indent=2))
     else:
         print("\n".join([*lines_of(plan), *lines]))
     return DONE
 
 
 def draw(out: str, name: str, iteration: Simulated | None) -> None:
-    """Write the timeline. Raises ConfigError where there is none, or no place for it."""
+    """Write the timeline to ``out``. Raises ConfigError if there is none, or writing fails."""
     from analysis.report.timeline import write_page
 
     if iteration is None:

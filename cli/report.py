@@ -1,4 +1,4 @@
-"""``sol-rl report``."""
+"""Command ``sol-rl report``."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ HELP = "write report.html of a run again, from what is in its directory"
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
-    """Add its options."""
+    """Add the command's options."""
     sub.add_argument("run", help="a run directory")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page and say where it is."""
+    """Write the report and print its path."""
     rundir, config = run_at(options.run)
     from analysis.report.page import build_report
 
     try:
-        # so that a page that is open in a browser keeps following the run
+        # a live run's page keeps refreshing, so that one that is open in a browser follows the run
         live = lock.busy(rundir.lock_file) and config.logging.report_every_s
         file = build_report(rundir.path, live_s=live or None)
     except OSError as error:
         page = rundir.path / "report.html"
         raise ConfigError(f"{page}: cannot be written ({error.strerror or error})") from None
-    except Exception as error:  # a record that says what no run writes: the run itself is not hurt
+    except Exception as error:  # a record that no run writes; the run itself is not affected
         raise ConfigError(
             f"{rundir.path}: no report can be drawn from what is there ({described(error, 200)})"
         ) from None

@@ -1,4 +1,4 @@
-"""``sol-rl scale``."""
+"""Command ``sol-rl scale``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HELP = "grow or shrink the pools of a running job; the learner is not disturbed"
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
-    """Add its options."""
+    """Add the command's options."""
     for kind in SCALABLE:
         sub.add_argument(f"--{kind}", type=int, metavar="N", help=f"{kind} actors")
     sub.add_argument("--run", metavar="NAME", help="which run, where there are several")
@@ -20,13 +20,13 @@ def declare(sub: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Tell a run the sizes that its pools should have."""
+    """Request new pool sizes from a run."""
     sizes = {kind: size for kind in SCALABLE if (size := getattr(options, kind)) is not None}
     if not sizes or min(sizes.values()) < 1:
         raise ConfigError("scale: give --rollout N or --reward N, at least 1")
-    given = [part for kind, size in sizes.items() for part in (f"--{kind}", str(size))]
-    given += ["--run", options.run] if options.run else []
-    if (code := through_job(options.address, ["scale", *given])) is not None:
+    arguments = [part for kind, size in sizes.items() for part in (f"--{kind}", str(size))]
+    arguments += ["--run", options.run] if options.run else []
+    if (code := through_job(options.address, ["scale", *arguments])) is not None:
         return code
     from cluster.jobs.live_runs import address_of, connected, scale
 

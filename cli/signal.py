@@ -1,4 +1,4 @@
-"""``sol-rl signal``."""
+"""Command ``sol-rl signal``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HELP = "measure how much signal a gradient has, by objective, selection rule, pr
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
-    """Add its options."""
+    """Add the command's options."""
     add_config(sub)
     sub.add_argument(
         "--objective",

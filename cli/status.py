@@ -1,4 +1,4 @@
-"""``sol-rl status``."""
+"""Command ``sol-rl status``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ HELP = "show what a running job is doing: actors, versions, progress, rates"
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
-    """Add its options."""
+    """Add the command's options."""
     sub.add_argument("--run", metavar="NAME", help="one run; all of the cluster unless given")
     add_cluster(sub)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask the runs of a cluster."""
-    given = ["--run", options.run] if options.run else []
-    if (code := through_job(options.address, ["status", *given])) is not None:
+    """Print the state of the runs of a cluster."""
+    arguments = ["--run", options.run] if options.run else []
+    if (code := through_job(options.address, ["status", *arguments])) is not None:
         return code
     from cluster.jobs.live_runs import address_of, connected, states
     from cluster.jobs.status_text import lines_of

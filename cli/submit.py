@@ -1,4 +1,4 @@
-"""``sol-rl submit``."""
+"""Command ``sol-rl submit``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HELP = "train as a job on a Ray cluster"
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
-    """Add its options."""
+    """Add the command's options."""
     add_config(sub)
     sub.add_argument(
         "--address",
@@ -32,16 +32,16 @@ def declare(sub: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Submit the job, and follow it where that is requested."""
+    """Submit the job, and follow it with ``--follow``."""
     from cluster.jobs.job_log import follow
     from cluster.jobs.submit import submit
 
     client, job = submit(options.config, options.overrides, options.address, options.resume)
-    at = f" --address {options.address}" if options.address else ""
-    stop = f"after a checkpoint: ray job stop{at} {job}"
+    address_option = f" --address {options.address}" if options.address else ""
+    stop = f"after a checkpoint: ray job stop{address_option} {job}"
     print(f"submitted: {job}", flush=True)
     if not options.follow:
-        print(f"follow: ray job logs{at} --follow {job}\nstop, {stop}")
+        print(f"follow: ray job logs{address_option} --follow {job}\nstop, {stop}")
         return DONE
     try:
         return follow(client, job, show, say)

@@ -1,4 +1,4 @@
-"""``sol-rl train``."""
+"""Command ``sol-rl train``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ HELP = "train, on this machine or on the cluster of RAY_ADDRESS"
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
-    """Add its options."""
+    """Add the command's options."""
     add_config(sub)
     add_resume(sub)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train; say how the held-out reward changed."""
+    """Train, and print how the held-out reward changed."""
     from cluster.runtime import anew
 
     if options.own_process:
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def summary(rows: Sequence[Mapping[str, object]]) -> list[str]:
-    """Held-out reward before and after, from the rows of metrics.jsonl."""
+    """Return lines on the held-out reward before and after, from the rows of metrics.jsonl."""
     evaluations = [row for row in rows if row.get("kind") == "evaluation"]
     if not evaluations:
         return []

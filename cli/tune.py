@@ -1,4 +1,4 @@
-"""``sol-rl tune``."""
+"""Command ``sol-rl tune``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HELP = "measure which exploring settings find most contrast for what they cost; 
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
-    """Add its options."""
+    """Add the command's options."""
     add_config(sub)
     text = "most that a setting may cost, as a share of what the configuration's own costs"
     sub.add_argument("--budget", type=float, default=1.0, metavar="B", help=text)

@@ -1,9 +1,9 @@
-"""When to grow the rollout pool and when to shrink it: a pure rule on the last iterations.
+"""Autoscaling rule of the rollout pool, a pure function of the loads of the last iterations.
 
-An iteration is as long as exploring and learning together, less their overlap. While the learner
-has nothing in hand it waits: for rollout actors when these are at work, for scoring when they are
-not. So the pool grows when the learner waits for much of an iteration and rollout actors work
-through most of that wait, and shrinks when they work through little of the iteration.
+An iteration takes as long as exploring and learning together, minus their overlap. While the
+learner has no task it waits: for rollout actors if they are busy, for scoring if they are not. So
+the pool grows when the learner is idle for much of an iteration and rollout actors are busy during
+most of that time, and shrinks when they are busy for only a small part of the iteration.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from cluster.runtime.pool import ActorPool
 from configs.services import Autoscale, Service
 
 CAUSE_SHARE = 0.8
-"""Share of the learner's wait that rollout actors must work through, to be its cause."""
+"""Share of the learner's idle time that rollout actors must be busy to count as its cause."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Shares of one iteration, 0 to 1: the learner idle, and the mean rollout actor busy."""
+    """Shares of one iteration, 0 to 1: learner idle time, and mean busy time of rollout actors."""
 
     learner_waits: float
     rollout_busy: float
 
 
 def verdict(load: Load, rule: Autoscale) -> int:
-    """1: grow, -1: shrink, 0: leave it."""
+    """Return 1 to grow the pool, -1 to shrink it, or 0 to keep its size."""
     if (
         load.learner_waits > rule.grow_above
         and load.rollout_busy >= CAUSE_SHARE * load.learner_waits
@@ -38,8 +38,10 @@ def verdict(load: Load, rule: Autoscale) -> int:
 
 
 def size_for(size: int, loads: Sequence[Load], rule: Autoscale, limits: Service) -> int:
-    """The pool's next size, from the loads since it last changed, newest last; ``patience`` of them
-    must agree.
+    """Return the pool's next size.
+
+    ``loads`` are those measured since the size last changed, newest last. The size changes only if
+    the last ``rule.patience`` of them give the same verdict.
     """
     verdicts = {verdict(load, rule) for load in loads[-rule.patience :]}
     if not rule.enabled or len(loads) < rule.patience or len(verdicts) != 1:
@@ -49,21 +51,23 @@ def size_for(size: int, loads: Sequence[Load], rule: Autoscale, limits: Service)
 
 
 class Meter:
-    """What the pools of a running ring did in one iteration."""
+    """Measures how busy the pools are during one iteration, and how long their queues become."""
 
     def __init__(self, pools: Sequence[ActorPool]):
         self._pools = pools
         self._busy_s: dict[str, float] = {}
 
     def begin(self) -> None:
-        """An iteration begins."""
+        """Start measuring an iteration."""
         self._busy_s = {pool.kind: pool.supervisor.busy_s for pool in self._pools}
         for pool in self._pools:
             pool.queue.deepest = len(pool.queue)
 
     def row(self, seconds: float) -> dict[str, float]:
-        """After an iteration of so many seconds: ``busy/<service>``, the share of it that a mean
-        actor was busy, 0 to 1, and ``queue/<service>``, the most tasks that waited.
+        """Return the metrics of an iteration that took ``seconds``.
+
+        ``busy/<service>`` is the mean share of the iteration, 0 to 1, that an actor was busy;
+        ``queue/<service>`` is the largest number of tasks that waited in the queue.
         """
         shares = {
             pool.kind: (
@@ -77,7 +81,7 @@ class Meter:
 
 
 class Autoscaler:
-    """Remembers the loads since the pool last changed, and applies the rule."""
+    """Records the loads since the pool size last changed, and applies the rule to them."""
 
     def __init__(self, rule: Autoscale, limits: Service):
         self._rule, self._limits = rule, limits
@@ -85,15 +89,13 @@ class Autoscaler:
         self._loads: list[Load] = []
 
     def size_after(self, size: int, row: Mapping[str, float | str]) -> int:
-        """The size that a pool of ``size`` should have next, after an iteration with ``row`` of
-        ``Meter``.
-        """
+        """Return the next size for a pool of ``size``, given the ``Meter`` row of an iteration."""
         if size != self._size:
             self._size, self._loads = size, []
         learner, rollout = float(row["busy/learner"]), float(row.get("busy/rollout", 0.0))
         self._loads.append(Load(1 - learner, rollout))
         wanted = size_for(size, self._loads, self._rule, self._limits)
         if wanted != size:
-            # what a pool of the old size did says little about one of the new size
+            # loads of the old size say little about a pool of the new size
             self._loads = []
         return wanted

@@ -1,4 +1,4 @@
-"""How far a run has come, and how it goes back to its newest checkpoint."""
+"""Progress of a run, saving it in checkpoints, and returning to the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ KINDS = {
     "backend": WORD,
 }
 GUARDED = {"backend": WORD, "backend_before": WORD, "below": (int, type(None))}
-"""Types of what a checkpoint keeps of the run, and of its ``guard``."""
+"""Allowed types of the fields of ``Saved`` (``KINDS``) and of its ``guard`` (``GUARDED``)."""
 
 
 class Saved(TypedDict):
-    """What a checkpoint keeps beside the learner's state."""
+    """State of the driver that a checkpoint stores beside the learner's state."""
 
     iteration: int
     time: float  # seconds of the epoch
-    seconds: float  # of training before it
+    seconds: float  # of training before the checkpoint
     samples_seen: int
     guard: MonitorState
-    backend: str | None  # precision that the run began to explore in
+    backend: str | None  # precision in which the run started to explore
 
 
 @dataclass
 class Position:
-    """How far a run has come."""
+    """Progress of a run."""
 
     next_iteration: int = 0
     samples_seen: int = 0
-    # numbers of the last iteration, by metric
+    # numeric metrics of the last iteration, by name
     last_row: Mapping[str, float] = field(default_factory=dict[str, float])
-    seconds_before: float = 0.0  # of training, in sessions before this one
-    restored: int = 0  # times the learner was lost and went back to a checkpoint
+    seconds_before: float = 0.0  # of training, in earlier sessions
+    restored: int = 0  # times the learner was lost and restored from a checkpoint
     began: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
-        """Of training until now, over all sessions."""
+        """Seconds of training so far, over all sessions."""
         return self.seconds_before + time.monotonic() - self.began
 
 
 class Checkpoints:
-    """Saves a run, and takes it back to what was saved."""
+    """Saves a run's state in checkpoints and restores it."""
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class Checkpoints:
 
     @property
     def up_to_date(self) -> bool:
-        """Whether there is nothing to save."""
+        """True if the newest checkpoint already holds the current state."""
         return self._saved == self._position.next_iteration
 
     async def save(self) -> None:
-        """Write a checkpoint, where there is anything new."""
+        """Write a checkpoint unless the newest one is up to date."""
         if self.up_to_date:
             return
         position, iteration = self._position, self._position.next_iteration
@@ -90,17 +90,18 @@ class Checkpoints:
             "backend": self._services.weights.chosen,
         }
         path = step_directory(self._rundir.checkpoints, iteration)
-        # the driver's state travels with the learner's: one directory, renamed once, has both or
-        # neither
+        # the learner writes the driver's state with its own: the checkpoint directory is renamed
+        # into place once, so it holds both or neither
         await self._services.learner.save(iteration, str(path), {**state})
         self._saved = iteration
         self._rundir.event("checkpoint_saved", iteration=iteration, path=path.name)
 
     def rewind(self, in_process: bool = False) -> Path | None:
-        """The newest whole checkpoint, with everything that was recorded after it forgotten; None:
-        from the beginning.
+        """Return to the newest complete checkpoint and discard what was recorded after it.
 
-        ``in_process``: the run goes on, so its clock does too, and its events stay.
+        Returns the checkpoint's directory, or None to start from the beginning. With
+        ``in_process`` the running session continues: its clock keeps running and its events are
+        kept.
         """
         path, position = latest_checkpoint(self._rundir.checkpoints), self._position
         saved: Saved = {
@@ -108,13 +109,13 @@ class Checkpoints:
             "backend": None,
         }  # fmt: skip
         if path is not None:
-            # over the defaults: an older checkpoint may lack a field
+            # merged over the defaults: an older checkpoint may lack a field
             saved = saved | saved_at(path)
         position.next_iteration = saved["iteration"]
         position.samples_seen = saved["samples_seen"]
-        # what was just read need not be written again before the next update
+        # the checkpoint that was just read need not be written again before the next update
         self._saved = saved["iteration"] if path else None
-        # the monitor too: its count of bad iterations decides the precision of those to come
+        # the monitor too: its count of bad iterations decides the precision of later iterations
         self._monitor.restore(saved["guard"])
         if not in_process:
             position.seconds_before = saved["seconds"]
@@ -127,9 +128,9 @@ class Checkpoints:
 
 
 def saved_at(path: Path) -> Saved:
-    """What the driver kept in a checkpoint. Raises CheckpointError where it is damaged."""
+    """Return the driver's state in a checkpoint. Raises CheckpointError if it is damaged."""
     extra: object = read(path)[1].get("extra")
-    if not isinstance(extra, dict) or not _fits(cast(Tree, extra)):
+    if not isinstance(extra, dict) or not _has_valid_types(cast(Tree, extra)):
         raise CheckpointError(
             f"checkpoint {str(path)!r}: its {STATE} does not say how far the run was: resume from"
             " an earlier checkpoint"
@@ -137,15 +138,18 @@ def saved_at(path: Path) -> Saved:
     return cast(Saved, extra)
 
 
-def _fits(extra: Tree) -> bool:
-    """Whether all that is kept has the types of ``Saved``; an older checkpoint may lack a field."""
-    if any(key in extra and not _is(extra[key], kinds) for key, kinds in KINDS.items()):
+def _has_valid_types(extra: Tree) -> bool:
+    """Return True if the fields have the types of ``Saved``; older checkpoints may lack some."""
+    if any(key in extra and not _is_valid(extra[key], kinds) for key, kinds in KINDS.items()):
         return False
     guard = cast(Tree, extra.get("guard", {}))
-    return all(_is(guard.get(key), kinds) for key, kinds in GUARDED.items())
+    return all(_is_valid(guard.get(key), kinds) for key, kinds in GUARDED.items())
 
 
-def _is(value: object, kinds: tuple[type, ...]) -> bool:
-    """Whether a value is of one of ``kinds``, and a number that is at least zero."""
+def _is_valid(value: object, kinds: tuple[type, ...]) -> bool:
+    """Return True if ``value`` has one of the types ``kinds``, and is finite and >= 0 if a number.
+
+    Compares exact types, so that a bool is not accepted as an int.
+    """
     number = isinstance(value, int | float)
     return type(value) in kinds and (not number or 0 <= value < math.inf)

@@ -1,4 +1,4 @@
-"""How Ray is joined or started for a run."""
+"""Connect to the Ray cluster of a run, or start Ray on this machine."""
 
 from __future__ import annotations
 
@@ -19,50 +19,49 @@ from records.errors import RunFailed, first_line
 
 
 def join_or_start_ray(config: RunConfig) -> bool:
-    """Join the cluster of RAY_ADDRESS (a job has it set), or start Ray on this machine; True when
-    joined.
+    """Join the cluster at RAY_ADDRESS (set in a job), or start Ray here; return True if joined.
 
-    On one machine the CPU count given to Ray covers every actor's share, and a rollout actor more
-    per core for scaling: the shares are there to share out clusters, not to keep a small machine
-    from running the ring.
+    On one machine the CPU count passed to Ray covers every actor's share, plus one additional
+    rollout actor per core for scaling: CPU shares serve to divide up clusters, and must not keep a
+    small machine from running the ring.
 
     Raises:
-        ConfigError: nothing listens at RAY_ADDRESS, or this machine cannot hold the actors.
-        RunFailed: Ray does neither.
+        ConfigError: Nothing listens at RAY_ADDRESS, or this machine cannot hold the actors.
+        RunFailed: Ray can be neither joined nor started.
     """
     joined = bool(os.environ.get("RAY_ADDRESS"))
-    how: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+    options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
     if joined:
         require_listener(os.environ["RAY_ADDRESS"], "RAY_ADDRESS =")
-        how["address"] = "auto"
+        options["address"] = "auto"
     else:
         refuse_on_this_machine(config)
-        template.start(config)  # before Ray, so that both come up at the same time
+        template.start(config)  # before Ray, so that both start up at the same time
         cores, rollout = os.cpu_count() or 1, config.services.rollout
-        more = (rollout.max_actors or rollout.actors + cores) - rollout.actors
-        shares = sum(need.cpus for need in needs_of(config)) + more * rollout.cpus
-        how |= {
+        extra_actors = (rollout.max_actors or rollout.actors + cores) - rollout.actors
+        shares = sum(need.cpus for need in needs_of(config)) + extra_actors * rollout.cpus
+        options |= {
             "address": "local",
             "num_cpus": max(cores, math.ceil(shares)),
             "include_dashboard": False,
-            # or it starts workers before anybody asks, one more than the run ever has work for
+            # otherwise Ray prestarts workers, one more than the run ever uses
             "_system_config": {"prestart_worker_first_driver": False},
         }
     try:
-        ray.init(**how)  # pyright: ignore[reportUnknownMemberType]
-    except Exception as error:  # Ray's failures to start have no class of their own
+        ray.init(**options)  # pyright: ignore[reportUnknownMemberType]
+    except Exception as error:  # Ray has no exception class for a failed start
         why = TOKEN_WANTED if wants_token(error) else first_line(error)
-        what = (
+        failure = (
             "Ray's cluster at RAY_ADDRESS cannot be joined"
             if joined
             else "Ray did not start on this machine"
         )
-        raise RunFailed(f"{what}: {why}") from error
+        raise RunFailed(f"{failure}: {why}") from error
     return joined
 
 
 def check_run_root(config: RunConfig, joined: bool) -> None:
-    """On a cluster the run root must be named and must outlive the job. Raises ConfigError."""
+    """Raise ConfigError if the run root is missing on a cluster or would be lost with the job."""
     if joined and config.run_root is None:
         raise ConfigError(
             "run_root: required on a cluster: a directory that is shared and writable, --set"

@@ -1,4 +1,4 @@
-"""All prompts of a run encoded at its start, so that the encoder can go and leave its memory."""
+"""Encode all prompts of a run at its start, so that the encoder can exit and free its memory."""
 
 from __future__ import annotations
 
@@ -19,52 +19,56 @@ from policy.types import Conditioning
 from records.errors import RunFailed, described
 
 Asked = tuple[str, Path | None]
-"""Of a prompt all that is encoded: its text, and the file of the image that it edits."""
+"""The parts of a prompt that are encoded: its text, and the file of the image that it edits."""
 AT_ONCE = 32
-"""Groups of prompts in a call, which has the encoder's deadline."""
+"""Groups of prompts per call; the encoder's deadline applies to each call."""
 Group = tuple[Asked, ...]
 Start = Callable[[], Awaitable[None]]
 LOST = (ObjectLostError, TimeoutError)
-"""What comes of a reference behind which there is nothing any more."""
+"""Errors raised for an object reference whose object is lost."""
 
 
 @dataclass(frozen=True)
 class EncodedOnce(EncoderClient):
-    """An encoder that is asked in advance. Until it has been, it is asked as ever."""
+    """Encoder client with a cache of conditioning that ``fill`` computes in advance.
+
+    While the cache is empty, calls go to the encoder as in ``EncoderClient``.
+    """
 
     known: dict[Group, ObjectRef[Conditioning]] = field(
         default_factory=dict[Group, ObjectRef[Conditioning]]
     )
 
     async def fill_from(self, pool: ActorPool, start: Start, groups: Iterable[list[Prompt]]) -> int:
-        """``fill`` by actors of ``pool`` that ``start`` starts, and that leave when it is done."""
+        """Start actors of ``pool`` with ``start``, ``fill`` the cache, then remove the actors."""
         await start()
         count = await self.fill(groups, pool.service.max_attempts, pool.service.deadline_s)
         await pool.supervisor.resize(0)
         return count
 
     async def fill(self, groups: Iterable[list[Prompt]], tries: int, within_s: float) -> int:
-        """Encode those of ``groups`` that are not known, as one by one they would be; how many.
+        """Encode the ``groups`` that are not cached; return how many there were.
 
-        Raises RunFailed where what was encoded is lost with its node ``tries`` times, or is not
-        here within ``within_s`` seconds.
+        Several groups go into a call, with the same results as if each were encoded by itself.
+        Raises RunFailed if in ``tries`` attempts the results were lost with their node or did not
+        arrive within ``within_s`` seconds.
         """
-        asked = {asked_of(group): group for group in groups}
-        new = [group for key, group in asked.items() if key not in self.known]
-        for first in range(0, len(new), AT_ONCE):
-            await self._fill(f"once-{first}", new[first : first + AT_ONCE], tries, within_s)
-        return len(new)
+        groups_by_key = {asked_of(group): group for group in groups}
+        missing = [group for key, group in groups_by_key.items() if key not in self.known]
+        for first in range(0, len(missing), AT_ONCE):
+            await self._fill(f"once-{first}", missing[first : first + AT_ONCE], tries, within_s)
+        return len(missing)
 
     async def _fill(
         self, what: str, groups: list[list[Prompt]], tries: int, within_s: float
     ) -> None:
         why = ""
         for _ in range(tries):
-            found = await super().encode(what, groups)
+            references = await super().encode(what, groups)
             try:
                 async with asyncio.timeout(within_s):
-                    for group, reference in zip(groups, found, strict=True):
-                        # put anew from here: what an actor made would be lost with its node
+                    for group, reference in zip(groups, references, strict=True):
+                        # put again by the driver: an object on an actor's node is lost with it
                         self.known[asked_of(group)] = _put(await reference)
                 return
             except LOST as error:
@@ -75,8 +79,10 @@ class EncodedOnce(EncoderClient):
         )
 
     async def forget_lost(self, within_s: float) -> int:
-        """Forget what is no longer in the object store, such as what Ray had written to a disk
-        that is gone; how many groups. Each may take ``within_s`` seconds to come.
+        """Remove groups whose objects are lost from the cache; return how many there were.
+
+        An object is lost, for example, if Ray spilled it to a disk that is gone. Each group has
+        ``within_s`` seconds to arrive.
         """
         lost: list[Group] = []
         for group, reference in self.known.items():
@@ -92,7 +98,10 @@ class EncodedOnce(EncoderClient):
     async def encode(
         self, what: int | str, groups: list[list[Prompt]]
     ) -> list[ObjectRef[Conditioning]]:
-        """What is known of each group. Raises RunFailed for one that was not asked in advance."""
+        """Return the cached conditioning of each group.
+
+        Raises RunFailed for a group that was not encoded in advance.
+        """
         if not self.known:
             return await super().encode(what, groups)
         missing = [group for group in groups if asked_of(group) not in self.known]
@@ -106,7 +115,7 @@ class EncodedOnce(EncoderClient):
 
 
 def asked_of(group: Sequence[Prompt]) -> Group:
-    """What two groups that are encoded alike have in common."""
+    """Return the cache key of a group: groups with equal keys have the same conditioning."""
     return tuple((prompt.text, prompt.image) for prompt in group)
 
 
@@ -117,8 +126,10 @@ def _put(conditioning: Conditioning) -> ObjectRef[Conditioning]:
 def groups_of(
     config: RunConfig, train: Sequence[Prompt], test: Sequence[Prompt]
 ) -> list[list[Prompt]]:
-    """Every group of prompts that a run has encoded: those it trains on, one by one, and blocks of
-    held-out ones. The first of all prompts is that of the identity check.
+    """Return every group of prompts that a run encodes.
+
+    These are its training prompts, one per group, and the blocks of held-out prompts. The first
+    training prompt is always included: the identity check uses it.
     """
     count, iterations = config.prompts.per_iteration, range(config.iterations if train else 0)
     rows = {
@@ -131,6 +142,6 @@ def groups_of(
 
 
 def blocks_of(config: RunConfig, prompts: int) -> list[list[int]]:
-    """Which of so many held-out prompts go together through encoder and learner."""
+    """Split the indices of ``prompts`` held-out prompts into blocks that are evaluated together."""
     size = max(1, config.evaluate.batch_size // config.evaluate.noises)
     return [list(range(first, min(first + size, prompts))) for first in range(0, prompts, size)]

@@ -1,4 +1,4 @@
-"""The end of a run: all that it began is ended, whatever fails on the way."""
+"""Cleanup at the end of a run: every step is carried out, even if others fail."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from records.errors import RunFailed, described
 from records.rundir import Event
 
 End = tuple[str, Callable[[], object]]
-"""What is ended, in words, and how: a function, or one that returns something to wait for."""
+"""A cleanup step: its description, and a function that does it or returns an awaitable."""
 
 
 async def end_all(ends: Sequence[End], event: Event, note: Callable[[str], None]) -> None:
-    """Carry out all of ``ends``, one after the other. What fails is an event and a note: it neither
-    keeps the rest from ending nor hides how the run itself ended.
+    """Carry out all of ``ends``, one after the other.
+
+    A failure is reported as an event and a note. It neither prevents the remaining steps nor hides
+    the exception that ended the run.
     """
     for what, end in ends:
         try:
-            ending = end()
-            if inspect.isawaitable(ending):
-                await ending
+            result = end()
+            if inspect.isawaitable(result):
+                await result
         except Exception as error:
             with contextlib.suppress(OSError):
                 event("end_failed", what=what, why=reason_of(error))
@@ -31,7 +33,7 @@ async def end_all(ends: Sequence[End], event: Event, note: Callable[[str], None]
 
 
 def reason_of(error: Exception) -> str:
-    """Why something failed. Our own errors say it themselves; others need their type."""
+    """Return why something failed: the message of Sol-RL's own errors, else type and message."""
     if isinstance(error, RunFailed | ConfigError | CheckpointError):
         return str(error)
     return described(error)

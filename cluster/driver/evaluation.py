@@ -1,4 +1,7 @@
-"""Held-out prompts at fixed seeds: gains are paired with the same places before training."""
+"""Evaluation on held-out prompts at fixed seeds.
+
+Gains are paired: the difference to the same prompt and seed before training.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +31,21 @@ from records.images import save_images
 class Evaluation:
     """Rewards and raw scores of P prompts at S seeds (NaN: scoring failed), and some images.
 
-    ``values`` has the held-out scorers too; ``rewards`` combine the required ones that are trained
-    on, without normalization.
+    ``values`` includes the held-out scorers; ``rewards`` combines the required scorers that are
+    trained on, without normalization.
     """
 
     rewards: Floats  # [P, S]
     values: dict[str, Floats]  # label -> [P, S]
     images: Images  # of the first prompts: [G, S, 3, H, W], clips [G, S, F, 3, H, W], G <= P
-    # images per second of each scorer, by the metric's name
+    # images per second of each scorer, by metric name
     speeds: dict[str, float] = field(default_factory=dict[str, float])
 
     def row(self, before: np.ndarray | None = None) -> Metrics:
-        """Metrics: means, and with the rewards [P, S] of ``before`` the paired gain.
+        """Return the metrics: means, and the paired gain over the rewards ``before`` [P, S].
 
-        Standard errors are clustered by prompt: over the P prompt means, because seeds of one
-        prompt are not independent.
+        Standard errors are clustered by prompt, that is computed over the P prompt means, because
+        the seeds of one prompt are not independent.
         """
         row: Metrics = {**self.speeds}
         for label, values in self.values.items():
@@ -60,22 +63,23 @@ class Evaluation:
         return row
 
     def table(self) -> dict[str, object]:
-        """What ``evaluations/step_<i>.json`` keeps: the rewards, and every scorer's raw scores."""
+        """Return rewards and raw scores of every scorer, for ``evaluations/step_<i>.json``."""
         return {
             "rewards": self.rewards.tolist(),
             "scores": {label: values.tolist() for label, values in self.values.items()},
         }
 
     def save_images(self, folder: Path, step: int, prompts: Sequence[Prompt], model: Model) -> None:
-        """Write the images into ``folder``, with all P prompts and what the first of them edit."""
+        """Write the images into ``folder``, with all P prompts and the images' source images."""
         texts = [prompt.text for prompt in prompts]
         sources = [prompt.source(model) for prompt in prompts[: len(self.images)]]
         save_images(folder, step, texts, self.images, model.frames_per_second, sources)
 
 
 def clustered_error(values: np.ndarray) -> float:
-    """Standard error of the mean of float [P, S], clustered by row; NaN entries are left out. NaN
-    for P < 2.
+    """Return the standard error of the mean of ``values`` [P, S], clustered by row.
+
+    NaN entries are left out, and so are rows of nothing else. NaN for fewer than two rows.
     """
     means = np.array([row[np.isfinite(row)].mean() for row in values if np.isfinite(row).any()])
     return float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else float("nan")
@@ -86,11 +90,12 @@ async def evaluate(
 ) -> Evaluation:
     """Score ``prompts`` with the adapter ``weights`` (current, old, ema, base) on the learner.
 
-    Seed n of prompt p comes from the run seed's evaluation stream, disjoint from every training
-    stream.
+    Seed n of prompt p comes from the run seed's evaluation stream, which is disjoint from every
+    training stream.
 
     Raises:
-        RunFailed: more images failed to be scored than ``rewards.max_failed_share`` allows.
+        RunFailed: Scoring failed for more images than ``rewards.max_failed_share`` allows, or for
+            all of them.
     """
     settings, blocks = config.evaluate, blocks_of(config, len(prompts))
     conditioning = await services.encoder.encode(
@@ -98,7 +103,7 @@ async def evaluate(
     )
     scoring = Scoring(config.rewards, services.reward, evaluation=True)
 
-    async def run(number: int, block: list[int]) -> tuple[Scored, ObjectRef[Images]]:
+    async def score_block(number: int, block: list[int]) -> tuple[Scored, ObjectRef[Images]]:
         places = [(p, n) for p in block for n in range(settings.noises)]
         seeds = tuple(stream_seed(config.seed, "evaluate", p, n) for p, n in places)
         request = GenerateRequest(
@@ -111,7 +116,9 @@ async def evaluate(
         owners = [prompts[p] for p, _ in places]
         return await scoring.score(key, images, owners, priority), images
 
-    results = await run_together(*(run(number, block) for number, block in enumerate(blocks)))
+    results = await run_together(
+        *(score_block(number, block) for number, block in enumerate(blocks))
+    )
     scoring.tally.check_share()
     scored = Scored.concatenate([scored for scored, _ in results])
     if not np.isfinite(scored.rewards).any():
@@ -128,18 +135,18 @@ async def evaluate(
 
 
 async def _first_images(config: RunConfig, blocks: Sequence[ObjectRef[Images]]) -> Images:
-    """Those of the first ``logging.grid_prompts`` prompts, the only pixels the driver ever fetches.
+    """Fetch the images of the first ``logging.grid_prompts`` prompts, and no others.
 
-    Raises InputsLost when they went with their node.
+    Raises InputsLost if they were lost with their node.
     """
     wanted, noises = config.logging.grid_prompts, config.evaluate.noises
-    found: list[Images] = []
+    fetched: list[Images] = []
     for reference in blocks:
-        if sum(len(images) for images in found) >= wanted * noises:
+        if sum(len(images) for images in fetched) >= wanted * noises:
             break
         try:
-            found.append(await reference)
+            fetched.append(await reference)
         except ObjectLostError as error:
             raise InputsLost(f"held-out images: {first_line(error)}") from None
-    images = np.concatenate(found)[: wanted * noises]
+    images = np.concatenate(fetched)[: wanted * noises]
     return images.reshape(-1, noises, *images.shape[1:])

@@ -1,4 +1,4 @@
-"""Stage 1: many cheap images per prompt, scored, and the seeds that are worth full quality."""
+"""Stage 1: explore many seeds per prompt cheaply, score the images, select seeds to regenerate."""
 
 from __future__ import annotations
 
@@ -25,17 +25,22 @@ Encoded = tuple[list[Prompt], list[ObjectRef[Conditioning]]]
 
 
 class SeedLedger:
-    """Which seeds went where: an image that is made twice teaches nothing new, and nothing fails.
+    """Record of used seeds, which detects repeated ones.
 
-    Holds the first seed of every prompt of the run and no more: seeds of a prompt are one stream.
+    Repeated seeds would draw the same images again, which teaches nothing new and raises no error.
+    Only the first seed of every prompt and iteration is stored: the seeds of a prompt are one
+    stream.
     """
 
     def __init__(self) -> None:
         self._first: dict[int, tuple[int, int]] = {}
 
     def add(self, place: tuple[int, int], seeds: tuple[int, ...]) -> None:
-        """``place``: iteration, prompt. Raises RunFailed for seeds that were used elsewhere."""
-        # ``setdefault``: an iteration that is done again after a loss has its own seeds again
+        """Record the seeds of ``place`` (iteration, prompt).
+
+        Raises RunFailed if a seed repeats, or the seeds were used at another place.
+        """
+        # ``setdefault``: an iteration that is repeated after a loss uses the same seeds again
         before = self._first.setdefault(seeds[0], place)
         if before == place and len(set(seeds)) == len(seeds):
             return
@@ -47,7 +52,7 @@ class SeedLedger:
 
 
 class Exploration:
-    """Explores iterations: each in its turn, or the next one while the learner works."""
+    """Explores iterations: each in its turn, or the next one ahead while the learner works."""
 
     def __init__(
         self,
@@ -57,21 +62,25 @@ class Exploration:
         extremes: Extremes | None = None,
     ):
         self._config, self._services, self._prompts = config, services, prompts
-        self._plan = config.plan  # which is made anew each time it is asked for
+        self._plan = config.plan  # kept: the property recomputes it on every access
         self._extremes = extremes
         self._tasks = BackgroundTasks()
-        self._ahead: asyncio.Task[Iteration] | None = None  # ends when the next one is under way
+        # done as soon as exploring the next iteration has started
+        self._ahead: asyncio.Task[Iteration] | None = None
         self._encoding: dict[int, asyncio.Task[Encoded]] = {}  # by iteration
         self._ledger = SeedLedger()
 
     def encode(self, index: int) -> asyncio.Task[Encoded]:
-        """Encode the prompts of iteration ``index`` once, before its turn: no GPU waits for it."""
+        """Start to encode the prompts of iteration ``index``, unless that was started already.
+
+        Called before the iteration's turn, so that no GPU waits for the encoder.
+        """
         if index not in self._encoding:
             self._encoding[index] = self._tasks.start(self._encode(index))
         return self._encoding[index]
 
     async def begun(self, index: int) -> Iteration:
-        """Iteration ``index``, being explored: ahead since a while, or from now on."""
+        """Return iteration ``index``, whose exploration was started ahead or is started now."""
         if self._ahead is None:
             return await self._begin(index)
         ahead, self._ahead = self._ahead, None
@@ -80,36 +89,36 @@ class Exploration:
         return it
 
     def begin(self, index: int) -> None:
-        """Begin to explore iteration ``index`` before its turn, unless that is under way."""
+        """Start to explore iteration ``index`` before its turn, unless one is explored ahead."""
         if self._plan.explore is not None and self._ahead is None:
             self._ahead = self._tasks.start(self._begin(index))
 
     def begin_after(self, it: Iteration) -> None:
-        """Begin the next iteration as soon as this one is explored."""
+        """Start to explore the next iteration as soon as ``it`` is explored."""
 
         async def next_one() -> Iteration:
-            # not sooner: both would share the rollout actors, and the learner waits for this one
+            # not earlier: both would share the rollout actors, and the learner waits for this one
             await asyncio.gather(*it.exploring)
             return await self._begin(it.index + 1)
 
         self._ahead = self._tasks.start(next_one())
 
     async def close(self) -> None:
-        """End what is explored ahead: nothing waits for it any more."""
+        """Cancel the exploration and encoding in progress."""
         self._ahead = None
         self._encoding.clear()
         await self._tasks.end()
 
     def seeds(self, iteration: int, prompt: int, count: int) -> tuple[int, ...]:
-        """A function of the run's seed and the place in the run alone."""
+        """Return the seeds of a prompt, which depend only on the run seed, iteration and prompt."""
         run_seed = self._config.seed
         return stream_seeds(count, run_seed, "explore", iteration, prompt)
 
     def new_seeds(self, iteration: int, prompt: int, count: int) -> tuple[int, ...]:
-        """``seeds``. Raises RunFailed when another prompt or iteration had them."""
-        found = self.seeds(iteration, prompt, count)
-        self._ledger.add((iteration, prompt), found)
-        return found
+        """Return ``seeds``, and raise RunFailed if another prompt or iteration had them."""
+        seeds = self.seeds(iteration, prompt, count)
+        self._ledger.add((iteration, prompt), seeds)
+        return seeds
 
     async def _encode(self, index: int) -> Encoded:
         config = self._config
@@ -122,16 +131,17 @@ class Exploration:
     async def _begin(self, index: int) -> Iteration:
         config, services = self._config, self._services
         prompts, conditioning = await self.encode(index)
-        self._encoding.pop(index, None)  # closed meanwhile, it is forgotten already
-        # the encoder has nothing else to do, and the next iteration need not wait for it
+        self._encoding.pop(index, None)  # ``close`` may have removed it meanwhile
+        # the encoder is idle now, so the next iteration need not wait for it
         if index + 1 < config.iterations:
             self.encode(index + 1)
         every = config.audit.identity_every
-        twice = every > 0 and index % every == 0
-        scoring = Scoring(config.rewards, services.reward, recheck=twice)
+        recheck = every > 0 and index % every == 0
+        scoring = Scoring(config.rewards, services.reward, recheck=recheck)
         if self._plan.explore is None:
             return Iteration(index, index, None, prompts, conditioning, scoring)
-        # a function of the iteration, not of what was published by now: timing must not show
+        # a function of the iteration, not of the versions published so far: results must not
+        # depend on timing
         version = max(index - config.explore_ahead, 0)
         backend = services.weights.held(version).backend
         it = Iteration(index, version, backend, prompts, conditioning, scoring)
@@ -139,12 +149,12 @@ class Exploration:
         return it
 
     async def _explore(self, it: Iteration, p: int) -> Candidates:
-        """A prompt's candidates, explored and scored, and what of them is chosen."""
+        """Explore and score a prompt's candidates, and select among them."""
         plan, size = self._plan.explore, self._config.explore.chunk_size
         assert plan is not None
         seeds = self.new_seeds(it.index, p, plan.pool_size)
         start = shared_start(self._config, seeds)
-        scored, samples, images = await self._scored(it, p, seeds, start)
+        scored, samples, images = await self._explore_and_score(it, p, seeds, start)
         usable, keep = int(np.isfinite(scored.rewards).sum()), self._config.selection.keep
         if usable < keep:
             raise RunFailed(
@@ -157,17 +167,19 @@ class Exploration:
             self._extremes.seen(it, p, "explored", seeds, scored.rewards, images, size)
         return it.explored(p, Candidates(seeds, scored, samples, size, chosen))
 
-    async def _scored(
+    async def _explore_and_score(
         self, it: Iteration, p: int, seeds: tuple[int, ...], start: int | None
     ) -> tuple[Scored, list[ObjectRef[Samples]], list[ObjectRef[Images]]]:
-        """A prompt's scores, and its samples and images by chunk; images only where they are looked
-        at once more. Those that were lost before they were compared are made again.
+        """Return a prompt's scores, and its samples and images, one reference per chunk each.
+
+        Images are returned only if they are needed again (see ``_explore_chunk``). If images are
+        lost before they were compared, all chunks are explored again.
         """
         size, tries = self._config.explore.chunk_size, self._config.services.rollout.max_attempts
         for _ in range(tries):
             chunks = await run_together(
                 *(
-                    self._chunk(it, p, number, seeds[first : first + size], start)
+                    self._explore_chunk(it, p, number, seeds[first : first + size], start)
                     for number, first in enumerate(range(0, len(seeds), size))
                 )
             )
@@ -184,21 +196,19 @@ class Exploration:
             " compared"
         )
 
-    async def _chunk(
+    async def _explore_chunk(
         self, it: Iteration, p: int, number: int, seeds: tuple[int, ...], start: int | None
     ) -> tuple[Scored, ObjectRef[Samples], ObjectRef[Images] | None]:
-        """Explore and score one chunk; images that were lost with their node before they were
-        scored are made again.
-        """
+        """Explore and score one chunk; explore it again if its images are lost before scoring."""
         plan, tries = self._plan.explore, self._config.services.rollout.max_attempts
         assert plan is not None
         key = ChunkKey(it.index, p, number, it.version)
-        # only then are latents worth their memory: an arm that regenerates makes its samples anew
+        # latents are kept only if they are trained on: an arm that regenerates draws new samples
         trained_on = not self._plan.regenerate
         request = ExploreChunk(key, seeds, plan.steps, plan.solver, trained_on, start)
         prompts = [it.prompts[p]] * len(seeds)
         for _ in range(tries):
-            # prompt by prompt: the first ones are regenerated while the last are explored
+            # priority by prompt: the first ones are regenerated while the last are explored
             explored = await self._services.rollout.explore(
                 request, it.conditioning[p], priority=(it.index, p, number)
             )
@@ -210,8 +220,8 @@ class Exploration:
             except InputsLost:
                 continue
             it.advanced("scored", len(seeds))
-            # a reference is memory on some node: only where the images are looked at once more
+            # a reference pins memory on some node: return it only if the images are needed again
             shown = self._extremes is not None and self._extremes.wants(p)
-            looked_at = shown or it.scoring.compares
-            return scored, explored.samples, explored.images if looked_at else None
+            needed = shown or it.scoring.compares
+            return scored, explored.samples, explored.images if needed else None
         raise RunFailed(f"{key}: its images were lost {tries} times before they were scored")

@@ -1,5 +1,6 @@
-"""The evaluations of one run: what they leave in its directory, and their gain over the one before
-training.
+"""Evaluations of a run on the held-out prompts, with their files in the run directory.
+
+Their gain is measured against the evaluation before training.
 """
 
 from __future__ import annotations
@@ -19,17 +20,16 @@ from records.rundir import RunDirectory, write_json
 
 
 class HeldOut:
-    """Scores the held-out prompts at the iterations it is asked to."""
+    """Scores the held-out prompts when an evaluation is due, and records the results."""
 
     def __init__(self, config: RunConfig, rundir: RunDirectory, prompts: list[Prompt]):
         self._config, self._rundir, self._prompts = config, rundir, prompts
 
     def due(self, iteration: int, last: bool = False) -> bool:
-        """Whether the prompts are to be scored after so many iterations, and have not been yet, in
-        this session or before a resume.
+        """Return True if an evaluation is due after ``iteration`` iterations and not yet done.
 
-        ``last``: training is over, and what it came to is saved; before that the last evaluation is
-        not due.
+        One that was done before a resume counts as done. ``last`` means that training is over and
+        its last checkpoint is written; the last evaluation is not due before that.
         """
         every = self._config.evaluate.every
         between = iteration < self._config.iterations and (
@@ -38,8 +38,9 @@ class HeldOut:
         return (last or between) and not self._done(iteration)
 
     async def evaluate(self, services: ActorServices, iteration: int, seconds: float) -> Metrics:
-        """Score the prompts, paired with the evaluation before training; keep scores and images,
-        return the row of metrics.
+        """Score the prompts, write scores and images, and return the row of metrics.
+
+        The gain is paired with the evaluation before training.
         """
         weights = self._config.evaluate.weights
         result = await evaluate(self._config, services, self._prompts, weights)
@@ -51,31 +52,35 @@ class HeldOut:
             "weights": weights,
         }
         row |= result.row(before)
-        # images, then the file, and the row last, by the caller: ``_done`` asks for row and file
+        # order: images, then the file, and the row last, by the caller: ``_done`` checks row and
+        # file
         result.save_images(self._rundir.images, iteration, self._prompts, self._config.model)
         self._file(iteration).parent.mkdir(exist_ok=True)
         write_json(self._file(iteration), {"weights": weights, **result.table()})
         return row
 
     def _done(self, iteration: int) -> bool:
-        """By its row, which comes last: a kill may leave the file alone, and going back to a
-        checkpoint takes the row only.
+        """Return True if the evaluation has both its row of metrics and its file.
+
+        A kill may leave the file without the row, which is written last, and returning to a
+        checkpoint removes only the row.
         """
         rows = (row for row in self._rundir.metrics() if row.get("kind") == "evaluation")
-        there = any(row.get("iteration") == iteration for row in rows)
-        return there and self._file(iteration).exists()
+        has_row = any(row.get("iteration") == iteration for row in rows)
+        return has_row and self._file(iteration).exists()
 
     def before(self) -> np.ndarray | None:
-        """Rewards [P, S] of the evaluation before training, NaN where there is none; None: there
-        was no such evaluation. Raises RunFailed where its file is not what was written.
+        """Return the rewards [P, S] before training, or None if they were not evaluated.
+
+        Images without a reward are NaN. Raises RunFailed if the evaluation's file is damaged.
         """
-        file, wanted = self._file(0), (len(self._prompts), self._config.evaluate.noises)
+        file, shape = self._file(0), (len(self._prompts), self._config.evaluate.noises)
         try:
             if not file.exists():
                 return None
             rewards = np.array(json.loads(file.read_bytes())["rewards"], dtype=float)
-            if rewards.shape != wanted:
-                raise ValueError(f"rewards of shape {rewards.shape}, not {wanted}")
+            if rewards.shape != shape:
+                raise ValueError(f"rewards of shape {rewards.shape}, not {shape}")
         except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise RunFailed(
                 f"{file} cannot be read ({described(error, 200)}), so no gain can be told: put it"

@@ -1,11 +1,11 @@
-"""The policy identity check: does a rollout actor compute with the weights that it acknowledged?
+"""Policy identity check: verify that a rollout actor computes with the weights it acknowledged.
 
-Checksums say which bytes arrived. A denoiser may still go on with an old buffer, with one layer not
-copied, or with a compiled graph that holds other memory: it then explores with a policy that nobody
-knows, and nothing fails. So for every ``audit.identity_every``-th version the learner generates a
-few steps of one seed from the packed weights themselves, and each rollout actor that has loaded the
-version generates the same before its first task. What explored since the last check cannot be told
-from what is right, so a difference ends the run.
+Checksums only show which bytes arrived. A denoiser may still use an old buffer, have a layer that
+was not copied, or run a compiled graph that refers to other memory: it then explores with an
+unknown policy, and nothing fails. So for every ``audit.identity_every``-th version the learner
+generates a few steps of one seed from the packed weights themselves, and each rollout actor that
+has loaded the version generates the same before its first task. Images explored since the last
+check may be wrong, and nothing distinguishes them, so a difference ends the run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Expected:
-    """What the learner made of a version."""
+    """The learner's result for a version, with the request and conditioning that produced it."""
 
     request: Probe
     conditioning: ObjectRef[Conditioning]
@@ -42,7 +42,7 @@ class Expected:
 
 
 class PolicyIdentity:
-    """Asks the learner once per version, and every rollout actor that loads it."""
+    """Compares every rollout actor that loads a version with the learner."""
 
     def __init__(
         self,
@@ -57,55 +57,60 @@ class PolicyIdentity:
         self._worst: float | None = None
 
     async def expected(self, version: int, learner: LearnerClient) -> Expected | None:
-        """What the learner makes of the version that it exported last; None where none is due."""
+        """Return the learner's result for the version it exported last, or None if none is due."""
         plan = self._config.plan.explore
         if plan is None or version % self._config.audit.identity_every:
             return None
-        # a compiled denoiser must be asked in a form that it is compiled for; the learner draws one
+        # a compiled denoiser must be called with a batch size it is compiled for; the learner
+        # generates one image only
         count = self._config.explore.chunk_size if self._config.explore.compile else 1
         seed = self._config.seed
         seeds = tuple(stream_seed(seed, "identity", version, n) for n in range(count))
         request = Probe(version, seeds, STEPS, self._config.explore.solver)
         (conditioning,) = await self._encoder.encode("identity", [[self._prompt]])
-        one = replace(request, seeds=seeds[:1])
-        return Expected(request, conditioning, await learner.probe(one, conditioning))
+        single = replace(request, seeds=seeds[:1])
+        return Expected(request, conditioning, await learner.probe(single, conditioning))
 
     async def check(self, rollout: ActorPool, member: Member, expected: Expected) -> None:
-        """Raises RunFailed when the actor computes something else than the learner does."""
-        found = await rollout.ask(
+        """Compare an actor's latents with the learner's.
+
+        A difference above the bound raises RunFailed, or is noted if ``audit.identity_action`` is
+        'warn'.
+        """
+        result = await rollout.ask(
             member, RolloutActor.probe, expected.request, resolved(expected.conditioning)
         )
         answer, version = expected.answer, expected.request.version
-        error = relative_distance(found.latents, answer.latents)
-        bound = 0.0 if found.kind == answer.kind else answer.bound
+        error = relative_distance(result.latents, answer.latents)
+        bound = 0.0 if result.kind == answer.kind else answer.bound
         self._worst = max(error, self._worst or 0.0)
-        told = {"version": version, "actor": member.index, "error": error, "bound": bound}
-        if found.compiled is not None:
-            apart = relative_distance(found.compiled, answer.latents)
-            told |= {"compiled_error": apart, "compiled_bound": answer.bound}
-            if error <= bound:  # else that is what is told
-                error, bound = apart, answer.bound
+        details = {"version": version, "actor": member.index, "error": error, "bound": bound}
+        if result.compiled is not None:
+            compiled_error = relative_distance(result.compiled, answer.latents)
+            details |= {"compiled_error": compiled_error, "compiled_bound": answer.bound}
+            if error <= bound:  # else the failure of the uncompiled result is reported
+                error, bound = compiled_error, answer.bound
         if error <= bound:
-            self._event("identity_checked", kind="rollout", **told)
+            self._event("identity_checked", kind="rollout", **details)
             return
         host = f" on {member.info.host}" if member.info else ""
-        kinds = {"here": found.kind, "wanted": answer.kind}
-        self._event("identity_failed", kind="rollout", **told, **kinds)
-        said = (
+        kinds = {"here": result.kind, "wanted": answer.kind}
+        self._event("identity_failed", kind="rollout", **details, **kinds)
+        text = (
             f"policy identity: rollout actor {member.index}{host} acknowledged version {version}"
             f" but does not compute with it: its latents differ from the learner's by {error:.3g},"
             f" allowed is {bound:.3g}"
         )
         if self._config.audit.identity_action == "warn":
-            self._note(said)
+            self._note(text)
             return
         raise RunFailed(
-            f"{said}; nothing explored since the last check can be trusted: look at that machine,"
+            f"{text}; nothing explored since the last check can be trusted: look at that machine,"
             " and continue with --resume from a checkpoint before, or with audit.identity_action ="
             " 'warn'"
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """The largest difference since this was last asked; nothing where nothing was checked."""
+        """Return the largest difference since the last call; no metric if nothing was checked."""
         worst, self._worst = self._worst, None
         return {} if worst is None else {"audit/identity_error": worst}

@@ -1,4 +1,4 @@
-"""What one iteration knows while it runs, and what it tells when it is done."""
+"""State of one iteration while it runs, and the metrics that it reports when it is done."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from records.errors import RunFailed
 
 Agreement = dict[str, float]
 Metrics: TypeAlias = dict[str, float | str]
-"""A row under the contract's names; what was counted is an int."""
+"""A row of metrics, by metric name; counts are ints."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """A prompt's N explored seeds, their scores, and which of them are chosen."""
+    """A prompt's N explored seeds, their scores, and the selection among them."""
 
     seeds: tuple[int, ...]
     scored: Scored
@@ -35,14 +35,17 @@ class Candidates:
     chosen: Chosen
 
     def agreement(self, full: Mapping[int, float]) -> Agreement:
-        """Of proxy rewards with ``full`` ones, by index, where there are both."""
+        """Return the rank agreement of proxy rewards with ``full`` ones, given by seed index.
+
+        Seeds that lack one of the two rewards are left out.
+        """
         proxy = self.scored.rewards[list(full)]
         wanted = np.array(list(full.values()), np.float32)
         both = np.isfinite(proxy) & np.isfinite(wanted)
         return agreement(proxy[both], wanted[both])
 
     def training_group(self, prompt: int, conditioning: ObjectRef[Conditioning]) -> TrainingGroup:
-        """The explored samples themselves, where they are trained on."""
+        """Return the selected explored samples as a training group, for arms that train on them."""
         chunks: dict[int, list[int]] = {}
         for index in self.chosen.train:
             chunks.setdefault(index // self.chunk_size, []).append(index % self.chunk_size)
@@ -53,37 +56,38 @@ class Candidates:
 
 @dataclass
 class Iteration:
-    """Begins when its exploration does, which may be before its turn comes.
+    """State of an iteration, from the start of its exploration, possibly ahead of its turn.
 
-    What belongs to a prompt is kept by the prompt's position, and summed up in that order: the
-    order in which prompts got done must not show in any sum.
+    Values per prompt are stored by the prompt's position and summed in that order, so that no sum
+    depends on the order in which prompts were completed.
     """
 
     index: int  # also the policy version that regenerates
     version: int  # of the policy that explores
-    backend: str | None  # precision that explores; None: nothing is explored, or it is not known
+    backend: str | None  # precision that explores; None: unknown, or nothing is explored
     prompts: list[Prompt]
     conditioning: list[ObjectRef[Conditioning]]  # one per prompt
     scoring: Scoring
-    ahead: bool = False  # began to be explored before its turn
+    ahead: bool = False  # its exploration started before its turn
     exploring: Sequence[asyncio.Task[Candidates]] = ()  # one per prompt
     began: float = field(default_factory=clock.now)
-    start: float = 0.0  # when it had begun and its turn had come
+    start: float = 0.0  # time when its turn began
     explored_at: float = 0.0
     candidates: dict[int, Candidates] = field(default_factory=dict[int, Candidates])
     audits: dict[int, Agreement] = field(default_factory=dict[int, Agreement])
     random_audits: dict[int, Agreement] = field(default_factory=dict[int, Agreement])
-    done: Counter[str] = field(default_factory=Counter[str])  # by stage, as progress counts
+    done: Counter[str] = field(default_factory=Counter[str])  # items by stage, for the progress
     _tell: Callable[[str, int], None] | None = None
 
     @property
     def staleness(self) -> int:
-        """Updates by which the exploring policy is behind the regenerating one."""
+        """Number of updates by which the exploring policy is behind the regenerating one."""
         return self.index - self.version
 
     def check_staleness(self, bound: int) -> None:
-        """Raises RunFailed when the exploring policy is older than ``bound`` updates, or newer than
-        the regenerating one.
+        """Raise RunFailed if the exploring policy is too old or newer than the regenerating one.
+
+        It may be up to ``bound`` updates behind.
         """
         if not 0 <= self.staleness <= bound:
             raise RunFailed(
@@ -93,30 +97,30 @@ class Iteration:
             )
 
     def begin_turn(self, tell: Callable[[str, int], None]) -> None:
-        """From now on ``tell`` hears what is done; first what was done ahead."""
+        """Report progress to ``tell`` from now on, starting with what was done ahead."""
         self.start = clock.now()
         for stage, count in self.done.items():
             tell(stage, count)
         self._tell = tell
 
     def advanced(self, stage: str, count: int) -> None:
-        """``count`` more went through ``stage``."""
+        """Count ``count`` more items through ``stage``, and report them once the turn has begun."""
         self.done[stage] += count
         if self._tell:
             self._tell(stage, count)
 
     def explored(self, prompt: int, candidates: Candidates) -> Candidates:
-        """Everything about a prompt's candidates is known."""
+        """Record the candidates of a prompt, which is completely explored; return them."""
         self.candidates[prompt] = candidates
         self.advanced("selected", len(candidates.chosen.train))
         self.explored_at = max(self.explored_at, clock.now())
         return candidates
 
-    # ---- what it tells
+    # ---- results
 
     @property
     def selected(self) -> list[dict[str, object]]:
-        """Per prompt, what was selected: indices into its seeds."""
+        """The selected seeds of each prompt, as indices into its seeds."""
         return [
             {
                 "prompt": self.prompts[p].text,
@@ -127,27 +131,34 @@ class Iteration:
         ]
 
     def agreement(self) -> Agreement:
-        """Means over prompts of the ranks' agreement, under their metric names; nothing where
-        nothing could be ranked.
+        """Return the rank agreement as metrics, averaged over prompts.
+
+        Metrics are left out if no prompt could be ranked.
         """
-        return _mean_of("audit/", self.audits) | _mean_of("audit/random_", self.random_audits)
+        return _means("audit/", self.audits) | _means("audit/random_", self.random_audits)
 
     def metrics(self, keep: int) -> Metrics:
-        """Of scoring, of exploration, from which ``keep`` per prompt were selected, and of the
-        audit.
+        """Return the metrics of scoring, exploration and audit.
+
+        ``keep`` is the number of seeds selected per prompt.
         """
         row: Metrics = {
             "policy_version": self.index,
             "staleness": self.staleness,
             "rewards/failed": self.scoring.tally.dropped,
         }
-        return row | self.scoring.tally.scorer_means() | self._explored(keep) | self.agreement()
+        return (
+            row | self.scoring.tally.scorer_means() | self._explore_metrics(keep) | self.agreement()
+        )
 
-    def _explored(self, keep: int) -> Metrics:
+    def _explore_metrics(self, keep: int) -> Metrics:
         if not self.candidates:
             return {}
         half = keep // 2
-        rewards = [found.scored.rewards for _, found in sorted(self.candidates.items())]
+        rewards = [
+            prompt_candidates.scored.rewards
+            for _, prompt_candidates in sorted(self.candidates.items())
+        ]
         ranked = [np.sort(values[np.isfinite(values)]) for values in rewards]
         best = float(np.mean([values[-half:].mean() for values in ranked]))
         worst = float(np.mean([values[:half].mean() for values in ranked]))
@@ -162,8 +173,9 @@ class Iteration:
         }
 
     def times(self, regenerated_at: float, updated_at: float, finished: float) -> Metrics:
-        """Seconds of its parts, which sum up to the iteration, and of exploring before the
-        iteration had its turn.
+        """Return the seconds of the iteration and of its parts, which add up to it.
+
+        The seconds of exploring ahead of the iteration's turn are reported separately.
         """
         explored_at = max(self.explored_at, self.start)
         ahead = max(0.0, min(self.explored_at, self.start) - self.began)
@@ -177,16 +189,16 @@ class Iteration:
 
 
 def trained_rewards(groups: Sequence[TrainingGroup]) -> Metrics:
-    """Mean and standard deviation of the rewards of all samples that are trained on."""
+    """Return mean and standard deviation of the rewards of all samples that are trained on."""
     rewards = np.concatenate([group.rewards for group in groups])
     return {"reward/train_mean": float(rewards.mean()), "reward/train_std": float(rewards.std())}
 
 
-def _mean_of(prefix: str, rows: Mapping[int, Agreement]) -> Agreement:
-    """Means over prompts, leaving out prompts that had nothing to rank."""
-    found: Agreement = {}
+def _means(prefix: str, rows: Mapping[int, Agreement]) -> Agreement:
+    """Return means over prompts, leaving out prompts that had nothing to rank."""
+    means: Agreement = {}
     for key in next(iter(rows.values()), Agreement()):
         values = [row[key] for _, row in sorted(rows.items()) if np.isfinite(row[key])]
         if values:
-            found[prefix + key] = float(np.mean(values))
-    return found
+            means[prefix + key] = float(np.mean(values))
+    return means

@@ -1,4 +1,4 @@
-"""The layout of a run on the cluster that it has joined: chosen once, before actors are placed."""
+"""Choose the layout of a run on the cluster it has joined, once, before actors are placed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from planning.make import described
 
 
 def on_this_cluster(config: RunConfig, tell: Callable[[str], None]) -> RunConfig:
-    """``config`` with its layout's numbers for the GPUs that are free here, and with threads for a
-    learner on CPUs; ``tell`` hears which layout.
+    """Return ``config`` with the chosen layout's numbers, and with threads for a learner on CPUs.
 
-    Raises ConfigError, a line, where no layout fits, or services ask for more than there is.
+    The layout is chosen for the GPUs that are free on the cluster, and reported to ``tell``. Raises
+    ConfigError if no layout fits, or services request more than the cluster has.
     """
     nodes = all_nodes()
     refuse_too_many(config, 0, 0, nodes)
-    # a node's CPUs are what Ray was told, which may be more than there are
+    # a node's CPUs are the number Ray was started with, which may exceed the machine's cores
     cores = min([os.cpu_count() or 1, *(int(node.cpus) for node in nodes if node.cpus >= 1)])
     if not to_choose(config):
         return with_threads(config, cores)
@@ -34,30 +34,35 @@ def on_this_cluster(config: RunConfig, tell: Callable[[str], None]) -> RunConfig
     with described(config) as (family, _):
         final = laid_out(with_recomputation(config, family, gpus), family, gpus)
     if final.choice is not None:
-        best, found = final.choice.best, final.choice.best.prediction
-        seconds = f", {found.iteration:.1f} s per iteration predicted" if found else ""
-        told = f"{final.choice.why}{seconds}: {best.numbers.describe()}{_others(final.choice)}"
-        tell(f"layout: {best.numbers.mode}, {told}")
+        best, prediction = final.choice.best, final.choice.best.prediction
+        seconds = f", {prediction.iteration:.1f} s per iteration predicted" if prediction else ""
+        text = (
+            f"{final.choice.why}{seconds}: {best.numbers.describe()}{_other_layouts(final.choice)}"
+        )
+        tell(f"layout: {best.numbers.mode}, {text}")
         if config.optimizer.gradient_checkpointing == "auto":
             share = final.config.optimizer.recomputed
             tell(f"optimizer.gradient_checkpointing = {share:g}: the fastest that has the memory")
     return with_threads(final.config, cores)
 
 
-def _others(choice: Choice) -> str:
-    """What the best layout of each other kind would take; nothing where none fits."""
-    found = [
+def _other_layouts(choice: Choice) -> str:
+    """Return the predicted times of the other layouts, in words; empty if none fits."""
+    times = [
         f"{each.numbers.mode}{' exploring ahead' * each.numbers.ahead}"
         f"{' in turns' * bool(each.numbers.leaves)} {each.seconds:.1f} s"
         for each in choice.table
         if each.prediction and each.numbers != choice.best.numbers
     ]
-    return f"; others would take: {', '.join(found)}" if found else ""
+    return f"; others would take: {', '.join(times)}" if times else ""
 
 
 def _free_gpus(config: RunConfig) -> list[Gpus]:
-    """Those that are free, once another job has given back what it is about to; and those that an
-    autoscaler is to bring, where ``layout.gpus`` asks for more than there are.
+    """Return the GPUs to lay the run out on.
+
+    These are the free ones, after waiting up to ``BUSY_WAIT_S`` seconds for another job to release
+    its own. If nodes may be awaited and ``layout.gpus`` exceeds the free GPUs, the number is raised
+    to it, as the autoscaler is expected to add the missing ones.
     """
     began = time.monotonic()
     while sum(int(node.gpus) for node in free_nodes()) < sum(int(n.gpus) for n in all_nodes()):
@@ -68,8 +73,8 @@ def _free_gpus(config: RunConfig) -> list[Gpus]:
     wanted = config.layout.gpus if config.layout else None
     if not (config.services.wait_for_nodes_s and wanted):
         return gpus
-    named = config.services.rollout.accelerator or (gpus[0].kind if gpus else "")
+    accelerator = config.services.rollout.accelerator or (gpus[0].kind if gpus else "")
     missing = wanted - sum(each.count for each in gpus)
-    if missing <= 0 or named not in ACCELERATORS:
+    if missing <= 0 or accelerator not in ACCELERATORS:
         return gpus
-    return [Gpus(named, wanted, ACCELERATORS[named].memory_gb)]
+    return [Gpus(accelerator, wanted, ACCELERATORS[accelerator].memory_gb)]

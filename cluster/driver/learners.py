@@ -1,9 +1,8 @@
-"""The learner: one actor, or a group of replicas that train one LoRA together and live and die
-together.
+"""The learner: one actor, or a group of replicas that train one LoRA and are replaced together.
 
-Replicas are equal bit by bit between two calls. When one dies or hangs, or they lose each other,
-the state is lost as that of a single learner is: ``renew`` puts new ones in all places, which find
-each other and load the checkpoint.
+Replicas are bitwise equal between two calls. If one dies or hangs, or they lose the connection to
+each other, the state is lost, as with a single learner: ``renew`` replaces all of them and joins
+the new ones into a group, which then loads a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,19 +28,22 @@ from learner.replicas import GroupBroken
 from records.errors import InputsLost, RunFailed, StateLost
 
 RENDEZVOUS_TRIES = 3
-"""Times that replicas may be lost while they find each other, one after the other."""
+"""Attempts to join the replicas into one group when replicas are lost during the rendezvous."""
 HINDSIGHT_S = 5.0
-"""How long a replica that lost the others waits for Ray to say which of them died. It notices at
-once, Ray within two seconds, and the first loss that is told names the cause.
+"""Seconds that the error of a replica that lost its peers waits for Ray to report which died.
+
+The replica notices at once, Ray within two seconds, and the first loss reported names the cause.
 """
 PATIENCE_S = 30.0
-"""How long a replica's failure waits for the others where the base is sharded. All hear of what
-goes wrong between passes, and write it down; within a pass they would wait for it in vain.
+"""Seconds that a replica's failure waits for the other replicas if the base is sharded.
+
+A failure between passes reaches all of them, and each records it; within a pass the others would
+wait for the failed replica in vain.
 """
 
 
 class LearnerGroup:
-    """The replicas of the learner, on a pool that holds one actor for each."""
+    """The replicas of the learner, in a pool with one actor for each."""
 
     def __init__(self, pool: ActorPool):
         self.pool = pool
@@ -58,23 +60,23 @@ class LearnerGroup:
             self.client = LearnerClient(rounds, first, every, by, sharding)
 
     async def start(self) -> None:
-        """Create every replica, and make them one group."""
+        """Create every replica, and join them into one group."""
         await self.pool.start()
-        await self._come_together()
+        await self._form_group()
 
     async def stop(self) -> None:
         """Kill every replica."""
-        # before the actors: what is under way would take their end for a loss of the state
+        # before the actors: calls in progress would mistake their end for a loss of the state
         await self._order.end()
         await self.pool.stop()
 
     async def renew(self, why: str) -> None:
-        """Put new replicas in all places, and make them one group."""
+        """Replace all replicas, and join the new ones into one group."""
         await self.pool.renew(why)
-        await self._come_together()
+        await self._form_group()
 
-    async def _come_together(self) -> None:
-        """Raises RunFailed when the replicas cannot."""
+    async def _form_group(self) -> None:
+        """Join the replicas into one group. Raises RunFailed if that is not possible."""
         size = len(self.pool.members)
         if size == 1:
             return
@@ -96,31 +98,33 @@ class LearnerGroup:
     async def _join(self) -> None:
         members, service = self.pool.members, self.pool.service
         assert isinstance(service, LearnerService)
-        # no longer than the deadline: replicas must give up by themselves, and say whom they miss,
-        # before the driver kills all of them without knowing which was at fault
+        # no longer than the deadline: replicas must time out by themselves, and report which
+        # replica is missing, before the driver kills all of them without knowing the cause
         timeout_s = min(service.silence_s, service.deadline_s)
         size = len(members)
-        # the first opens the store; its address is known only when it listens
-        at = await self.pool.ask(members[0], LearnerActor.rendezvous, timeout_s)
+        # the first replica opens the store; its address is known only once it listens
+        rendezvous = await self.pool.ask(members[0], LearnerActor.rendezvous, timeout_s)
         await run_together(
             *(
-                self.pool.ask(member, LearnerActor.join, rank, size, at)
+                self.pool.ask(member, LearnerActor.join, rank, size, rendezvous)
                 for rank, member in enumerate(members)
             )
         )
-        where = f"{at.host}:{at.port}"
+        where = f"{rendezvous.host}:{rendezvous.port}"
         self.pool.event("replicas_met", kind=self.pool.kind, replicas=size, where=where)
 
     async def _lost_by(self, error: RayError) -> str | None:
-        """A replica that lost the others is lost itself, but did not die first: it lets the loss
-        that is the cause be told before its own.
+        """Return why ``error`` means that its replica is lost, or None (``ActorPool.lost_by``).
+
+        A replica that lost its peers is lost as well, but did not die first, so wait for the loss
+        that caused this one to be reported before it.
         """
         raised = getattr(error, "cause", None)
         if not isinstance(raised, GroupBroken):
             return None
-        # without one it is the first to know, and its own words are the cause
+        # if no other loss is reported, this error is the cause
         with suppress(TimeoutError):
-            # not wait_for: it may swallow a cancellation, and the slot would then serve for ever
+            # not wait_for: it may swallow a cancellation, and the slot would then never end
             async with asyncio.timeout(HINDSIGHT_S):
                 await self.pool.failed.wait()
         return str(raised)
@@ -128,13 +132,16 @@ class LearnerGroup:
 
 @dataclass(frozen=True)
 class FirstReplica(Caller):
-    """Calls that any replica would answer alike, and that leave something behind on it."""
+    """Calls to the first replica: any would give the same answer, but state may stay on it.
+
+    For example, shards must be fetched from a replica that holds the export.
+    """
 
     pool: ActorPool
 
     async def perform(self, task: AnyTask, call: Call) -> Answer:
         members = self.pool.members
-        # alone it is a pool like any other, whose queue has priorities
+        # a single learner is a pool like any other, whose queue has priorities
         if len(members) == 1:
             return await self.pool.perform(task, call)
         return await self.pool.perform_on(members[0], task, call)
@@ -142,16 +149,17 @@ class FirstReplica(Caller):
 
 @dataclass(frozen=True)
 class EveryReplica(Caller):
-    """Calls that change the state: every replica gets one, the first one's answer counts.
+    """Calls that change the state: sent to every replica; the first replica's answer is returned.
 
-    ``patience_s``: how long a failure waits for those that have not ended; None: until they have.
+    ``patience_s``: seconds that a failure waits for the calls of the other replicas to end; None:
+    without limit.
     """
 
     pool: ActorPool
     patience_s: float | None = None
 
     async def perform(self, task: AnyTask, call: Call) -> Answer:
-        return await self._all(task, lambda rank: call)
+        return await self._call_all(task, lambda rank: call)
 
     async def call_each(
         self,
@@ -160,40 +168,38 @@ class EveryReplica(Caller):
         messages: Callable[[int], Sequence[X]],
         shared: Y,
     ) -> R:
-        """See ``Caller``. What is shared is put into the object store once, and each is sent a
-        reference.
-        """
+        """See ``Caller``. ``shared`` is put into the object store once and sent by reference."""
         if len(self.pool.members) == 1:
             return await super().call_each(task, method, messages, shared)
-        once, sent = self.pool.put(shared), messages(len(self.pool.members))
-        calls = [Call(method.__name__, (message, once), {}) for message in sent]
-        return cast(R, await self._all(task, calls.__getitem__))
+        shared_ref, per_replica = self.pool.put(shared), messages(len(self.pool.members))
+        calls = [Call(method.__name__, (message, shared_ref), {}) for message in per_replica]
+        return cast(R, await self._call_all(task, calls.__getitem__))
 
-    async def _all(self, task: AnyTask, call: Callable[[int], Call]) -> Answer:
+    async def _call_all(self, task: AnyTask, call: Callable[[int], Call]) -> Answer:
         members = self.pool.members
         if len(members) == 1:
             return await self.pool.perform(task, call(0))
-        # a loss is raised at once; a failure, which all of them hear of, when all have ended: they
-        # write down what failed
+        # a loss is raised at once; a failure, which reaches every replica, when all have ended:
+        # each of them records what failed
         ending = _Ending(len(members), self.patience_s)
-        found = await run_together(
+        answers = await run_together(
             *(
-                self._one(rank, member, task, call(rank), ending)
+                self._call_one(rank, member, task, call(rank), ending)
                 for rank, member in enumerate(members)
             )
         )
         if ending.failures:
             raise ending.first
-        return found[0]
+        return answers[0]
 
-    async def _one(
+    async def _call_one(
         self, rank: int, member: Member, task: AnyTask, call: Call, ending: _Ending
     ) -> Answer:
-        key = cast(tuple[object, ...], task.key)  # as ``LearnerClient`` names its tasks
-        own = replace(task, key=(*key, f"replica {rank}"))
+        key = cast(tuple[object, ...], task.key)  # ``LearnerClient`` uses tuples as task keys
+        replica_task = replace(task, key=(*key, f"replica {rank}"))
         try:
-            # past the queue, which would give all of them to whichever replica is free
-            answer = await self.pool.perform_on(member, own, call)
+            # bypasses the queue, which would give these calls to whichever replica is free
+            answer = await self.pool.perform_on(member, replica_task, call)
         except RunFailed as failure:
             await ending.failed(rank, failure)
             return None
@@ -202,9 +208,10 @@ class EveryReplica(Caller):
 
 
 class _Ending:
-    """Of a call that all replicas were asked: how many have not ended, and how some failed.
+    """Completion of a call sent to all replicas: how many are still running, and the failures.
 
-    Only a failure waits for the others; were all to wait, a thousand would be woken for nothing.
+    Only a failed call waits for the others; if all of them waited, a thousand tasks would be woken
+    for nothing.
     """
 
     def __init__(self, size: int, patience_s: float | None):
@@ -214,17 +221,17 @@ class _Ending:
 
     @property
     def first(self) -> RunFailed:
-        """That of the lowest rank: the same fault is always told in the same words."""
+        """The failure of the lowest rank, so that the same fault gives the same message."""
         return self.failures[min(self.failures)]
 
     def ended(self) -> None:
-        """One more has."""
+        """Count one more call as ended."""
         self._left -= 1
         if not self._left:
             self._over.set()
 
     async def failed(self, rank: int, failure: RunFailed) -> None:
-        """One has failed. Returns when all have ended; raises ``first`` when patience is over."""
+        """Record a failure; return when all calls have ended, or raise ``first`` on timeout."""
         self.failures[rank] = failure
         self.ended()
         try:

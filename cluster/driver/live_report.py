@@ -1,4 +1,4 @@
-"""The report while a run goes on: written again by another process, for which nothing waits."""
+"""Rewrite the report while a run is in progress, in another process that nothing waits for."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from records.errors import described
 from records.rundir import Event
 
 LONGEST_S = 600.0
-"""A report that takes longer is given up."""
+"""Seconds after which writing a report is aborted."""
 REST = 9
-"""After a report so many times the seconds that it took: it never has more than a tenth of a core.
-"""
+"""Pause after a report, as a multiple of the time it took: at most a tenth of a core is used."""
 GRACE_S = 5.0
 PROGRAM = (sys.executable, "-m", "analysis.report")
 
 
 class LiveReport:
-    """Writes ``report.html`` every ``every_s`` seconds, and soon after ``due``; 0: never."""
+    """Writes ``report.html`` every ``every_s`` seconds (0: never), and soon after ``due``."""
 
     def __init__(
         self,
@@ -38,22 +37,22 @@ class LiveReport:
         self._event, self._note = event, note
         self._due = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._said = ""
+        self._last_failure = ""
 
     def begin(self) -> None:
-        """From now on."""
+        """Start to write reports."""
         if self._every_s:
-            self._task = asyncio.create_task(self._live())
+            self._task = asyncio.create_task(self._write_periodically())
 
     def due(self) -> None:
-        """There is something worth seeing."""
+        """Request a report without waiting for the interval to pass."""
         self._due.set()
 
     async def close(self) -> None:
-        """Nothing writes any more on return."""
+        """Stop writing reports; on return no process writes one."""
         await cancel_all([self._task] if self._task else [])
 
-    async def _live(self) -> None:
+    async def _write_periodically(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._every_s):
@@ -62,17 +61,17 @@ class LiveReport:
             began = time.monotonic()
             try:
                 why = await self._write()
-            except Exception as error:  # nobody waits for this task to raise it
+            except Exception as error:  # no caller awaits this task and would see it
                 why = described(error)
-            if why and why != self._said:  # once for as long as it is the same
+            if why and why != self._last_failure:  # report the same reason only once
                 with contextlib.suppress(OSError):  # the disk may be full for the event as well
                     self._event("report_failed", why=why)
                 self._note(f"the report is not written while the run goes on: {why}")
-            self._said = why
+            self._last_failure = why
             await asyncio.sleep(REST * (time.monotonic() - began))
 
     async def _write(self) -> str:
-        """Why it was not written; nothing where it was."""
+        """Write the report; return why that failed, or an empty string."""
         command = (*self._program, str(self._run), f"{self._every_s:g}")
         try:
             process = await asyncio.create_subprocess_exec(
@@ -82,17 +81,17 @@ class LiveReport:
             return f"{error.strerror or error}"
         try:
             async with asyncio.timeout(LONGEST_S):
-                _, told = await process.communicate()
+                _, stderr = await process.communicate()
         except TimeoutError:
             return f"it took longer than {LONGEST_S:g} s"
         finally:
-            await _end(process)
-        lines = told.decode(errors="replace").strip().splitlines()
+            await _terminate(process)
+        lines = stderr.decode(errors="replace").strip().splitlines()
         return "" if process.returncode == 0 else (lines or [f"exit {process.returncode}"])[-1]
 
 
-async def _end(process: Process) -> None:
-    """Have it clean up and go; a second word is not for discussion."""
+async def _terminate(process: Process) -> None:
+    """Terminate ``process`` so that it can clean up; kill it if it does not exit in time."""
     for stop in (process.terminate, process.kill):
         if process.returncode is not None:
             return

@@ -1,8 +1,8 @@
-"""The ring, one iteration at a time. Reads like the paper's algorithm box (arXiv 2604.06916).
+"""The ring: the training loop, one iteration at a time, after the paper's algorithm box.
 
 explore (quantized, few steps) -> score -> select best and worst -> regenerate (full precision, full
-steps) -> score again -> update -> publish the re-quantized policy. Nothing here asks which arm,
-objective or model runs.
+steps) -> score again -> update -> publish the re-quantized policy (arXiv 2604.06916). Nothing in
+this module depends on which arm, objective or model is used.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from records.rundir import Event
 class Ring:
     """Runs iterations on the services of a run.
 
-    With ``explore_ahead`` iteration i + 1 begins to be explored, with policy i, as soon as i is
-    explored, while the learner works on i.
+    With ``explore_ahead``, iteration i + 1 is explored with policy i as soon as iteration i is
+    explored, while the learner works on iteration i.
     """
 
     def __init__(
@@ -44,20 +44,24 @@ class Ring:
         extremes: Extremes | None = None,
     ):
         self.config, self.services, self.progress = config, services, progress
-        self._plan = config.plan  # which is made anew each time it is asked for
+        self._plan = config.plan  # kept: the property recomputes it on every access
         self.updating = asyncio.Lock()  # held while the learner's weights change
-        told = event, progress.note
-        self.monitor = RankMonitor(config.audit, config.regenerate.precision, *told)
-        self._constant = ConstantScores(*told)
+        reporting = event, progress.note
+        self.monitor = RankMonitor(config.audit, config.regenerate.precision, *reporting)
+        self._constant = ConstantScores(*reporting)
         if config.audit.identity_every and self._plan.explore is not None:
-            services.weights.identity = PolicyIdentity(config, services.encoder, prompts, *told)
+            services.weights.identity = PolicyIdentity(
+                config, services.encoder, prompts, *reporting
+            )
         self._extremes = extremes
         self.exploration = Exploration(config, services, prompts, extremes)
         self._regeneration = Regeneration(config, services, extremes)
 
     async def begin(self, index: int) -> None:
-        """Publish what iteration ``index`` needs: policy ``index``, and the one before where that
-        explores. Its prompts are encoded meanwhile.
+        """Publish the policy versions that iteration ``index`` needs, and encode its prompts.
+
+        These are version ``index`` and, with ``explore_ahead``, the version before, which explores
+        it.
         """
         encoded = self.exploration.encode(index)
         if self.config.explore_ahead and index > 0:
@@ -68,10 +72,10 @@ class Ring:
     async def iteration(self, index: int) -> tuple[Metrics, Iteration]:
         """Run iteration ``index``: regenerate and train with policy version ``index``.
 
-        Returns metrics under their contract names, and what was explored and selected. On return
-        the learner holds policy ``index + 1``, and it is published.
+        Returns the metrics, and the iteration with what was explored and selected. On return the
+        learner holds policy version ``index + 1``, which is published.
         """
-        it = await self._its_turn(index)
+        it = await self._begin_turn(index)
         groups = await run_together(*(self._group(it, p) for p in range(len(it.prompts))))
         if self._extremes:
             self._extremes.finished(it)
@@ -90,14 +94,14 @@ class Ring:
         return metrics | audit | update | published | times, it
 
     async def publish(self, version: int) -> Metrics:
-        """Publish ``version`` of the policy that is sampled."""
+        """Publish ``version`` of the sampling policy."""
         return await self._publish(version, self.monitor.backend)
 
     async def close(self) -> None:
-        """End what is explored ahead."""
+        """Cancel exploring ahead."""
         await self.exploration.close()
 
-    async def _its_turn(self, index: int) -> Iteration:
+    async def _begin_turn(self, index: int) -> Iteration:
         plan, count = self._plan, self.config.prompts.per_iteration
         keep, audited = self.config.selection.keep, self.config.audit.random_seeds
         images = count * (plan.explore.pool_size if plan.explore else keep)
@@ -112,8 +116,9 @@ class Ring:
         return it
 
     async def _group(self, it: Iteration, p: int) -> TrainingGroup:
-        """One prompt's walk around the ring: from its explored seeds to the samples that are
-        trained on, with their rewards.
+        """Take one prompt from its explored seeds to the samples and rewards that are trained on.
+
+        Prompts do this independently of each other.
         """
         if self._plan.explore is None:
             it.explored_at = clock.now()
@@ -126,8 +131,10 @@ class Ring:
         return candidates.training_group(p, it.conditioning[p])
 
     def _audit(self, it: Iteration) -> Metrics:
-        """Compare the iteration's agreement with the thresholds, before the next version is
-        published: it may have to be of another precision.
+        """Compare the iteration's rank agreement with the thresholds.
+
+        This comes before the next version is published, because it may change that version's
+        precision.
         """
         newest = self.services.weights.current
         if newest is None:

@@ -1,4 +1,4 @@
-"""What is done with a run after training: evaluate its checkpoints, export its LoRA."""
+"""Offline commands on a finished run: evaluate its checkpoints, export its LoRA."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ from records.tables import aligned
 def export_run(
     rundir: RunDirectory, config: RunConfig, out: Path, weights: str, step: int | None
 ) -> list[str]:
-    """Write adapter ``weights`` (ema, current, old) as a LoRA directory for
-    ``pipe.load_lora_weights(out)``; returns the names of its files.
+    """Write adapter ``weights`` (ema, current, old) as a LoRA directory; return its file names.
 
-    Raises ConfigError for what is not there or cannot be written, RunFailed for a damaged
-    checkpoint.
+    ``pipe.load_lora_weights(out)`` loads it. Raises ConfigError if the checkpoint or the adapter
+    does not exist or the directory cannot be written, RunFailed if the checkpoint is damaged.
     """
     try:
         files, _ = checkpoint.read(checkpoint.find(rundir, step))
@@ -57,14 +56,14 @@ def export_run(
 def evaluate_run(
     rundir: RunDirectory, config: RunConfig, step: int | None, given: str | None
 ) -> list[str]:
-    """Scores of base, trained, old and EMA weights on the same prompts and seeds, as the lines of
-    a table.
+    """Score base, trained, old and EMA weights on equal prompts and seeds; return table lines.
 
-    Also written to ``evaluations/compare_<step>.json`` in the run directory, with images beside;
-    ``compare_<step>-<file>.json`` for a ``given`` prompt file, which is used whole.
+    The scores are also written to ``evaluations/compare_<step>.json`` in the run directory, with
+    the images in a directory beside it. If a prompt file is ``given``, all of its prompts are used,
+    and the scores are written to ``compare_<step>-<file>.json``.
 
-    Raises ConfigError for what is not there or cannot be written, RunFailed for a damaged
-    checkpoint and where the actors cannot do it.
+    Raises ConfigError if something does not exist or cannot be written, RunFailed if the checkpoint
+    is damaged or the actors fail.
     """
     path = checkpoint.find(rundir, step)
     prompts = _checked_prompts(config, given)
@@ -77,8 +76,8 @@ def evaluate_run(
     join_or_start_ray(config)
     try:
         results = asyncio.run(_evaluate_all(rundir, config, path, prompts))
-        return _written(config, path, prompts, given, target, results)
-    # there is no checkpoint of an evaluation to go back to
+        return _write_results(config, path, prompts, given, target, results)
+    # an evaluation has no checkpoint to return to
     except (StateLost, InputsLost) as loss:
         raise RunFailed(f"{loss}: the evaluation has to be made again") from None
     except OSError as error:
@@ -88,7 +87,7 @@ def evaluate_run(
 
 
 def _require_writable(target: Path) -> None:
-    """Raises ConfigError where ``target`` could not be written hours later."""
+    """Raise ConfigError if ``target`` cannot be written: now, not after hours of evaluation."""
     try:
         target.parent.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".writable-"):
@@ -99,39 +98,40 @@ def _require_writable(target: Path) -> None:
         ) from None
 
 
-def _written(
+def _write_results(
     config: RunConfig,
     path: Path,
     prompts: list[Prompt],
-    given: str | None,
+    prompts_path: str | None,
     target: Path,
     results: dict[str, Evaluation],
 ) -> list[str]:
-    """Write scores and images; returns the lines of the table."""
+    """Write scores and images; return the lines of the table."""
     base = results["base"].rewards
     rows = {name: result.row(None if name == "base" else base) for name, result in results.items()}
     saved_step = checkpoint.step_of(path)
     for name, result in results.items():
         result.save_images(target.with_suffix("") / name, saved_step, prompts, config.model)
-    file = str(prompt_file(given or config.prompts.test).absolute())
+    file = str(prompt_file(prompts_path or config.prompts.test).absolute())
     noises = config.evaluate.noises
     write_json(
         target, {"prompt_file": file, "prompts": len(prompts), "noises": noises, "weights": rows}
     )
-    title = path.name if given is None else f"{path.name}, {given}"
+    title = path.name if prompts_path is None else f"{path.name}, {prompts_path}"
     return _table(
         rows, f"{title}, {len(prompts)} prompts x {noises} seeds, {config.evaluate.steps} steps"
     )
 
 
-def _checked_prompts(config: RunConfig, given: str | None) -> list[Prompt]:
-    """The prompts of an evaluation, once they, the model and the scorers can be used. Raises
-    ConfigError.
+def _checked_prompts(config: RunConfig, prompts_path: str | None) -> list[Prompt]:
+    """Return the prompts of an evaluation.
+
+    Raises ConfigError if they, the model or the scorers cannot be used.
     """
     prompts = (
         read_prompts(config.prompts.test)[: config.evaluate.prompts]
-        if given is None
-        else read_prompts(given)
+        if prompts_path is None
+        else read_prompts(prompts_path)
     )
     check_model(config)
     check_prompts(config, prompts)
@@ -139,13 +139,15 @@ def _checked_prompts(config: RunConfig, given: str | None) -> list[Prompt]:
     return prompts
 
 
-def _target(folder: Path, checkpoint_name: str, given: str | None) -> Path:
-    """Where the scores go: over those on the same prompt file, beside those on another of the same
-    name.
+def _target(folder: Path, checkpoint_name: str, prompts_path: str | None) -> Path:
+    """Return the file for the scores.
+
+    Scores on the same prompt file are overwritten; a number is appended to the name to keep those
+    on another prompt file of the same name.
     """
-    if given is None:
+    if prompts_path is None:
         return folder / f"compare_{checkpoint_name}.json"
-    file = prompt_file(given).absolute()
+    file = prompt_file(prompts_path).absolute()
     stem = f"compare_{checkpoint_name}-{re.sub(r'[^A-Za-z0-9_-]+', '_', file.stem)[:100]}"
     for number in itertools.count(1):
         target = folder / f"{stem}{f'-{number}' if number > 1 else ''}.json"
@@ -155,7 +157,7 @@ def _target(folder: Path, checkpoint_name: str, given: str | None) -> Path:
 
 
 def _prompt_file_of(scores: Path) -> object:
-    """The prompt file of scores that are there; None where they cannot be read."""
+    """Return the prompt file that existing scores name, or None if they cannot be read."""
     try:
         return json.loads(scores.read_bytes())["prompt_file"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):

@@ -1,4 +1,4 @@
-"""The nodes that a run's actors are on, and those that are asked for where there is no room."""
+"""Placement of a run's actors on nodes, and requests for new nodes when there is no room."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from records.rundir import Event
 
 
 class Places:
-    """Chooses a node for every actor of a run, with the run's ``Placer``, while nodes come and go.
+    """Chooses a node for every actor of a run with a ``Placer``, while nodes come and go.
 
-    A node is chosen here and not left to Ray: what has no room is then said at once, with what
-    there is, and nothing pends because something else was placed badly before it.
+    Nodes are chosen here instead of by Ray, so that a lack of room is reported at once, with what
+    is available, and no actor stays pending because another one was placed badly before it.
     """
 
     def __init__(self, config: RunConfig, event: Event):
@@ -37,18 +37,22 @@ class Places:
         self._watch = NodeWatch(config.services.node_silence_s)
 
     async def choose(self, kinds: Collection[str]) -> None:
-        """A node for every actor of the run's start. Raises ConfigError where there is no room."""
+        """Choose a node for every actor of ``kinds``. Raises ConfigError if there is no room."""
         self._placer.refresh(await find_room(self._config, tuple(kinds)))
         self._placer.place_all(kinds)
 
     def waits_for(self) -> Mapping[str, Collection[str]]:
-        """By service of the run's start, those that must hold their GPUs before it is started."""
-        on_gpus = [(need, node) for need, node in self._placer.placed if need.gpus]
-        return waits_for(on_gpus, {node.id: node.gpus for node in all_nodes()}) if on_gpus else {}
+        """Return, by service, the services that must hold their GPUs before it is started."""
+        gpu_needs = [(need, node) for need, node in self._placer.placed if need.gpus]
+        return (
+            waits_for(gpu_needs, {node.id: node.gpus for node in all_nodes()}) if gpu_needs else {}
+        )
 
     def take(self, actor: str) -> str:
-        """The node to start an actor on. Raises NoRoom; where an autoscaler may bring a node, one
-        is requested, and the actor then waits for what Ray grants.
+        """Return the node to start an actor on. Raises NoRoom if there is none.
+
+        In that case a node is requested from the autoscaler if the run may wait for nodes, and
+        later calls raise NoRoom until Ray has granted one.
         """
         if actor in self._requests:
             granted = self._requests.granted(actor)
@@ -65,34 +69,40 @@ class Places:
             raise
 
     def release(self, actor: str) -> None:
-        """The actor has left for good."""
+        """Free the place of an actor that has left for good."""
         self._placer.release(actor)
-        # or the autoscaler would bring a node for nobody
+        # otherwise the autoscaler would add a node that is not needed
         self._requests.withdraw(actor)
 
     def gone(self, actor: str, node: str | None) -> asyncio.Future[str]:
-        """Done when ``node`` is lost, or the one that was taken for the actor; with the reason."""
+        """Return a future of the reason why the actor's node is lost, done when that happens.
+
+        With ``node`` None it is the node that was taken for the actor.
+        """
         return self._watch.gone(node or self._placer.where(actor) or "")
 
     async def close(self) -> None:
-        """The run ends: no node is wanted any more, or watched."""
+        """Withdraw all requests for nodes and stop watching nodes, at the end of the run."""
         self._requests.withdraw()
         await self._watch.close()
 
     def refresh(self, running: Collection[str]) -> None:
-        """Take over what nodes there are now, and tell which of ours are lost."""
+        """Update the nodes from the cluster's state, and report lost ones that had actors of ours.
+
+        ``running``: names of the actors that are alive.
+        """
         self._watch.know(addresses())
-        # Ray lists a node that the watch has lost for up to half a minute, and would start actors
-        # there
+        # Ray still lists a node that the watch has found lost for up to half a minute, and would
+        # start actors there
         free = [node for node in free_nodes() if node.id not in self._watch.lost]
         for node, actors in self._placer.refresh(free, running).items():
             self._event("node_lost", node=node, actors=actors)
 
     async def make_room(self, actors: list[str], partly: bool) -> int:
-        """Reserve room for new actors, on nodes that an autoscaler may have to add first; how many
-        of the first have room: all, or, ``partly``, as many as there is room for.
+        """Reserve room for new actors; return how many of them, from the first on, have room.
 
-        Raises ConfigError, a line per service, where there is none.
+        Waits for nodes that an autoscaler may add. All actors must find room; with ``partly``, as
+        many as there is room for. Raises ConfigError, a line per service, if there is none.
         """
         wait_s, began = self._config.services.wait_for_nodes_s, time.monotonic()
         if partly and (room := self._placer.reserve_some(actors)):
@@ -107,8 +117,7 @@ class Places:
                 waited = time.monotonic() - began
                 if wait_s:
                     self._request(actors)
-                # any of the granted will do for any of the actors: all are of one kind, with the
-                # same needs
+                # any granted place fits any of the actors: all are of one kind, with equal needs
                 granted = [node for actor in actors for node in self._requests.granted(actor) or ()]
                 if len(granted) == len(actors) or (partly and granted and waited > LAG_S):
                     self._placer.put(actors[: len(granted)], granted)
@@ -117,12 +126,13 @@ class Places:
                     raise ConfigError(why)
                 await asyncio.sleep(LOOK_S)
         finally:
-            # our own count holds the places now; as long as Ray does, no actor could take them
+            # the placer reserves the places from now on; while the requests reserve them in Ray, no
+            # actor could take them
             self._requests.withdraw(*actors)
 
     def _request(self, actors: Iterable[str]) -> None:
-        """Have Ray's autoscaler bring nodes, for each actor by itself: any that comes is of use."""
+        """Request room from Ray's autoscaler for each actor by itself: each granted one is used."""
         need = self._placer.need
-        new = [actor for actor in actors if self._requests.request(actor, [need(actor)])]
-        if new:
-            self._event("nodes_asked", actors=new, each=need(new[0]).describe())
+        requested = [actor for actor in actors if self._requests.request(actor, [need(actor)])]
+        if requested:
+            self._event("nodes_asked", actors=requested, each=need(requested[0]).describe())

@@ -1,8 +1,8 @@
-"""What is done when the cheap ranking no longer agrees with full quality: a note, or more bits.
+"""Monitor of rank agreement: warn, or explore in a finer precision, when it falls too low.
 
-What is decided after iteration i holds for the policy version that its update publishes, i + 1, and
-for all after it: a chunk names a version, a version is packed for one precision, so that it does
-not matter which actor explores what and when.
+A decision after iteration i applies from the policy version that its update publishes, i + 1, on:
+a chunk names a version, and a version is packed for one precision, so that results do not depend
+on which actor explores which chunk and when.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SIGNS, TAU = "audit/sign_agreement", "audit/random_kendall_tau"
 
 
 class MonitorState(TypedDict, total=False):
-    """What a checkpoint keeps."""
+    """State of the monitor that a checkpoint stores."""
 
     backend: str | None
     backend_before: str | None
@@ -26,19 +26,22 @@ class MonitorState(TypedDict, total=False):
 
 
 class RankMonitor:
-    """Compares each iteration's agreement with the thresholds of ``[audit]``; knows in which
-    precision versions are published.
+    """Compares each iteration's rank agreement with the thresholds of ``[audit]``.
+
+    ``backend`` is the precision in which the next version will be published; None: the one that
+    rollout actors are configured with.
     """
 
     def __init__(self, settings: Audit, finest: str, event: Event, note: Callable[[str], None]):
-        """``finest``: the regenerating precision. ``event`` and ``note`` are told, the one in
-        fields, the other in words.
+        """``finest``: the regenerating precision, the finest that exploring may move to.
+
+        Decisions are reported to ``event`` as fields and to ``note`` as text.
         """
         self._settings, self._finest, self._event, self._note = settings, finest, event, note
         self.restore({})
 
     def restore(self, state: MonitorState) -> None:
-        """Go back to ``state``; to the beginning when it is empty."""
+        """Restore ``state``, or the initial state if it is empty."""
         # of the next version to be published; None: as rollout actors are configured
         self.backend = state.get("backend")
         self.backend_before = state.get("backend_before")  # of the version before that
@@ -46,7 +49,7 @@ class RankMonitor:
 
     @property
     def state(self) -> MonitorState:
-        """What a checkpoint keeps."""
+        """State that a checkpoint stores."""
         return {"backend": self.backend, "backend_before": self.backend_before, "below": self.below}
 
     def observe(
@@ -57,14 +60,15 @@ class RankMonitor:
         newest: str | None,
         available: Collection[str],
     ) -> dict[str, float]:
-        """After iteration ``index``: count, and after ``patience`` iterations in a row below a
-        threshold do what is configured.
+        """Check the agreement of iteration ``index``, and return metrics.
 
-        ``explored`` is the precision that explored it, ``newest`` that of the newest version. Where
-        they differ, a move is under way and the iteration is not counted; nor is one in which
-        nothing could be ranked. Returns metrics.
+        After ``patience`` iterations in a row below a threshold, the configured action is carried
+        out. ``explored`` is the precision that explored the iteration, ``newest`` that of the
+        newest version, ``available`` those that all rollout actors can run. If ``explored`` and
+        ``newest`` differ, a change of precision is in progress and the iteration is not counted;
+        neither is one in which nothing could be ranked.
         """
-        # before anything is decided: a decision holds from the next version on
+        # before anything is decided: a decision applies from the next version on
         self.backend_before = self.backend
         if not self._settings.watches:
             return {}
@@ -78,7 +82,7 @@ class RankMonitor:
         return counted
 
     def _failing(self, agreement: Mapping[str, float]) -> dict[str, float] | None:
-        """What is below its threshold; None when none of it was measured."""
+        """Return the metrics below their thresholds, or None if none of them was measured."""
         thresholds = {SIGNS: self._settings.min_sign_agreement, TAU: self._settings.min_tau}
         measured = {
             key: least
@@ -100,22 +104,22 @@ class RankMonitor:
     ) -> None:
         patience = self._settings.patience
         words = " and ".join(f"{key} = {value:.3f}" for key, value in failing.items())
-        said = (
+        text = (
             f"iteration {index}: {words} is below its threshold, {patience}"
             f" iteration{'s' if patience > 1 else ''} in a row"
         )
         self._event("audit_low", iteration=index, backend=explored, patience=patience, **failing)
-        # None: rollout actors do not say what they run, so there is nothing to be finer than
+        # None: rollout actors do not report their precision, so no finer one can be chosen
         if self._settings.action == "warn" or explored is None:
             self._note(
-                f"{said}: the cheap ranking may mislead; raise explore.steps, or set audit.action ="
+                f"{text}: the cheap ranking may mislead; raise explore.steps, or set audit.action ="
                 " 'finer_backend'"
             )
             return
         finer = finer_backend(explored, available, self._finest)
         if finer is None:
             self._note(
-                f"{said}: {explored} is the finest precision here up to regenerate.precision: raise"
+                f"{text}: {explored} is the finest precision here up to regenerate.precision: raise"
                 " explore.steps"
             )
             return
@@ -124,5 +128,5 @@ class RankMonitor:
             "backend_moved", iteration=index, before=explored, after=finer, version=index + 1
         )
         self._note(
-            f"{said}: exploring in {finer} instead of {explored} from policy version {index + 1} on"
+            f"{text}: exploring in {finer} instead of {explored} from policy version {index + 1} on"
         )

@@ -1,4 +1,4 @@
-"""Stage 2: the chosen seeds at full quality, scored again, and what that says of the ranking."""
+"""Stage 2: regenerate the selected seeds at full quality, score them, and audit the ranking."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from records.errors import RunFailed
 
 
 class Regeneration:
-    """Makes the groups that are trained on, with the newest policy."""
+    """Generates the training groups with the newest policy."""
 
     def __init__(
         self, config: RunConfig, services: ActorServices, extremes: Extremes | None = None
@@ -26,35 +26,41 @@ class Regeneration:
         self._size = config.regenerated_size
 
     async def chosen(self, it: Iteration, p: int, candidates: Candidates) -> TrainingGroup:
-        """The chosen seeds of a prompt; audits their ranking, and that of some random ones."""
+        """Regenerate the selected seeds of a prompt, and return them as a training group.
+
+        The rank agreement of these seeds and of the randomly drawn audit seeds is stored in ``it``.
+        """
         chosen, seeds = candidates.chosen, candidates.seeds
         trained = tuple(seeds[i] for i in chosen.train)
         group, rewards = await self.seeds(it, p, trained, of=seeds)
         full = dict(zip(chosen.train, rewards.tolist(), strict=True))
         it.audits[p] = candidates.agreement(full)
         if chosen.audit:
-            fresh = tuple(i for i in chosen.audit if i not in full)
-            if fresh:
-                audited = tuple(seeds[i] for i in fresh)
+            new = tuple(i for i in chosen.audit if i not in full)
+            if new:
+                audited = tuple(seeds[i] for i in new)
                 _, scored = await self._generate(
                     it, p, audited, shared_start(self._config, seeds), ("audit", it.index, p), 0
                 )
-                full |= dict(zip(fresh, scored.rewards.tolist(), strict=True))
-            # those that are trained on anyway are done, though progress expects all audited ones
-            it.advanced("regenerated", len(chosen.audit) - len(fresh))
+                full |= dict(zip(new, scored.rewards.tolist(), strict=True))
+            # seeds that are trained on anyway are done, but the progress total counts all audited
+            # ones
+            it.advanced("regenerated", len(chosen.audit) - len(new))
             it.random_audits[p] = candidates.agreement({i: full[i] for i in chosen.audit})
         return group
 
     async def seeds(
         self, it: Iteration, p: int, seeds: tuple[int, ...], of: tuple[int, ...]
     ) -> tuple[TrainingGroup, Floats]:
-        """(what is trained on: K seeds of a prompt without those that have no score; all rewards
-        [K], NaN: none). ``of``: the prompt's seeds, from which these were chosen.
+        """Generate and score K seeds of a prompt; return (training group, rewards [K]).
+
+        ``of`` are all seeds of the prompt, from which these were selected. Rewards are NaN for
+        images without a score; the group leaves these out. Raises RunFailed if no image was scored.
         """
         size, start = self._size, shared_start(self._config, of)
         parts = [seeds[first : first + size] for first in range(0, len(seeds), size)]
         key = ("regenerate", it.index, p)
-        made = await run_together(
+        results = await run_together(
             *(
                 self._generate(
                     it, p, part, start, key if len(parts) == 1 else (*key, number), number
@@ -62,24 +68,24 @@ class Regeneration:
                 for number, part in enumerate(parts)
             )
         )
-        images = [generated.images for generated, _ in made]
-        scores, priority = [scored for _, scored in made], (it.index, p, 1)
-        together = await it.scoring.together(key, scores, images, it.prompts[p], priority)
-        rewards = together.rewards
+        images = [generated.images for generated, _ in results]
+        scores, priority = [scored for _, scored in results], (it.index, p, 1)
+        combined = await it.scoring.together(key, scores, images, it.prompts[p], priority)
+        rewards = combined.rewards
         if self._extremes:
             self._extremes.seen(it, p, "regenerated", seeds, rewards, images, size)
-        found = np.isfinite(rewards)
-        if not found.any():
+        usable = np.isfinite(rewards)
+        if not usable.any():
             raise RunFailed(
                 f"prompt {it.prompts[p].text!r} is left with none of its {len(seeds)} regenerated"
                 " images scored: see events.jsonl for what its scorers said"
             )
         rows = tuple(
             SampleRows(generated.samples, tuple(np.flatnonzero(kept).tolist()))
-            for number, (generated, _) in enumerate(made)
-            if (kept := found[number * size : (number + 1) * size]).any()
+            for number, (generated, _) in enumerate(results)
+            if (kept := usable[number * size : (number + 1) * size]).any()
         )
-        return TrainingGroup(p, rewards[found], it.conditioning[p], rows), rewards
+        return TrainingGroup(p, rewards[usable], it.conditioning[p], rows), rewards
 
     async def _generate(
         self,
@@ -91,11 +97,13 @@ class Regeneration:
         part: int,
     ) -> tuple[Generated, Scored]:
         request = GenerateRequest(seeds, self._steps, self._solver, start=start)
-        made = await self._services.learner.generate(
+        generated = await self._services.learner.generate(
             key, request, it.conditioning[p], priority=(p, part)
         )
         it.advanced("regenerated", len(seeds))
         prompts = [it.prompts[p]] * len(seeds)
         # before the chunks of the next iteration, which may be explored already
-        scored = await it.scoring.score(key, made.images, prompts, priority=(it.index, p, 1, part))
-        return made, scored
+        scored = await it.scoring.score(
+            key, generated.images, prompts, priority=(it.index, p, 1, part)
+        )
+        return generated, scored

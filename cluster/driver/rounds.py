@@ -1,7 +1,7 @@
-"""Calls to a learner whose base is sharded: every pass of any replica takes all of them.
+"""Calls to a learner whose base is sharded: a pass on any replica needs all replicas.
 
-So all replicas are asked for things of one kind at a time, in one order: an update, an export, or a
-round of generating, in which each has a call of its own or stands by for the others.
+So all replicas do the same kind of work at a time, in the same order: an update, an export, or a
+round of generating, in which each replica has a call of its own or stands by for the others.
 """
 
 from __future__ import annotations
@@ -21,29 +21,31 @@ from cluster.runtime.tasks import BackgroundTasks, run_together
 
 
 class OneAtATime:
-    """One thing at a time. What has begun is ended although its caller no longer waits: some of
-    the replicas are at it already, and wait for the others.
+    """Runs one piece of work at a time.
+
+    Work that has started is completed even if its caller is cancelled: some of the replicas have
+    started it already, and wait for the others.
     """
 
     def __init__(self) -> None:
         self._lock, self._tasks = asyncio.Lock(), BackgroundTasks()
 
     async def take(self, work: Callable[[], Coroutine[None, None, R]]) -> R:
-        """What ``work`` returns, once all that came before has ended."""
-        return await asyncio.shield(self._tasks.start(self._alone(work)))
+        """Run ``work`` after all earlier work has ended, and return its result."""
+        return await asyncio.shield(self._tasks.start(self._locked(work)))
 
     async def end(self) -> None:
-        """Cancel whatever is under way."""
+        """Cancel all work, in progress or waiting."""
         await self._tasks.end()
 
-    async def _alone(self, work: Callable[[], Coroutine[None, None, R]]) -> R:
+    async def _locked(self, work: Callable[[], Coroutine[None, None, R]]) -> R:
         async with self._lock:
             return await work()
 
 
 @dataclass(frozen=True)
 class Serialized(Caller):
-    """Calls of ``caller``, each after all that came before."""
+    """Calls of ``caller``, each run after all earlier work of ``order``."""
 
     caller: Caller
     order: OneAtATime
@@ -74,13 +76,13 @@ class _Waiting:
         return cast(GenerateRequest, self.call.args[0])
 
     def goes_with(self, other: _Waiting) -> bool:
-        """Whether both go through the same weights, as everything in a round must."""
-        mine, its = self.request, other.request
-        return (mine.weights, mine.solver) == (its.weights, its.solver)
+        """Return True if both use the same weights and solver, as all calls of a round must."""
+        own, others = self.request, other.request
+        return (own.weights, own.solver) == (others.weights, others.solver)
 
 
 class Rounds(Caller):
-    """Generating: as many calls at a time as there are replicas, those of lowest priority first."""
+    """Generating calls, run in rounds of up to one call per replica, lowest priority first."""
 
     def __init__(self, pool: ActorPool, order: OneAtATime) -> None:
         self._pool, self._order = pool, order
@@ -89,55 +91,55 @@ class Rounds(Caller):
 
     async def perform(self, task: AnyTask, call: Call) -> Answer:
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        mine = _Waiting((task.priority, next(self._numbers)), task, call, answer)
-        bisect.insort(self._waiting, mine)
+        waiting = _Waiting((task.priority, next(self._numbers)), task, call, answer)
+        bisect.insort(self._waiting, waiting)
         try:
-            # as many rounds as calls: this one may have been answered in another's
+            # there are as many rounds as calls: an earlier round may have answered this call
             await self._order.take(self._round)
             return await answer
         finally:
-            answer.cancel()  # who is cancelled waits no longer
+            answer.cancel()  # a cancelled caller no longer waits
 
     async def _round(self) -> None:
-        """Its failure is that of those who were chosen, whichever call asked for it."""
-        # chosen now and not when it was asked: what came meanwhile may go first
-        chosen = self._chosen(len(self._pool.members))
+        """Run one round. A failure is raised by the calls in it, not by the one that started it."""
+        # chosen now, not when the round was requested: calls that came meanwhile may go first
+        chosen = self._take_next(len(self._pool.members))
         if not chosen:
             return
         try:
             answers = await run_together(
                 *(
-                    self._pool.perform_on(member, mine.task, mine.call)
-                    if (mine := chosen[rank] if rank < len(chosen) else None)
-                    else self._pool.perform_on(member, *self._standing_by(chosen[0], rank))
+                    self._pool.perform_on(member, waiting_call.task, waiting_call.call)
+                    if (waiting_call := chosen[rank] if rank < len(chosen) else None)
+                    else self._pool.perform_on(member, *self._stand_by_call(chosen[0], rank))
                     for rank, member in enumerate(self._pool.members)
                 )
             )
-        # not a cancellation: then nobody waits, as the whole order is ended
+        # does not catch a cancellation: then all work is ended, and no caller waits
         except Exception as error:
-            for each in chosen:
-                if not each.answer.done():
-                    each.answer.set_exception(error)
+            for waiting in chosen:
+                if not waiting.answer.done():
+                    waiting.answer.set_exception(error)
             return
-        # not strict: replicas that stood by are the last ones, and have nothing to say
-        for each, answer in zip(chosen, answers, strict=False):
-            if not each.answer.done():
-                each.answer.set_result(answer)
+        # not strict: the replicas that stood by are the last ones, and have no answer
+        for waiting, answer in zip(chosen, answers, strict=False):
+            if not waiting.answer.done():
+                waiting.answer.set_result(answer)
 
-    def _chosen(self, size: int) -> list[_Waiting]:
-        """Who comes next: the first that waits, and up to ``size`` that go with it."""
+    def _take_next(self, size: int) -> list[_Waiting]:
+        """Remove and return the next up to ``size`` calls: the first one, and those that fit it."""
         chosen: list[_Waiting] = []
-        left: list[_Waiting] = []
-        for place, each in enumerate(self._waiting):
+        remaining: list[_Waiting] = []
+        for position, waiting in enumerate(self._waiting):
             if len(chosen) == size:
-                left += self._waiting[place:]  # not looked at: thousands may wait
+                remaining += self._waiting[position:]  # not examined: thousands may wait
                 break
-            if not each.answer.done():
-                goes = not chosen or each.goes_with(chosen[0])
-                (chosen if goes else left).append(each)
-        self._waiting = left
+            if not waiting.answer.done():
+                goes = not chosen or waiting.goes_with(chosen[0])
+                (chosen if goes else remaining).append(waiting)
+        self._waiting = remaining
         return chosen
 
-    def _standing_by(self, first: _Waiting, rank: int) -> tuple[AnyTask, Call]:
+    def _stand_by_call(self, first: _Waiting, rank: int) -> tuple[AnyTask, Call]:
         key = ("stand by", *cast(tuple[object, ...], first.task.key), rank)
         return Task[None](key), Call(LearnerActor.stand_by.__name__, (first.request,), {})

@@ -1,4 +1,4 @@
-"""Pools that change size while a run works: by its own rule, or because somebody asked."""
+"""Change the size of pools during a run, by the autoscaling rule or on request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from records.rundir import RunDirectory
 
 
 class Scaling:
-    """Measures the pools iteration by iteration, and scales them."""
+    """Measures the load of the pools in each iteration, and scales them."""
 
     def __init__(
         self, config: RunConfig, services: ActorServices, rundir: RunDirectory, progress: Progress
@@ -25,42 +25,43 @@ class Scaling:
         self._meter = Meter(services.pools)
         self._autoscaler = Autoscaler(config.services.autoscale, config.services.rollout)
         self._explores = config.plan.explore is not None
-        self.running: asyncio.Task[tuple[bool, str]] | None = None  # what the rule asked for
+        self.running: asyncio.Task[tuple[bool, str]] | None = None  # scaling by the rule
 
     def begin_iteration(self) -> None:
-        """Measure from now on."""
+        """Start measuring an iteration."""
         self._meter.begin()
 
     def metrics(self, seconds: float) -> Metrics:
-        """Of an iteration that took so many seconds."""
+        """Return the load metrics of an iteration that took ``seconds``."""
         return {**self._meter.row(seconds)}
 
     def follow_rule(self, row: Mapping[str, float | str]) -> None:
-        """Begin to scale the rollout pool if its rule says so after an iteration's ``row``."""
+        """Start to scale the rollout pool if the rule requires it after an iteration's ``row``."""
         if not self._explores or (self.running is not None and not self.running.done()):
             return
         size = self._services.rollout_pool.alive
         wanted = self._autoscaler.size_after(size, row)
         if wanted != size:
-            self.running = asyncio.create_task(self._by_rule({"rollout": wanted}))
+            self.running = asyncio.create_task(self._scale_by_rule({"rollout": wanted}))
 
-    async def _by_rule(self, sizes: dict[str, int]) -> tuple[bool, str]:
+    async def _scale_by_rule(self, sizes: dict[str, int]) -> tuple[bool, str]:
         try:
             return await self.scale(sizes, partly=True)
-        except Exception as error:  # nobody waits for it to raise anything
+        except Exception as error:  # no caller awaits this task and would see it
             self._rundir.event("scaling_refused", asked=sizes, why=described(error))
             return False, described(error)
 
     async def scale(self, sizes: dict[str, int], partly: bool = False) -> tuple[bool, str]:
-        """Bring pools to other sizes while they work, ``partly`` where that is all there is room
-        for; (done, what came of it in words).
+        """Change the size of pools while they work; return (success, report in words).
+
+        With ``partly`` pools grow by as many actors as there is room for.
         """
-        said: list[str] = []
+        messages: list[str] = []
         try:
             for kind, size in sizes.items():
-                said.append(await self._services.scale(kind, size, partly))
+                messages.append(await self._services.scale(kind, size, partly))
         except ConfigError as error:
             self._rundir.event("scaling_refused", asked=sizes, why=str(error))
-            return False, "; ".join([*said, str(error)])
-        self._progress.note("; ".join(said))
-        return True, "; ".join(said)
+            return False, "; ".join([*messages, str(error)])
+        self._progress.note("; ".join(messages))
+        return True, "; ".join(messages)

@@ -1,6 +1,4 @@
-"""What the scorers of one iteration or evaluation answered: means, speeds, failures; and scorers
-that rank nothing.
-"""
+"""Statistics of scoring in one iteration or evaluation, and detection of constant scorers."""
 
 from __future__ import annotations
 
@@ -14,15 +12,17 @@ from records.rundir import Event
 from rewards.combine import Combination
 
 FEW = 4
-"""Equal scores of fewer images say nothing."""
+"""Least number of images whose equal scores make a scorer count as constant."""
 MOST_CONSTANT = 3
-"""Iterations in a row in which no scorer tells any two images apart, before the run ends."""
+"""Iterations in a row in which every scorer is constant, after which the run ends."""
 
 
 class ScoreTally:
-    """Of scorers ``labels``. ``images`` were scored, ``dropped`` of them lack a score that they
-    need, and for ``stood_in`` scores of optional scorers a mean stands in. ``error`` is the largest
-    difference of a second answer for the same images, in standard deviations.
+    """Counts, means, speeds and failures of the scorers ``labels``.
+
+    ``images`` were scored, of which ``dropped`` lack the score of a required scorer. ``stood_in``
+    scores of optional scorers are missing and replaced by a mean. ``error`` is the largest
+    difference between two answers for the same images, in standard deviations.
     """
 
     def __init__(self, combination: Combination, labels: set[str], max_failed_share: float):
@@ -31,19 +31,19 @@ class ScoreTally:
         self.images = 0
         self.error: float | None = None
         self._last_failure = ""
-        # joined when they are asked about: answers come by the thousand
+        # concatenated only when read: thousands of answers arrive
         self._scored: list[Mapping[str, Floats]] = []
         self._answers: dict[str, list[Floats]] = {}  # by label, answer by answer
         self._speed: dict[str, tuple[float, float]] = {}  # label -> images, seconds
 
     def scored(self, values: Mapping[str, Floats], images: int) -> None:
-        """Count so many images and their scores float32 [images], by label."""
+        """Count ``images`` images with their scores float32 [images], by label."""
         self.images += images
         self._scored.append(values)
 
     @property
     def dropped(self) -> int:
-        """See the class."""
+        """Number of images that lack the score of a required scorer."""
         labels = self._combination.weights if self._scored else ()
         whole = {
             label: np.concatenate([values[label] for values in self._scored]) for label in labels
@@ -52,36 +52,36 @@ class ScoreTally:
 
     @property
     def stood_in(self) -> int:
-        """See the class."""
+        """Number of missing scores of optional scorers, which a mean replaces."""
         optional = self._combination.optional
-        found = [values[label] for values in self._scored for label in optional]
-        return sum(int(np.count_nonzero(~np.isfinite(each))) for each in found)
+        optional_scores = [values[label] for values in self._scored for label in optional]
+        return sum(int(np.count_nonzero(~np.isfinite(scores))) for scores in optional_scores)
 
     def answered(self, answers: Sequence[Scores]) -> None:
-        """Take what actors answered: scores and their parts, failures, and how long it took."""
+        """Record the answers of actors: scores and their parts, failures, and time spent."""
         for answer in answers:
             self._last_failure = fault(answer) or self._last_failure
-            for label, found in (answer.values | answer.parts).items():
-                self._answers.setdefault(label, []).append(found)
+            for label, scores in (answer.values | answer.parts).items():
+                self._answers.setdefault(label, []).append(scores)
             for label, (count, seconds) in answer.work.items():
-                before = self._speed.get(label, (0.0, 0.0))
-                self._speed[label] = before[0] + count, before[1] + seconds
+                previous = self._speed.get(label, (0.0, 0.0))
+                self._speed[label] = previous[0] + count, previous[1] + seconds
 
     def constant(self) -> dict[str, float]:
-        """Scorers that gave every image of several the same score, with that score."""
+        """Return scorers that gave all of at least ``FEW`` images one score, with that score."""
         return {
-            label: float(found[0])
-            for label, found in self._all_found().items()
-            if label in self.labels and len(found) >= FEW and found.min() == found.max()
+            label: float(scores[0])
+            for label, scores in self._all_found().items()
+            if label in self.labels and len(scores) >= FEW and scores.min() == scores.max()
         }
 
     def _all_found(self) -> dict[str, Floats]:
-        """What is finite."""
+        """Return all finite scores and parts, by label."""
         whole = {label: np.concatenate(parts) for label, parts in self._answers.items()}
-        return {label: found[np.isfinite(found)] for label, found in whole.items()}
+        return {label: scores[np.isfinite(scores)] for label, scores in whole.items()}
 
     def check_share(self) -> None:
-        """Raises RunFailed when more images were dropped than configured."""
+        """Raise RunFailed if more images were dropped than ``rewards.max_failed_share`` allows."""
         if self.images and self.dropped / self.images > self._max_failed_share:
             raise RunFailed(
                 f"scoring failed for {self.dropped} of {self.images} images, more than"
@@ -90,54 +90,60 @@ class ScoreTally:
             )
 
     def scorer_means(self) -> dict[str, float]:
-        """Metrics of the scorers: mean raw scores over everything scored and of their parts
-        (``reward/<label>``, ``reward/<label>/<part>``), their speeds, and for how many images an
-        optional scorer's mean stood in for its score.
+        """Return the metrics of the scorers.
+
+        These are the means over all raw scores (``reward/<label>``) and their parts
+        (``reward/<label>/<part>``), the speeds, the number of scores of optional scorers that were
+        replaced by a mean, and the largest difference of a repeated answer, if one was requested.
         """
         means = {
-            f"reward/{label}": float(found.astype(np.float64).mean())
-            for label, found in self._all_found().items()
-            if len(found)
+            f"reward/{label}": float(scores.astype(np.float64).mean())
+            for label, scores in self._all_found().items()
+            if len(scores)
         }
         stood_in = {"rewards/stood_in": self.stood_in} if self._combination.optional else {}
         error = {"audit/scorer_error": self.error} if self.error is not None else {}
         return means | self.speeds() | stood_in | error
 
     def speeds(self) -> dict[str, float]:
-        """``rewards/images_per_s/<label>``: images per second of each scorer while it works."""
+        """Return the speed of each scorer while it works, as ``rewards/images_per_s/<label>``."""
         return {
             f"rewards/images_per_s/{label}": count / seconds
             for label, (count, seconds) in self._speed.items()
-            if seconds  # all of it from an actor's memory: no work
+            if seconds  # 0: all scores came from an actor's cache
         }
 
 
 class ConstantScores:
-    """Watches for scorers that give all images of an iteration one score: nothing is ranked, the
-    advantages are zero, and nothing fails.
+    """Detects scorers that give all images of an iteration the same score.
+
+    Such a scorer ranks nothing and gives zero advantages, without any error.
     """
 
     def __init__(self, event: Event, note: Callable[[str], None]):
         self._event, self._note, self._in_a_row = event, note, 0
 
     def observe(self, iteration: int, tally: ScoreTally) -> None:
-        """Tell of each such scorer. Raises RunFailed when there was no other for some time."""
-        found = tally.constant()
-        for label, value in found.items():
+        """Report each constant scorer of an iteration.
+
+        Raises RunFailed if all scorers were constant in ``MOST_CONSTANT`` iterations in a row.
+        """
+        constant = tally.constant()
+        for label, value in constant.items():
             self._event("scorer_constant", iteration=iteration, scorer=label, value=value)
             self._note(
                 f"iteration {iteration}: scorer {label!r} gave {value:g} for every image: it ranks"
                 " nothing"
             )
-        self._in_a_row = self._in_a_row + 1 if found.keys() == tally.labels else 0
+        self._in_a_row = self._in_a_row + 1 if constant.keys() == tally.labels else 0
         if self._in_a_row >= MOST_CONSTANT:
             raise RunFailed(
                 f"iteration {iteration}: every scorer gave every image the same score,"
                 f" {MOST_CONSTANT} iterations in a row, so nothing can be learned: look at"
-                f" {', '.join(found)}, and continue with --resume"
+                f" {', '.join(constant)}, and continue with --resume"
             )
 
 
 def fault(answer: Scores) -> str | None:
-    """Why an answer should be tried again: what failed in it."""
+    """Return the failures in an answer, for which it is retried, or None."""
     return "; ".join(answer.failures) or None

@@ -1,4 +1,4 @@
-"""Scores of images that live in the object store, with retries; what is dropped is counted."""
+"""Score images in the object store, with retries; images without a score are counted."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ from rewards.combine import Combination
 
 Labels = tuple[str, ...]
 TOLERANCE = 0.5
-"""Standard deviations of a batch by which a score may differ when it is asked for again: batches in
-another order round otherwise, and another order of answers is off by more than one.
+"""Largest difference of a repeated score, in standard deviations of the batch.
+
+A batch in another order rounds differently, while answers in a wrong order differ by more than one.
 """
 
 
 def disagreement(first: Floats, again: Floats) -> float:
-    """Largest |first - again| of scores float32 [B] that are there both times, in standard
-    deviations of the first; where that is zero, in thousandths of their size.
+    """Return the largest |first - again| of scores float32 [B], in standard deviations of first.
+
+    Scores that are NaN either time are left out. If the standard deviation is zero, the unit is a
+    thousandth of the largest absolute score.
     """
     both = np.isfinite(first) & np.isfinite(again)
     if not both.any():
@@ -42,22 +45,23 @@ def disagreement(first: Floats, again: Floats) -> float:
 
 @dataclass(frozen=True)
 class RewardService:
-    """The pools that score: one for the scorers that share actors, and one for each that has actors
-    of its own. ``groups``: by kind, a pool and the labels of the scorers that its actors hold.
-    ``model``: whose images are scored; None where no prompt has a source image.
+    """The pools that score: one for the scorers that share actors, one for each of the others.
+
+    ``groups``: by kind, a pool and the labels of the scorers that its actors hold. ``model``: the
+    model whose images are scored; None if no prompt has a source image.
     """
 
     groups: Mapping[str, tuple[ActorPool, Labels]]
     model: Model | None = None
 
     def told(self, prompts: Sequence[Prompt]) -> tuple[list[str], list[Metadata]]:
-        """(texts, metadata) of prompts as scorers get them; a source image is read once."""
+        """Return (texts, metadata) of prompts for scorers; source images are read once each."""
         first, count = prompts[0], len(prompts)
-        if prompts.count(first) == count:  # as in nearly all of thousands of batches
+        if prompts.count(first) == count:  # true for nearly all of thousands of batches
             return [first.text] * count, [self._metadata(first)] * count
         different = {id(prompt): prompt for prompt in prompts}
-        told = {which: self._metadata(prompt) for which, prompt in different.items()}
-        return [prompt.text for prompt in prompts], [told[id(prompt)] for prompt in prompts]
+        metadata = {which: self._metadata(prompt) for which, prompt in different.items()}
+        return [prompt.text for prompt in prompts], [metadata[id(prompt)] for prompt in prompts]
 
     def _metadata(self, prompt: Prompt) -> Metadata:
         return prompt.metadata if self.model is None else prompt.told(self.model)
@@ -77,13 +81,17 @@ class Scored:
 
     @cached_property
     def rewards(self) -> Floats:
-        """Combined, float32 [B] (NaN: dropped). Of parts nobody asks: their whole is combined."""
+        """Combined rewards float32 [B] (NaN: dropped).
+
+        Computed on first use: parts are concatenated first, and only the whole is combined.
+        """
         return self.combination(self.values)
 
     @staticmethod
     def concatenate(parts: Sequence[Scored]) -> Scored:
-        """Parts of one prompt's candidates, in order, combined anew: a normalization is over all of
-        them.
+        """Concatenate the scores of one prompt's candidates, so that rewards are computed from all.
+
+        A normalization is over all candidates of the prompt.
         """
         if len(parts) == 1:
             return parts[0]
@@ -95,8 +103,8 @@ class Scored:
 class Scoring:
     """The scoring of one iteration or evaluation.
 
-    An evaluation asks held-out scorers too, combines without normalization, and takes known scores
-    from the actors' memory.
+    An evaluation also uses held-out scorers, combines scores without normalization, and takes known
+    scores from the actors' cache.
     """
 
     def __init__(
@@ -106,7 +114,7 @@ class Scoring:
         evaluation: bool = False,
         recheck: bool = False,
     ):
-        """``recheck``: the first batch is scored twice, and must get the same scores again."""
+        """``recheck``: score the first batch twice, and require the same scores again."""
         self._rewards, self._service, self._evaluation = rewards, service, evaluation
         self._recheck = recheck and rewards.deterministic
         self.combination = Combination.from_config(rewards)
@@ -114,7 +122,7 @@ class Scoring:
             self.combination = self.combination.for_evaluation
         scorers = rewards.everyone if evaluation else rewards.scorers
         self._labels = tuple(scorer.label for scorer in scorers if scorer.per == "image")
-        # that score a prompt's images together; an evaluation has no use for them
+        # scorers that compare a prompt's images with each other; an evaluation does not use them
         self._comparing = tuple(
             scorer.label for scorer in scorers if scorer.per == "prompt" and not evaluation
         )
@@ -128,8 +136,10 @@ class Scoring:
         prompts: list[Prompt],
         priority: tuple[int, ...],
     ) -> Scored:
-        """Rewards of B images, one prompt each; without what scorers say that compare a prompt's
-        images, which ``together`` asks. Raises InputsLost when the images are gone.
+        """Score B images, with one prompt each, with the scorers that look at single images.
+
+        ``together`` calls the scorers that compare a prompt's images. Raises InputsLost if the
+        images are lost.
         """
         task = Task(("score", key), priority, fault, self._rewards.attempts)
 
@@ -137,14 +147,14 @@ class Scoring:
             texts, metadata = self._service.told(prompts)
             return client.score(task, images, texts, metadata, labels, self._evaluation)
 
-        values = await self._ask_all(self._labels, ask, len(prompts))
-        # of the scorers that look at one image; those that compare come in ``together``
+        values = await self._score_with(self._labels, ask, len(prompts))
+        # without the scorers that compare images, whose scores ``together`` adds
         combination = self.combination.uncompared if self._comparing else self.combination
         scored = Scored(values, combination)
         if not self._comparing:
             self.tally.scored(scored.values, len(prompts))
         if self._recheck:
-            # before the wait: other batches are scored meanwhile, and one is enough
+            # reset before the await: other batches are scored meanwhile, and one check is enough
             self._recheck = False
             await self._score_again(key, images, prompts, values)
         return scored
@@ -157,10 +167,10 @@ class Scoring:
         prompt: Prompt,
         priority: tuple[int, ...],
     ) -> Scored:
-        """All images of a prompt, scored in ``parts``: those of a part are at a reference each.
+        """Combine the scores of all images of a prompt, which were scored in ``parts``.
 
-        Scorers that compare are asked now, about all at once. Raises InputsLost when images are
-        gone.
+        ``images`` has one reference per part. Scorers that compare a prompt's images are called
+        now, on all of them at once. Raises InputsLost if images are lost.
         """
         if not self._comparing:
             return Scored.concatenate(parts)
@@ -172,40 +182,40 @@ class Scoring:
 
         known = Scored.concatenate(parts).values
         count = len(next(iter(known.values())))
-        values = known | await self._ask_all(self._comparing, ask, count)
+        values = known | await self._score_with(self._comparing, ask, count)
         scored = Scored(values, self.combination)
         self.tally.scored(scored.values, count)
         return scored
 
     @property
     def compares(self) -> bool:
-        """Whether ``together`` looks at the images."""
+        """True if ``together`` needs the images, for scorers that compare them."""
         return bool(self._comparing)
 
-    async def _ask_all(
+    async def _score_with(
         self, labels: Labels, ask: Callable[[RewardClient, Labels], Awaitable[Scores]], count: int
     ) -> dict[str, Floats]:
-        """Raw scores float32 [count] of ``labels``, asked of the pools that have them."""
-        asked = [
-            self._ask(pool, mine, ask, count)
+        """Return raw scores float32 [count] of ``labels``, from the pools that hold them."""
+        calls = [
+            self._score_in_pool(pool, pool_labels, ask, count)
             for pool, held in self._service.groups.values()
-            if (mine := tuple(label for label in held if label in labels))
+            if (pool_labels := tuple(label for label in held if label in labels))
         ]
-        if len(asked) == 1:  # as most often, and it needs no task of its own
-            return self._given(labels, [await asked[0]])
-        # all have ended before one error is raised: none goes on asking in the background
-        outcomes = await asyncio.gather(*asked, return_exceptions=True)
-        ends = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        # images can be made again: what ends the run comes first
-        for end in sorted(ends, key=lambda end: isinstance(end, InputsLost)):
-            raise end
+        if len(calls) == 1:  # the usual case, which needs no task of its own
+            return self._record(labels, [await calls[0]])
+        # all have ended before an error is raised: no call continues in the background
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        # lost images can be generated again, so an error that ends the run is raised first
+        for error in sorted(errors, key=lambda error: isinstance(error, InputsLost)):
+            raise error
         answers = [outcome for outcome in outcomes if isinstance(outcome, Scores)]
-        return self._given(labels, answers)
+        return self._record(labels, answers)
 
-    def _given(self, labels: Labels, answers: Sequence[Scores]) -> dict[str, Floats]:
+    def _record(self, labels: Labels, answers: Sequence[Scores]) -> dict[str, Floats]:
         self.tally.answered(answers)
-        given = {label: values for answer in answers for label, values in answer.values.items()}
-        return {label: given[label] for label in labels}
+        by_label = {label: values for answer in answers for label, values in answer.values.items()}
+        return {label: by_label[label] for label in labels}
 
     async def _score_again(
         self,
@@ -214,15 +224,15 @@ class Scoring:
         prompts: list[Prompt],
         first: Mapping[str, Floats],
     ) -> None:
-        """Raises RunFailed where a scorer gives these images other scores than at first."""
+        """Score the images again. Raises RunFailed if any scores differ from the ``first`` ones."""
         texts, metadata = self._service.told(prompts)
         for pool, labels in self._service.groups.values():
-            mine = tuple(label for label in labels if label in self._labels)
-            if not mine:
+            pool_labels = tuple(label for label in labels if label in self._labels)
+            if not pool_labels:
                 continue
             client = RewardClient(pool)
-            again = (await client.recheck(key, images, texts, metadata, mine)).values
-            for label in mine:
+            again = (await client.recheck(key, images, texts, metadata, pool_labels)).values
+            for label in pool_labels:
                 error = disagreement(first[label], again[label])
                 self.tally.error = max(self.tally.error or 0.0, error)
                 if error > TOLERANCE:
@@ -233,21 +243,23 @@ class Scoring:
                         " random: fix it, or set rewards.deterministic = false"
                     )
 
-    async def _ask(
+    async def _score_in_pool(
         self,
         pool: ActorPool,
         labels: Labels,
         ask: Callable[[RewardClient, Labels], Awaitable[Scores]],
         count: int,
     ) -> Scores:
-        """One pool's scores. Where every actor that took the task died of it or was silent, they
-        are dropped and counted like those of a scorer that raised, unless the whole pool is gone.
+        """Return one pool's scores.
+
+        If every actor that took the task died or was silent, the scores are NaN and counted like
+        those of a scorer that raised, unless no actor of the pool is alive.
         """
         try:
             return await ask(RewardClient(pool), labels)
-        except RunFailed as end:
-            # with nobody left to ask every further batch would be dropped as well
+        except RunFailed as error:
+            # with no actor left every further batch would be dropped as well
             if not pool.alive:
                 raise
             missing = np.full(count, np.nan, np.float32)
-            return Scores(dict.fromkeys(labels, missing), (str(end),))
+            return Scores(dict.fromkeys(labels, missing), (str(error),))

@@ -1,4 +1,4 @@
-"""The five services of a run: their pools of actors, and a typed client for each."""
+"""The five services of a run: pools of actors, and a typed client for each."""
 
 from __future__ import annotations
 
@@ -38,11 +38,9 @@ from records.rundir import Event, RunDirectory
 from records.timeline import Span
 
 HOLDING_S = 0.1
-"""Between two looks at which actors hold their GPUs: Ray takes a second to give one, and tells
-nobody.
-"""
+"""Seconds between polls of granted GPUs: Ray takes a second to grant one, and sends no notice."""
 STOP_S = 20.0
-"""How long the end of a run waits for what a service has under way, before it kills the actors."""
+"""Seconds that the end of a run waits for a service's tasks before killing its actors."""
 
 
 class ActorServices:
@@ -59,9 +57,9 @@ class ActorServices:
     ):
         self.config, self._event, self._record = config, event, record
         self.places = self._places()
-        self._chosen = False  # whether every actor has a place
-        self._looked = False  # at the nodes, in this turn of the event loop
-        self._scaling = asyncio.Lock()  # one change of size after the other
+        self._placed = False  # True once every actor has a place
+        self._nodes_refreshed = False  # in this iteration of the event loop
+        self._scaling = asyncio.Lock()  # sizes are changed one after the other
         tree = config.model_dump(mode="json")
         failures = str(rundir.path / "failure")
 
@@ -78,8 +76,8 @@ class ActorServices:
             },
             config.model,
         )
-        asked = EncodedOnce if config.prompts.encode_once else EncoderClient
-        self.encoder, self.selector = asked(encoder, config.model), SelectorClient(selector)
+        client = EncodedOnce if config.prompts.encode_once else EncoderClient
+        self.encoder, self.selector = client(encoder, config.model), SelectorClient(selector)
         self.rollout, self.learner = RolloutClient(self.rollout_pool), self.learners.client
         self.turns = AllStay()
         if config.services.takes_turns:
@@ -111,23 +109,23 @@ class ActorServices:
         )
 
     def only(self, *kinds: str) -> None:
-        """Use no other services: a command that does not train needs no rollout actors. ``reward``
-        stands for every pool that scores.
-        """
+        """Use only these services, for commands that do not train; "reward": every scoring pool."""
         scoring = [pool.kind for pool in self.reward.pools] if "reward" in kinds else []
         self.pools = [pool for pool in self.pools if pool.kind in (*kinds, *scoring)]
 
     async def encode_once(self, train: Sequence[Prompt], test: Sequence[Prompt]) -> None:
-        """Where that is configured: start the encoder alone, have it encode all that the run will
-        ask for, and let it go, before anything else is started.
+        """Encode all prompts that the run will need, if ``prompts.encode_once`` is set.
+
+        The encoder is started alone, and exits before anything else is started.
         """
         if isinstance(self.encoder, EncodedOnce) and not self.encoder.known:
             await self._choose_places()
             await self._encode(self.encoder, self.encoder_pool.start, train, test)
 
     async def encode_lost(self, train: Sequence[Prompt], test: Sequence[Prompt]) -> None:
-        """Where what ``encode_once`` encoded is lost, have it encoded again by an encoder that
-        comes back. Raises RunFailed where it finds no room.
+        """Encode again what ``encode_once`` encoded and was lost, with a new encoder.
+
+        Raises RunFailed if there is no room for the encoder.
         """
         settings = self.config.services.encoder
         if isinstance(self.encoder, EncodedOnce) and await self.encoder.forget_lost(
@@ -148,13 +146,14 @@ class ActorServices:
         self._event("prompts_encoded", groups=count, seconds=round(time.monotonic() - began, 3))
 
     async def _choose_places(self) -> None:
-        if not self._chosen:
+        if not self._placed:
             await self.places.choose([pool.kind for pool in self.pools])
-            self._chosen = True
+            self._placed = True
 
     async def start(self) -> None:
-        """Choose a node for every actor and create it; returns when every one answers. All load
-        side by side. Raises ConfigError where there is no room.
+        """Choose a node for every actor, create all actors, and return when every one answers.
+
+        Actors load in parallel. Raises ConfigError if there is no room.
         """
         starting: dict[str, ActorPool | LearnerGroup] = {pool.kind: pool for pool in self.pools}
         if "learner" in starting:
@@ -170,20 +169,20 @@ class ActorServices:
         await run_together(*map(start, starting))
 
     async def _hold_gpus(self, kinds: Collection[str]) -> None:
-        """Returns when all actors of these services hold their GPUs, whether they have loaded or
-        not.
-        """
+        """Return when all actors of these services hold their GPUs, loaded or not."""
         pools = [pool.supervisor for pool in self.pools if pool.kind in kinds]
         names = {pool.name(member) for pool in pools for member in pool.members}
         wanted = {f"{self.config.name}/{name}" for name in names}
-        # one that dies from here on, loading or later, finds the room that it left: all others
-        # hold theirs within a second or two
+        # an actor that dies from here on can be replaced in the room that it left: all others hold
+        # theirs within a second or two
         while not wanted <= holding():
             await asyncio.sleep(HOLDING_S)
 
     async def stop(self) -> None:
-        """Kill all actors, of every service, also where ending something else fails or hangs: what
-        is left would hold its GPUs. Then raises the first failure.
+        """Kill all actors of every service, then raise the first failure.
+
+        They are killed even if ending something else fails or hangs: an actor that is left would
+        keep its GPUs.
         """
         ends = [self.places.close(), *map(self._stop, self.pools)]
         for failure in await asyncio.gather(*ends, return_exceptions=True):
@@ -201,10 +200,10 @@ class ActorServices:
             pool.supervisor.kill()
 
     async def scale(self, kind: str, size: int, partly: bool = False) -> str:
-        """Bring a pool to ``size`` actors while it works; returns what was done. ``partly``: grow
-        by as many as there is room for.
+        """Change a pool's size to ``size`` actors while it works; return a report in words.
 
-        Raises ConfigError when that is not possible.
+        With ``partly`` the pool grows by as many actors as there is room for. Raises ConfigError if
+        the change is not possible.
         """
         pool = self._scalable(kind, size)
         async with self._scaling:
@@ -226,23 +225,23 @@ class ActorServices:
     def _scalable(self, kind: str, size: int) -> ActorPool:
         pool = next((pool for pool in self.pools if pool.kind == kind), None)
         if pool is None or kind not in SCALABLE:
-            able = " and ".join(SCALABLE)
-            why = f"{kind}: cannot be scaled in this run; {able} can, where the run has them"
+            scalable = " and ".join(SCALABLE)
+            why = f"{kind}: cannot be scaled in this run; {scalable} can, where the run has them"
             raise ConfigError([why])
         limits = self.config.services.of(kind)
         if size < limits.min_actors or (limits.max_actors is not None and size > limits.max_actors):
-            least, most = limits.min_actors, limits.max_actors or "any number"
-            allowed = f"services.{kind}.min_actors = {least}, max_actors = {most}"
+            fewest, most = limits.min_actors, limits.max_actors or "any number"
+            allowed = f"services.{kind}.min_actors = {fewest}, max_actors = {most}"
             raise ConfigError(f"{kind}: {size} actors: {allowed}")
         return pool
 
     def look_at_nodes(self) -> None:
-        """Take over what nodes there are now, and tell which of ours are lost.
+        """Update the nodes from the cluster's state, at most once per iteration of the event loop.
 
-        Once in a turn of the event loop: a thousand actors are started in one, and looking at all
-        of them and all nodes for each would take minutes.
+        Lost nodes are reported. One iteration may start a thousand actors, and checking all actors
+        and nodes for each of them would take minutes.
         """
-        if self._looked:
+        if self._nodes_refreshed:
             return
         self.places.refresh(
             {
@@ -252,41 +251,41 @@ class ActorServices:
                 if member.handle is not None
             }
         )
-        self._looked = True
-        asyncio.get_running_loop().call_soon(self._turn_ends)
+        self._nodes_refreshed = True
+        asyncio.get_running_loop().call_soon(self._allow_refresh)
 
-    def _turn_ends(self) -> None:
-        self._looked = False
+    def _allow_refresh(self) -> None:
+        self._nodes_refreshed = False
 
     @property
     def lost(self) -> int:
-        """Actors that died or hung since the run started, over all services."""
+        """Number of actors that died or hung since the run started, over all services."""
         return sum(pool.supervisor.lost for pool in self.pools)
 
     @property
     def reissued(self) -> int:
-        """Retries of tasks since the run started, over all services."""
+        """Number of task retries since the run started, over all services."""
         return sum(pool.reissued for pool in self.pools)
 
     def _spawner(self, kind: str, actor: type, *args: object) -> Callable[[str], Handle]:
         service = self.config.services.of(kind)
-        own = service.runtime_env if isinstance(service, ScorerService) else {}
-        own = own or template.runtime_env(self.config, kind)
-        born_with = environment(service) | template.waiting(self.config)
+        env = service.runtime_env if isinstance(service, ScorerService) else {}
+        env = env or template.runtime_env(self.config, kind)
+        env_vars = environment(service) | template.waiting(self.config)
         options: dict[str, Any] = {
             "num_cpus": service.cpus,
             "num_gpus": service.gpus,
             "max_restarts": 0,  # the pool replaces actors itself
-            "runtime_env": {**own, "env_vars": {**born_with, **own.get("env_vars", {})}},
+            "runtime_env": {**env, "env_vars": {**env_vars, **env.get("env_vars", {})}},
         }
         remote: Any = ray.remote(actor)  # pyright: ignore[reportUnknownVariableType]
 
         def spawn(name: str) -> Handle:
             self.look_at_nodes()
             node = self.places.take(name.rpartition(".")[0])
-            # by its name ``nodes.holding`` knows it; names are the job's own, as a cluster may have
-            # two runs of one. Hard affinity: on another node it would take room that is planned for
-            # others
+            # ``nodes.holding`` finds the actor by its name. The namespace is the job's own, as a
+            # cluster may have two runs of one name. Hard affinity: on another node the actor would
+            # take room that is planned for others
             return remote.options(
                 name=f"{self.config.name}/{name}",
                 namespace=f"sol-rl-{ray.get_runtime_context().get_job_id()}",

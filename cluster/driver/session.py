@@ -1,4 +1,4 @@
-"""One training run from the first actor to the report: begin, iterate, evaluate, save, stop."""
+"""A training session, from the first actor to the report: begin, iterate, evaluate, save, stop."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ from records.timeline import Timeline
 
 
 class Session:
-    """One ``train`` call. Its parts know how far the run has come (``position``), save it, score
-    held-out prompts, scale pools, and hear of signals; here is the order in which they work.
+    """One ``train`` call.
+
+    Its parts hold the progress of the run (``position``), save it, score held-out prompts, scale
+    pools, and handle signals; this class defines the order in which they work.
     """
 
     def __init__(
@@ -66,17 +68,18 @@ class Session:
         self.checkpoints = Checkpoints(rundir, self.services, self.ring.monitor, self.position)
         self.scaling = Scaling(config, self.services, rundir, self.progress)
         self._stopping = Stopping(self.ring.updating)
-        # whether a learner holds the state of ``position``, or is between two of its updates
+        # True while the learner holds the state of ``position``, or is between two of its updates
         self._has_learner = False
 
     async def run(self, resume: bool) -> None:
-        """Everything between the first and the last actor; events and the report are written
-        whatever happens.
+        """Run the session; events and the report are written whatever happens.
+
+        Raises RunFailed if the run cannot continue, Stopped if a signal ended it.
         """
         self._stopping.listen()
         checkpoint = self._begin(resume)
         reporter = Reporter(self, str(self.rundir.path))
-        # the job tells this run from others of its name on the same cluster
+        # the job id distinguishes this run from others of its name on the same cluster
         key = f"{self.config.name}#{ray.get_runtime_context().get_job_id()}"
         link = Link(key, reporter.state, self.scaling.scale, self.rundir.event)
         linked = asyncio.create_task(link.live())
@@ -88,7 +91,7 @@ class Session:
         except asyncio.CancelledError:
             raise await self._stopped() from None
         except Exception as failure:
-            with contextlib.suppress(OSError):  # a full disk is why it failed
+            with contextlib.suppress(OSError):  # a full disk may be why it failed
                 self.rundir.event("run_failed", why=reason_of(failure))
             raise
         finally:
@@ -97,18 +100,18 @@ class Session:
     async def _end(self, link: Link, linked: asyncio.Task[None]) -> None:
         self._stopping.over()
         tasks = [linked, *([self.scaling.running] if self.scaling.running else [])]
-        # who asks ends before who is asked: a task of a pool that has stopped is never answered
+        # callers end before the pools they call: a stopped pool never answers a task
         ends: list[End] = [
             ("exploring ahead", self.ring.close),
             ("scaling", partial(cancel_all, tasks)),
             ("leaving the board", link.leave),
             ("images", self.extremes.close),
             ("stopping actors", self.services.stop),
-            # after the extremes, whose images go there
+            # after the extremes, which send their images to the sinks
             ("sinks", self.sinks.close),
             ("the report of a run that goes on", self.live_report.close),
             ("the timeline", self._timeline.write),
-            # last: it is drawn from what all of these have written
+            # last: the report shows what all of these have written
             ("report.html", partial(build_report, self.rundir.path)),
         ]
         await end_all(ends, self.rundir.event, self.progress.note)
@@ -119,15 +122,17 @@ class Session:
             self.progress.actor_started()
 
     def _begin(self, resume: bool) -> Path | None:
-        """The checkpoint to go on from; None: from the beginning."""
+        """Record the start; return the checkpoint to continue from, or None for the beginning."""
         event, config = self.rundir.event, self.config
         arm, iterations, checkpoint = config.arm, config.iterations, None
         if resume:
             checkpoint = self.checkpoints.rewind()
             if checkpoint is None:
                 self.progress.note("no checkpoint yet: starting from the beginning")
-            at, name = self.position.next_iteration, checkpoint.name if checkpoint else None
-            event("run_resumed", arm=arm, iterations=iterations, iteration=at, checkpoint=name)
+            iteration, name = self.position.next_iteration, checkpoint.name if checkpoint else None
+            event(
+                "run_resumed", arm=arm, iterations=iterations, iteration=iteration, checkpoint=name
+            )
         else:
             event("run_started", arm=arm, iterations=iterations)
         if why := self.rundir.unlocked:
@@ -143,18 +148,19 @@ class Session:
             try:
                 return await self._continue(checkpoint)
             except (StateLost, InputsLost) as loss:
-                # InputsLost: what the learner needed went with another node, and some of it only
-                # its lost state could make again
+                # InputsLost: inputs of the learner were lost with another node, and some of them
+                # only an earlier state of the learner could produce again
                 self._has_learner = False
                 checkpoint = await self._restore(str(loss))
                 if isinstance(loss, InputsLost):
                     await self.services.encode_lost(*self._prompts)
 
     async def _restore(self, why: str) -> Path | None:
-        """Replace the learner and go back to the newest checkpoint, as ``--resume`` does.
+        """Replace the learner and return to the newest checkpoint, as ``--resume`` does.
 
-        Everything after it is done again and comes out the same, so that a version is published
-        again with the bytes it had: there is no second way of recovery to test.
+        Everything after the checkpoint is repeated with the same results, so that a version is
+        published again with equal bytes. As both recover in the same way, there is no second
+        recovery path to test.
         """
         position, limit = self.position, self.config.services.learner.max_restarts
         before = position.next_iteration
@@ -163,12 +169,13 @@ class Session:
                 f"{why}; services.learner.max_restarts = {limit} returns to a checkpoint are used"
                 " up: fix the cause and continue with --resume"
             )
-        # counted over the session: a learner that dies in every iteration would go on for ever
+        # counted over the session: else a learner that dies in every iteration would be restored
+        # without end
         position.restored += 1
         began = time.monotonic()
-        # exploring ahead is for an iteration that will be begun again
+        # what is explored ahead belongs to an iteration that will be started again
         await self.ring.close()
-        self._timeline.write()  # what is forgotten now must not be written later
+        self._timeline.write()  # records before the rewind must not be written after it
         checkpoint = self.checkpoints.rewind(in_process=True)
         await self.services.learners.renew(why)
         self.rundir.event(
@@ -183,7 +190,7 @@ class Session:
         return checkpoint
 
     async def _continue(self, checkpoint: Path | None) -> None:
-        """From ``checkpoint``, or from the beginning, to the end."""
+        """Train from ``checkpoint``, or from the beginning, to the end."""
         config, position = self.config, self.position
         if checkpoint is not None:
             await self.services.learner.load(checkpoint.name, str(checkpoint))
@@ -198,7 +205,7 @@ class Session:
             await self._evaluate_where_due()
             await self._iterate()
             why_stop = self._why_stop()
-            # before the next evaluation, which may take long and is done again after a loss
+            # before the next evaluation, which may take long and is repeated after a loss
             if position.next_iteration % config.checkpoint.every == 0:
                 await self.checkpoints.save()
         if why_stop:
@@ -212,16 +219,19 @@ class Session:
         index = self.position.next_iteration
         self.scaling.begin_iteration()
         metrics, it = await self.ring.iteration(index)
-        self._timeline.write()  # before a checkpoint: who resumes there has what came before
+        self._timeline.write()  # before a checkpoint: a resumed run has all records before it
         self.position.next_iteration = index + 1
         self._record(it, metrics | self.scaling.metrics(float(metrics["time/iteration_s"])))
-        # the monitor has moved: other modules are quantized from this version on
+        # the monitor changed the precision: other modules are quantized from this version on
         if self.ring.monitor.backend != self.ring.monitor.backend_before:
             await self._write_quantization_table()
         gc.collect()  # a reference in a cycle keeps its object in the store
 
     def _why_stop(self) -> str | None:
-        """Of the newest iteration, whether it was run now or before a resume."""
+        """Return why the run should stop after the newest iteration, or None.
+
+        That iteration may have been run before a resume.
+        """
         row = self.position.last_row
         return stop_reason(self.config.stop, row, row["seconds"] / 60) if row else None
 
@@ -244,8 +254,9 @@ class Session:
         self.scaling.follow_rule(row)
 
     async def _evaluate_where_due(self, last: bool = False) -> None:
-        """Score the held-out prompts; also where a loss or a kill cut that short, before the run
-        goes on from there.
+        """Score the held-out prompts if an evaluation is due.
+
+        An evaluation that a loss or a kill interrupted is due again before the run continues.
         """
         iteration = self.position.next_iteration
         if self.held_out.due(iteration, last):
@@ -257,8 +268,10 @@ class Session:
             self.live_report.due()
 
     async def _stopped(self) -> Stopped:
-        """The end, in words. The learner's weights stand between two updates whenever the work was
-        cancelled, so they can be saved.
+        """Save a checkpoint if possible, and return the exception that ends the run.
+
+        A first signal cancels the work only between two updates, so the learner's weights can be
+        saved.
         """
         why, iteration = None, self.position.next_iteration
         if self._has_learner and not self.checkpoints.up_to_date:
@@ -274,8 +287,9 @@ class Session:
         )
 
     async def _write_quantization_table(self) -> None:
-        """``quantization.json``: every module of the denoiser, whether rollout actors run it
-        quantized, and why.
+        """Write ``quantization.json``: which modules rollout actors run quantized, and why.
+
+        It has a row for every module of the denoiser.
         """
         if self.config.plan.explore is not None:
             table = await self.services.learner.quantization()

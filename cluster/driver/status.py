@@ -1,4 +1,4 @@
-"""What a running job is doing, in JSON types that travel; ``status_text`` shows it."""
+"""State of a running job in JSON types, which ``cluster.jobs.status_text`` formats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHOWN = (
 
 
 class Observed(Protocol):
-    """What a session shows of itself."""
+    """The attributes of a session that are reported."""
 
     config: RunConfig
     services: ActorServices
@@ -33,8 +33,10 @@ class Observed(Protocol):
 
 
 class Reporter:
-    """Tells a run's state; ``busy`` is the share of the time since the last one that an actor had
-    tasks in hand.
+    """Reports a run's state.
+
+    The ``busy`` value of an actor is the share of the time since the last report in which it had
+    tasks.
     """
 
     def __init__(self, session: Observed, directory: str):
@@ -43,7 +45,7 @@ class Reporter:
         self._busy_s: dict[str, float] = {}
 
     def state(self) -> RunState:
-        """The run now."""
+        """Return the current state of the run."""
         session, progress = self._session, self._session.progress
         position = session.position
         now = time.monotonic()

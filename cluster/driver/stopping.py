@@ -1,5 +1,6 @@
-"""How a signal ends a run: after the update in hand and a checkpoint. A second signal ends it at
-once, without waiting for either.
+"""Stop a run on a signal: after the update in progress and a checkpoint.
+
+A second signal stops it at once, without waiting for either.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from cluster.runtime.tasks import cancel_all
 from records.errors import InputsLost, RunFailed, StateLost, Stopped
 
 ECHO_S = 1.0
-"""Signals this close behind the first are the same one: `timeout`, shells and terminals signal both
-a process and its group.
+"""Seconds within which further signals count as the first one.
+
+`timeout`, shells and terminals signal both a process and its group.
 """
 AGAIN = "a second signal came"
 Value = TypeVar("Value")
 
 
 async def unless_stopped(work: Coroutine[None, None, Value]) -> Value:
-    """The value of ``work``, before which nothing is started. Raises Stopped when a signal comes
-    first.
+    """Return the value of ``work``, which runs before anything of the run is started.
+
+    Raises Stopped if a signal comes first.
     """
     stopping = Stopping(asyncio.Lock())
     stopping.listen()
@@ -35,57 +38,58 @@ async def unless_stopped(work: Coroutine[None, None, Value]) -> Value:
 
 
 class Stopping:
-    """What signals have asked of the task that called ``listen``."""
+    """Stops the task that called ``listen`` when a signal arrives."""
 
     def __init__(self, updating: asyncio.Lock):
-        """``updating``: held while the work must not be cut short."""
+        """``updating``: held while the work must not be interrupted."""
         self.signal: str | None = None
         self._updating = updating
-        self._asked_at = 0.0
-        self._again = asyncio.Event()
+        self._first_signal_at = 0.0
+        self._second_signal = asyncio.Event()
         self._canceller: asyncio.Task[None] | None = None
         self._over = False
 
     def listen(self) -> None:
-        """From now on a signal cancels the running task, once nothing is being updated."""
+        """Cancel the running task when a signal comes, as soon as no update is in progress."""
         work = asyncio.current_task()
         assert work is not None
         install_stop_signals(asyncio.get_running_loop(), lambda name: self.asked(name, work))
 
     def asked(self, name: str, work: asyncio.Task[Value]) -> None:
-        """A signal came."""
+        """Handle signal ``name`` by cancelling ``work``."""
         if self._over:
             return
         if self._canceller is None:
-            self.signal, self._asked_at = name, time.monotonic()
+            self.signal, self._first_signal_at = name, time.monotonic()
             self._canceller = asyncio.create_task(self._cancel(work))
-        elif time.monotonic() - self._asked_at > ECHO_S:
+        elif time.monotonic() - self._first_signal_at > ECHO_S:
             self.signal = name
-            self._again.set()
+            self._second_signal.set()
             if not self._canceller.done():
-                # it waits for the update in hand; who signals twice does not want to
+                # the canceller waits for the update in progress; a second signal skips that
                 self._canceller.cancel()
                 work.cancel()
 
     async def _cancel(self, work: asyncio.Task[Value]) -> None:
-        # amid an update nobody could say of which iteration the weights are, to save them
+        # not during an update: the weights would belong to no iteration and could not be saved
         async with self._updating:
             work.cancel()
 
     async def save(self, save: Coroutine[None, None, None], limit_s: float) -> str | None:
-        """Carry out ``save``; None, or why there is no checkpoint: it failed, it took longer than
-        ``limit_s``, or a second signal came.
+        """Run ``save``; return None, or the reason why there is no checkpoint.
+
+        Reasons are that it failed, took longer than ``limit_s`` seconds, or a second signal came.
         """
-        if self._again.is_set():  # maybe in the middle of an update: not to be begun
-            save.close()  # a coroutine that is never run would be warned of
+        if self._second_signal.is_set():  # maybe in the middle of an update: do not start to save
+            save.close()  # Python warns of a coroutine that is never run
             return AGAIN
-        saving, again = asyncio.create_task(save), asyncio.create_task(self._again.wait())
-        await asyncio.wait({saving, again}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        await cancel_all([saving, again])
+        saving, second = asyncio.create_task(save), asyncio.create_task(self._second_signal.wait())
+        await asyncio.wait({saving, second}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        await cancel_all([saving, second])
         if saving.cancelled():
             return (
                 AGAIN
-                if self._again.is_set()
+                if self._second_signal.is_set()
                 else f"the learner did not write it within {limit_s:g} s"
             )
         error = saving.exception()
@@ -96,17 +100,18 @@ class Stopping:
         return None
 
     def over(self) -> None:
-        """The run is ending by itself: what comes now is too late to change how."""
+        """Ignore signals from now on: the run is ending already."""
         self._over = True
         if self._canceller is not None:
             self._canceller.cancel()
 
 
 def install_stop_signals(loop: asyncio.AbstractEventLoop, stop: Callable[[str], None]) -> None:
-    """Call ``stop`` with the signal's name on SIGTERM and SIGINT. After ray.init, which installs
-    handlers of its own.
+    """Call ``stop`` with the signal's name on SIGTERM and SIGINT.
+
+    Call this after ray.init, which installs handlers of its own.
     """
-    # asyncio takes handlers of signals in the main thread only
+    # asyncio accepts signal handlers in the main thread only
     if threading.current_thread() is not threading.main_thread():
         return
     for number in (signal.SIGTERM, signal.SIGINT):

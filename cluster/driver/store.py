@@ -1,8 +1,7 @@
-"""Whether Ray's object stores can hold the weights that are published: asked before training
-starts, from the architecture alone.
+"""Check that Ray's object stores can hold the published weights, before training starts.
 
-A store that is too small does not stop Ray: from four fifths of it on it writes to disk instead,
-slowly, after every iteration.
+The size follows from the architecture alone. A store that is too small does not stop Ray: beyond
+four fifths of its size Ray spills objects to disk, slowly, in every iteration.
 """
 
 from __future__ import annotations
@@ -25,12 +24,13 @@ from policy.families import model_directory
 from policy.lora import target_modules
 from policy.types import DTYPES
 
-WIDEST = 4  # bytes of a weight as it is published, at most; a file has at least one for it
+WIDEST = 4  # bytes of a published weight, at most; a file has at least one byte per weight
 
 
 def published_bytes(config: RunConfig, accelerator: str | None = None) -> WireBytes:
-    """Bytes of a version as rollout actors on ``accelerator`` are sent it; none where nothing is
-    explored. Reads no weights.
+    """Return the bytes of a version as sent to rollout actors on ``accelerator``.
+
+    ``NOTHING_SENT`` if nothing is explored. Reads no weights.
     """
     if config.plan.explore is None:
         return NOTHING_SENT
@@ -46,10 +46,11 @@ def published_bytes(config: RunConfig, accelerator: str | None = None) -> WireBy
 
 
 def most_bytes(config: RunConfig) -> float:
-    """What one version is certainly not larger than, from the sizes of files on this machine.
+    """Return an upper bound of the bytes of one version, from the sizes of the model's files.
 
-    A millisecond, where counting builds the model and imports diffusers for it: seconds, which
-    every start of a small model would wait for.
+    This takes a millisecond, while ``published_bytes`` builds the model and imports diffusers for
+    it: seconds, by which it would delay every start of a small model. Infinite if there are no
+    files on this machine.
     """
     folder = Path(model_directory(config.model))
     files = [file.stat().st_size for file in folder.glob("transformer*/*.safetensors")]
@@ -59,18 +60,17 @@ def most_bytes(config: RunConfig) -> float:
 def check_store(
     config: RunConfig, nodes: Sequence[Node], stores: Mapping[str, float] | None = None
 ) -> None:
-    """Raises ConfigError where a node of rollout actors or of the learner has too small a store of
-    objects.
+    """Raise ConfigError if a node of rollout actors or the learner has too small an object store.
 
-    ``nodes``: free ones, with room for the run. ``stores``: bytes by node id; None: what Ray says.
-    Where the precision is left to rollout actors on a kind of GPU that is not known here, nothing
-    is known about the weights and nothing is said.
+    ``nodes``: free nodes with room for the run. ``stores``: bytes by node id; None: as Ray reports
+    them. Nothing is checked if the precision is left to rollout actors on an unknown kind of GPU,
+    because the size of the weights is then unknown.
     """
     if config.plan.explore is None:
         return
-    chosen, labels = place(needs_of(config), nodes), {node.id: node.labels for node in nodes}
+    placement, labels = place(needs_of(config), nodes), {node.id: node.labels for node in nodes}
     homes = {
-        kind: [chosen[need.actor] for need in needs_of(config) if need.kind == kind]
+        kind: [placement[need.actor] for need in needs_of(config) if need.kind == kind]
         for kind in ("rollout", "learner")
     }
     accelerator = labels[homes["rollout"][0]].get("ray.io/accelerator-type")

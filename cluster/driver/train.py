@@ -1,4 +1,4 @@
-"""From a configuration to a finished run: the checks before the first actor, Ray, the session."""
+"""Train a configuration to a finished run: checks before the first actor, Ray, the session."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from records.sinks import check_sinks
 
 
 def train(config: RunConfig, resume: bool) -> RunDirectory:
-    """Train to the end of ``config``; returns the finished run's directory.
+    """Train ``config`` to its end; return the finished run's directory.
 
     Raises:
-        ConfigError: something about the configuration or the command is wrong, or another driver
-            has the run; nothing was started.
-        RunFailed: the run cannot go on.
-        Stopped: a signal asked it to stop; it says whether there is a checkpoint.
+        ConfigError: The configuration or the command is wrong, or another driver has the run;
+            nothing was started.
+        RunFailed: The run cannot continue.
+        Stopped: A signal stopped it; the message says if there is no checkpoint.
     """
     train_prompts = read_prompts(config.prompts.train)
     test_prompts = read_prompts(config.prompts.test)[: config.evaluate.prompts]
@@ -47,12 +47,12 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     check_prompts(config, [*train_prompts, *test_prompts])
     check_scorers(config)
     check_sinks(config)
-    with contextlib.ExitStack() as alone:
+    with contextlib.ExitStack() as locks:
         if resume:
             started = rundir.configuration()
             check_resumable(as_recorded(config, started), rundir)
             config = keep_threads(keep_layout(config, started), started)
-            alone.enter_context(rundir.held())
+            locks.enter_context(rundir.held())
             refuse_damaged(rundir)
             HeldOut(config, rundir, test_prompts).before()
         with waiting("starting Ray"):
@@ -62,8 +62,8 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
             config = on_this_cluster(config, _tell)
             check_store(config, asyncio.run(unless_stopped(find_room(config, tell=_tell))))
             if not resume:
-                # not sooner: holding it makes the directory, and so far the run could be refused
-                alone.enter_context(rundir.held())
+                # not earlier: locking creates the directory, and until here the run may be refused
+                locks.enter_context(rundir.held())
                 rundir.create(config)
             asyncio.run(Session(config, rundir, train_prompts, test_prompts).run(resume))
         except CheckpointError as error:
@@ -79,13 +79,13 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
 
 
 def _tell(line: str) -> None:
-    """Print it; where nobody reads that, the run says so in its events once it has some."""
+    """Print a line; ignore a closed output, which the run reports once it writes events."""
     with contextlib.suppress(OSError):
         print(line, flush=True)
 
 
 def refuse_damaged(rundir: RunDirectory) -> None:
-    """Raises RunFailed where the checkpoint to go on from is not what was written."""
+    """Raise RunFailed if the checkpoint to continue from is damaged."""
     try:
         newest = latest_checkpoint(rundir.checkpoints)
         if newest is not None:

@@ -1,9 +1,10 @@
-"""Who has the GPUs: rollout actors or the learner, where one of them leaves between its turns.
+"""GPU turns: rollout actors and the learner share GPUs by moving their weights off between turns.
 
-Without such a setting nobody waits (``AllStay``). With it (``GpuTurns``) an iteration has two
-turns: all that explores, then all that needs the learner's weights. A turn ends when the other side
-asks and nothing of this one is under way; what is to leave has left before the other side comes, so
-that no GPU ever holds both. Every actor begins without the GPU, also one that replaces a lost one.
+If the configuration has no such setting, both stay on the GPUs (``AllStay``). With it
+(``GpuTurns``) an iteration has two turns: exploring, then everything that needs the learner's
+weights. A turn ends when the other side requests the GPUs and no call of this side is in progress.
+Weights that leave have left before the other side arrives, so that no GPU ever holds both. Every
+actor starts without the GPU, including one that replaces a lost actor.
 """
 
 from __future__ import annotations
@@ -35,45 +36,46 @@ AT_ANY_TIME = {
         LearnerActor.quantization,
     )
 }
-"""What a learner does without its frozen weights. A checkpoint must not wait for a turn: a run that
-is stopped while it explores writes one.
+"""Methods of the learner that do not need its frozen weights, and therefore no turn.
+
+A checkpoint must not wait for a turn: a run that is stopped while it explores writes one.
 """
 
 
 class AllStay:
-    """Everybody is on the GPU all the time."""
+    """Turns that never wait: both sides stay on the GPUs all the time."""
 
     @asynccontextmanager
     async def of(self, side: Side) -> AsyncGenerator[None, None]:
-        """The turn of ``side``, for as long as the context lasts."""
+        """Hold the turn of ``side`` for the duration of the context."""
         yield
 
     async def arrive(self, member: Member) -> None:
-        """Within the rollout actors' turn: this one is on its GPU when it returns."""
+        """Move a rollout actor to its GPU. Call it within the rollout actors' turn."""
 
     def take_metrics(self) -> dict[str, float]:
-        """What was moved since this was asked last, under the contract's names."""
+        """Return the metrics of moving weights since the last call."""
         return {}
 
 
 class GpuTurns(AllStay):
-    """See the module."""
+    """Turns in which one side moves its weights off the GPUs for the other; see the module."""
 
     def __init__(self, rollout: ActorPool, learner: ActorPool, event: Event):
         self._rollout, self._learner, self._event = rollout, learner, event
         self.holder: Side | None = None
-        self._changing = asyncio.Lock()
+        self._switching = asyncio.Lock()
         self._working = 0  # contexts of the holder
         self._idle = asyncio.Event()
         self._number = 0
-        self._moves = [list[Moved]()]  # of each group of actors that moved together
+        self._moves = [list[Moved]()]  # one list per group of actors that moved together
 
     @asynccontextmanager
     async def of(self, side: Side) -> AsyncGenerator[None, None]:
-        """See ``AllStay``. Raises StateLost where the learner is lost on the way, RunFailed."""
+        """See ``AllStay``. Raises StateLost if the learner is lost while moving, or RunFailed."""
         if not self._has_gpus(side):
-            async with self._changing:
-                await self._give(side)
+            async with self._switching:
+                await self._switch_to(side)
         self._working += 1
         try:
             yield
@@ -83,76 +85,77 @@ class GpuTurns(AllStay):
                 self._idle.set()
 
     async def arrive(self, member: Member) -> None:
-        """See ``AllStay``. Raises ActorLost, RayError as ``ActorPool.ask``; RunFailed out of turn,
-        which only a task that nobody waits for any more can meet.
+        """See ``AllStay``. Raises ActorLost and RayError as ``ActorPool.ask`` does.
+
+        Raises RunFailed outside the rollout actors' turn, which happens only to a task whose caller
+        no longer waits.
         """
         if self.holder != "rollout":
             raise RunFailed("a rollout actor is asked to explore in the learner's turn on the GPU")
         if member.has_gpu is not True:
-            member.has_gpu = None  # not known, until it says so
+            member.has_gpu = None  # unknown until the actor answers
             self._moves[-1].append(await self._rollout.ask(member, RolloutActor.begin_turn))
             member.has_gpu = True
 
     def take_metrics(self) -> dict[str, float]:
-        """See ``AllStay``. Seconds of the slowest actor of those that moved together, in sum."""
+        """See ``AllStay``. Seconds are those of the slowest actor of each group, summed up."""
         moves, self._moves = self._moves, [list[Moved]()]
         return {
-            "memory/moved_s": sum(max((m.seconds for m in each), default=0.0) for each in moves),
-            "memory/moved_bytes": sum(moved.nbytes for each in moves for moved in each),
+            "memory/moved_s": sum(max((m.seconds for m in group), default=0.0) for group in moves),
+            "memory/moved_bytes": sum(moved.nbytes for group in moves for moved in group),
         }
 
     def _has_gpus(self, side: Side) -> bool:
         if self.holder != side:
             return False
-        # rollout actors come one by one, before their next task
+        # rollout actors move to their GPUs one by one, before their next task
         return side == "rollout" or all(m.has_gpu is True for m in self._learner.members)
 
-    async def _give(self, side: Side) -> None:
+    async def _switch_to(self, side: Side) -> None:
         if self.holder != side:
-            # again and again: between the last one's end and this wake-up another may have begun
+            # a loop: between the end of the last context and this wake-up another may have started
             while self._working:
                 self._idle.clear()
                 await self._idle.wait()
-            self.holder = None  # also where somebody is lost on the way
-            # part of the tasks' keys, so that events and timeline tell one turn's moves from
-            # another's
+            self.holder = None  # stays None if an actor is lost while moving
+            # part of the task keys, so that events and timeline distinguish the moves of each turn
             self._number += 1
-            left = list[Moved]()
-            self._moves.append(left)
+            moved_off = list[Moved]()
+            self._moves.append(moved_off)
             if side == "learner":
-                await self._rollout.each(self._rollout_leaves)
+                await self._rollout.each(self._move_rollout_off)
             else:
-                await self._replicas(False)
+                await self._move_replicas(False)
             self.holder = side
             self._moves.append([])
-            self._event("gpu_turn", kind=side, left=sum(moved.nbytes for moved in left))
+            self._event("gpu_turn", kind=side, left=sum(moved.nbytes for moved in moved_off))
         if side == "learner":
-            await self._replicas(True)
+            await self._move_replicas(True)
 
-    async def _rollout_leaves(self, member: Member) -> None:
+    async def _move_rollout_off(self, member: Member) -> None:
         if member.has_gpu is not False:
             member.has_gpu = None
             self._moves[-1].append(await self._rollout.ask(member, RolloutActor.end_turn))
             member.has_gpu = False
 
-    async def _replicas(self, come: bool) -> None:
-        """The learner's replicas come to their GPUs, or leave them."""
-        # not ``ActorPool.each``: a learner that is lost on the way must be the loss of its state
-        others = [member for member in self._learner.members if member.has_gpu is not come]
-        await run_together(*(self._replica(member, come) for member in others))
+    async def _move_replicas(self, onto_gpu: bool) -> None:
+        """Move the learner's replicas onto their GPUs or off them."""
+        # not ``ActorPool.each``: a learner that is lost while moving must count as state loss
+        moving = [member for member in self._learner.members if member.has_gpu is not onto_gpu]
+        await run_together(*(self._move_replica(member, onto_gpu) for member in moving))
 
-    async def _replica(self, member: Member, come: bool) -> None:
+    async def _move_replica(self, member: Member, onto_gpu: bool) -> None:
         member.has_gpu = None
-        method = LearnerActor.begin_turn if come else LearnerActor.end_turn
+        method = LearnerActor.begin_turn if onto_gpu else LearnerActor.end_turn
         task = Task[Moved]((method.__name__, self._number, f"replica {member.index}"))
         call = Call(method.__name__, (), {})
         self._moves[-1].append(await self._learner.perform_on(member, task, call))
-        member.has_gpu = come
+        member.has_gpu = onto_gpu
 
 
 @dataclass(frozen=True)
 class WithGpus(Caller):
-    """Calls of ``caller`` in the turn of ``side``, where they need one."""
+    """Calls of ``caller``, made in the turn of ``side`` if they need one."""
 
     caller: Caller
     turns: AllStay
@@ -178,7 +181,7 @@ class WithGpus(Caller):
 
 
 def learner_in_turn(client: LearnerClient, turns: AllStay) -> LearnerClient:
-    """The client of a learner that has turns."""
+    """Return ``client`` with all calls made in the learner's turn."""
     return replace(
         client,
         any_replica=WithGpus(client.any_replica, turns, "learner"),

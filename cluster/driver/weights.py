@@ -1,8 +1,8 @@
-"""Publishing: the learner's packed policy, through the object store, into every rollout actor.
+"""Publish the learner's packed policy through the object store to every rollout actor.
 
-Shards are return values of an actor method, so the driver owns them and a dying learner takes none
-along. A rollout actor loads the version that its next chunk names, when it has another: when it is
-new, replaced, behind, or ahead. It is sent the shards that differ from those it has.
+Shards are return values of an actor method, so the driver owns them and none is lost with the
+learner. A rollout actor loads the version that its next chunk names if it has another one, because
+it is new, replaced, behind or ahead. It is sent only the shards that differ from its own.
 """
 
 from __future__ import annotations
@@ -32,36 +32,40 @@ class Published:
     """One version in the object store."""
 
     manifest: Manifest
-    backend: str | None  # precision that it is packed for; None: rollout actors do not say
+    backend: str | None  # precision that it is packed for; None: rollout actors report none
     shards: list[ObjectRef[Shard]]  # in order
-    probe: Expected | None = None  # what the learner makes of it, where it is checked
+    probe: Expected | None = None  # the learner's result, if the version is checked
 
     @cached_property
     def id(self) -> WeightsId:
-        """What an actor that has loaded it acknowledges."""
+        """The id with which an actor acknowledges that it has loaded the version."""
         return WeightsId(self.manifest.version, self.manifest.checksum, self.backend)
 
 
 class WeightChannel:
-    """Holds the versions that a chunk may name."""
+    """Publishes policy versions, and holds those that a chunk may name."""
 
     def __init__(self, event: Event, ahead: int = 0, turns: AllStay | None = None):
-        """``ahead``: by how many versions a chunk may be behind the newest. With 0 actors load a
-        version when it is published; else when their first chunk names it, for they may be at work
-        with the one before. ``turns``: on GPUs that they may share with the learner.
+        """``ahead``: by how many versions a chunk may be behind the newest.
+
+        With 0, actors load a version when it is published; otherwise when a chunk first names it,
+        because they may still be working with the version before. ``turns``: their turns on GPUs
+        that they share with the learner.
         """
         self._turns = turns or AllStay()
         self._event, self._ahead = event, ahead
-        self._own: str | None = None  # what rollout actors would take, at the last publishing
+        # precision that rollout actors reported, as of the last publishing
+        self._reported_backend: str | None = None
         self._held: dict[int, Published] = {}
-        # of versions that actors may have in place, held or not
+        # of versions that actors may have loaded, held or not
         self._manifests: dict[WeightsId, Manifest] = {}
-        # which shards differ, from one such version to another
+        # indices of shards that differ between two such versions
         self._changes: dict[tuple[WeightsId | None, WeightsId], list[int]] = {}
-        # the run's precision, from its first publishing on; a checkpoint keeps it
+        # the run's precision, set at its first publishing; stored in checkpoints
         self.chosen: str | None = None
         self.why = ""
-        self.identity: PolicyIdentity | None = None  # checks what actors make of what they loaded
+        # checks the results of actors that loaded a version
+        self.identity: PolicyIdentity | None = None
 
     @property
     def current(self) -> Published | None:
@@ -69,11 +73,11 @@ class WeightChannel:
         return self._held[max(self._held)] if self._held else None
 
     def held(self, version: int) -> Published:
-        """A version that was published and may still be named. Raises RunFailed for any other."""
+        """Return a version that chunks may still name. Raises RunFailed for any other."""
         if version not in self._held:
-            there = ", ".join(map(str, sorted(self._held))) or "none"
+            known = ", ".join(map(str, sorted(self._held))) or "none"
             raise RunFailed(
-                f"policy version {version} is asked for, but those held are: {there}; continue with"
+                f"policy version {version} is asked for, but those held are: {known}; continue with"
                 " --resume"
             )
         return self._held[version]
@@ -86,29 +90,29 @@ class WeightChannel:
         backend: str | None = None,
         weights: str | None = None,
     ) -> dict[str, float]:
-        """Export ``version`` from the learner and make it the newest; metrics under their contract
-        names.
+        """Export ``version`` from the learner and make it the newest; return metrics.
 
-        ``backend``: the precision to pack for; None: the run's, which is what its first rollout
-        actors reported. ``weights``: the adapter to export; None: the policy that is sampled.
+        ``backend``: the precision to pack for; None: the run's, which its first rollout actors
+        reported. ``weights``: the adapter to export; None: the sampling policy.
         """
         start = clock.now()
-        own = self._own = one_backend(rollout)
-        backend = backend or self._of_the_run(own, rollout)
+        own = self._reported_backend = one_backend(rollout)
+        backend = backend or self._run_backend(own, rollout)
         exported = await learner.export(version, backend, weights)
         shards, fetched = await self._fetch(version, learner, exported.manifest)
-        # now: the learner can be asked about the version that it packed last, and no other
+        # now: the learner can answer only for the version that it packed last
         probe = await self.identity.expected(version, learner) if self.identity else None
         published = Published(exported.manifest, backend, shards, probe)
-        # versions from ``version`` on are of a run that has gone back to a checkpoint since
+        # versions from ``version`` on date from before a return to a checkpoint
         kept = {v: p for v, p in self._held.items() if version - self._ahead <= v < version}
         self._held = kept | {version: published}
         self._remember(published, rollout)
-        # exploring ahead, actors are still busy with the version before, and load with their chunks
+        # when exploring ahead, actors are still busy with the version before, and load this one
+        # with their first chunk of it
         if not self._ahead:
             async with self._turns.of("rollout"):
                 await rollout.each(lambda member: self._load(rollout, member, published))
-        # with the loading, where nobody explores meanwhile; else it is part of the next exploration
+        # includes loading, unless it happens later, as part of the next exploration
         seconds = clock.now() - start
         self._event(
             "version_published",
@@ -130,11 +134,12 @@ class WeightChannel:
     async def _fetch(
         self, version: int, learner: LearnerClient, manifest: Manifest
     ) -> tuple[list[ObjectRef[Shard]], int]:
-        """The version's shards, and the bytes of those that the version before has not. They come
-        one by one: the learner then holds one copy of one shard beside its export.
+        """Return the version's shards, and the bytes of those that were fetched.
 
-        Only the version right before is looked at: after a return to a checkpoint others may have
-        gone with the learner's node.
+        Shards that equal those of the version before are not fetched. The others are fetched one by
+        one, so that the learner holds a copy of only one shard beside its export. Only the version
+        right before is considered: after a return to a checkpoint others may have been lost with
+        the learner's node.
         """
         before = self._held.get(version - 1)
         new = manifest.changed_since(before.manifest if before else None)
@@ -150,21 +155,24 @@ class WeightChannel:
         self._manifests[published.id] = published.manifest
         self._changes.clear()
         wanted = {version.id for version in self._held.values()}
-        # an actor that has not explored for long still has an old version, and is sent the
+        # an actor that has not explored for long still has an old version, and will be sent the
         # difference
         wanted |= {member.weights for member in rollout.members if member.weights}
-        self._manifests = {one: self._manifests[one] for one in wanted & self._manifests.keys()}
+        self._manifests = {
+            version_id: self._manifests[version_id]
+            for version_id in wanted & self._manifests.keys()
+        }
 
-    def _of_the_run(self, own: str | None, rollout: ActorPool) -> str | None:
-        """The run's precision, chosen and told once. It is kept where the run goes on with actors
-        that would take another: all versions must be ranked by the same arithmetic.
+    def _run_backend(self, own: str | None, rollout: ActorPool) -> str | None:
+        """Return the run's precision, which is chosen and reported once.
 
-        Raises RunFailed when these cannot run it.
+        It is kept if the run continues with actors that report another one, because all versions
+        must be ranked by the same arithmetic. Raises RunFailed if these actors cannot run it.
         """
         if own is None or own == self.chosen:
             return own
         if self.chosen is None:
-            self.chosen, self.why = own, next((info.why for info in _told(rollout) if info.why), "")
+            self.chosen, self.why = own, next((i.why for i in _actor_infos(rollout) if i.why), "")
             self._event("backend_chosen", backend=own, why=self.why)
             return own
         runs = common_backends(rollout)
@@ -180,7 +188,7 @@ class WeightChannel:
         return self.chosen
 
     def prepare_for(self, rollout: ActorPool) -> Callable[[Member, object], Awaitable[None]]:
-        """What gives a member the version that its next chunk names, unless it has it."""
+        """Return the pool's ``prepare`` hook, which loads the version that the next chunk names."""
 
         def prepare(member: Member, key: object) -> Awaitable[None]:
             assert isinstance(key, ChunkKey), key
@@ -188,33 +196,37 @@ class WeightChannel:
 
         return prepare
 
-    def _changed(self, before: WeightsId | None, published: Published) -> list[int]:
-        """The shards that one is sent who has ``before``: worked out once for all of a thousand."""
-        way = before, published.id
-        if way not in self._changes:
-            here = self._manifests.get(before) if before else None
-            self._changes[way] = published.manifest.changed_since(here)
-        return self._changes[way]
+    def _changed_shards(self, before: WeightsId | None, published: Published) -> list[int]:
+        """Return the indices of shards to send to an actor that has version ``before``.
+
+        Cached, because a thousand actors may have the same version.
+        """
+        versions = before, published.id
+        if versions not in self._changes:
+            manifest = self._manifests.get(before) if before else None
+            self._changes[versions] = published.manifest.changed_since(manifest)
+        return self._changes[versions]
 
     async def _load(self, rollout: ActorPool, member: Member, published: Published) -> None:
         await self._turns.arrive(member)
         if member.weights == published.id:
             return
         own, before = member.info.backend if member.info else None, member.weights
-        # before it gets anything: from an actor of another kind images would come that round
-        # otherwise, and nothing would fail. Not for each of a thousand alike: that looks at all
-        if own != self._own:
+        # before anything is sent: images of an actor with another backend would be rounded
+        # differently, and nothing would fail. Skipped for actors with the known backend, as
+        # ``one_backend`` examines all of them, and there may be a thousand
+        if own != self._reported_backend:
             one_backend(rollout)
         if published.backend != (before.backend if before else own):
-            # its denoiser is built again, which may take as long as at the start
+            # its denoiser is rebuilt, which may take as long as at the start
             member.cold, before = True, None
-        sent = self._changed(before, published)
-        shards = (resolved(published.shards[index]) for index in sent)
-        member.weights = None  # until it says that it has them
+        changed = self._changed_shards(before, published)
+        shards = (resolved(published.shards[index]) for index in changed)
+        member.weights = None  # until the actor acknowledges the new ones
         loaded = await rollout.ask(
-            member, RolloutActor.load, published.backend, published.manifest, sent, *shards
+            member, RolloutActor.load, published.backend, published.manifest, changed, *shards
         )
-        # the bytes were checked on arrival; this is about which version it believes to hold
+        # the bytes were checked on arrival; this checks which version the actor believes to hold
         if loaded != published.id:
             raise RunFailed(
                 f"rollout actor {member.index} acknowledged version {loaded.version} checksum"
@@ -225,35 +237,35 @@ class WeightChannel:
         member.weights = published.id
 
 
-def _told(rollout: ActorPool) -> list[ActorInfo]:
-    """What actors say of themselves; in a place that is being filled, what the last one said."""
+def _actor_infos(rollout: ActorPool) -> list[ActorInfo]:
+    """Return the info of each member's actor; while it is being replaced, that of the last one."""
     return [member.info for member in rollout.members if member.info is not None]
 
 
 def one_backend(rollout: ActorPool) -> str | None:
-    """The precision that rollout actors are configured to explore in; None where they do not say.
+    """Return the precision that rollout actors report to explore in, or None if they report none.
 
-    Raises RunFailed when they differ: every kernel rounds in its own way, and results would depend
-    on which actor computed what.
+    Raises RunFailed if they differ: every kernel rounds in its own way, and results would depend on
+    which actor computed what.
     """
-    hosts = {info.backend: info.host for info in _told(rollout) if info.backend}
+    hosts = {info.backend: info.host for info in _actor_infos(rollout) if info.backend}
     if len(hosts) > 1:
-        found = ", ".join(f"{backend} on {host}" for backend, host in hosts.items())
+        backends = ", ".join(f"{backend} on {host}" for backend, host in hosts.items())
         raise RunFailed(
-            f"the rollout actors run different precision backends ({found}), and a run has one:"
+            f"the rollout actors run different precision backends ({backends}), and a run has one:"
             " name it in explore.backend, or keep rollout actors to one kind of GPU"
         )
     return next(iter(hosts), None)
 
 
 def incompatibility(rollout: ActorPool, info: ActorInfo) -> str | None:
-    """Why an actor that says ``info`` cannot join the others, or replace one; None: it can."""
+    """Return why an actor with ``info`` cannot join the others or replace one; None if it can."""
     if info.backend is None:
         return None
     others: set[str] = set()
     for member in rollout.members:
         other = member.info.backend if member.info and member.handle is not None else None
-        # one that is alike will do: of a thousand that join not each looks at all others
+        # one equal actor suffices, so that of a thousand that join not each examines all others
         if other == info.backend:
             return None
         if other is not None:
@@ -268,6 +280,6 @@ def incompatibility(rollout: ActorPool, info: ActorInfo) -> str | None:
 
 
 def common_backends(rollout: ActorPool) -> set[str]:
-    """The precisions that every rollout actor could explore in, as they say."""
-    runs = [set(info.runs) for info in _told(rollout) if info.runs]
+    """Return the precisions that every rollout actor reports to be able to explore in."""
+    runs = [set(info.runs) for info in _actor_infos(rollout) if info.runs]
     return set[str].intersection(*runs) if runs else set()

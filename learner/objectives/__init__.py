@@ -1,5 +1,6 @@
-"""Training objectives, one file each, with settings and formula: only that file and its row know
-its name.
+"""Training objectives, one file each, with the objective's settings and formula.
+
+Only that file and its row in ``configs.objectives.OBJECTIVES`` know an objective's name.
 """
 
 from __future__ import annotations
@@ -14,6 +15,6 @@ from learner.objectives.base import Objective
 
 
 def build_objective(settings: ObjectiveSettings, measure_kl: bool = False) -> Objective:
-    """The objective of ``[objective]``; ``measure_kl``: with loss/kl even where it weighs 0."""
+    """Return the objective of ``[objective]``; with ``measure_kl``, loss/kl even at weight 0."""
     make = cast("Callable[..., Objective]", named_class(OBJECTIVES[settings.name], object))
     return make(settings, measure_kl)

@@ -1,5 +1,6 @@
-"""AWM, advantage weighted matching: a policy gradient on the forward process (arXiv 2509.25050,
-algorithm 1).
+"""AWM, advantage weighted matching: a policy gradient on the forward process.
+
+Source: arXiv 2509.25050, algorithm 1.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from policy.sampling.sde import PathSolver
 
-# added to an error, whose root has no finite slope at 0
+# added to an error before its root is taken, whose slope at 0 is infinite
 TINY = 1e-10
 ANCHOR = "anchor"
 
@@ -76,17 +77,16 @@ class AWMSettings(ObjectiveSettings):
 
 
 class AWM:
-    """The flow-matching loss of a sample stands for its negative log-probability, weighted by its
-    advantage.
+    """Policy gradient in which the flow-matching loss replaces the negative log-probability.
 
         e = mean((v - (eps - x0))^2),  log p = -w(t, e)
         A' = clip(A, -c, c) / c,  r = exp(log p - log p_old)
-        loss = mean(max(-A' r, -A' clip(r, 1 - e', 1 + e'))) + kl mean((v - v_ref)^2) + ema mean((v
-        - v_anchor)^2)
+        loss = mean(max(-A' r, -A' clip(r, 1 - e', 1 + e')))
+               + kl mean((v - v_ref)^2) + ema mean((v - v_anchor)^2)
 
-    ``log p_old`` is that of the weights the samples were drawn with, at the same eps and t. e and w
-    are in float64. The anchor is an average of the trained weights of the objective's own, with
-    decay min(ema_slope s, ema_cap) after iteration s.
+    ``log p_old`` is that of the weights that drew the samples, at the same eps and t. e and w are
+    in float64. The anchor is the objective's own average of the trained weights, with decay
+    min(ema_slope s, ema_cap) after iteration s.
     """
 
     Settings = AWMSettings
@@ -108,16 +108,16 @@ class AWM:
     def points(
         self, samples: Mapping[str, Tensor], sigmas: Tensor, rng: np.random.Generator
     ) -> Points:
-        """``times_per_sample`` points of each sample: the usable part of the schedule is cut into
-        as many parts, one time from each.
+        """Return ``times_per_sample`` points of each sample, at stratified times.
 
-        A part that is narrower than one step takes the step that it begins in.
+        The trained steps of the schedule are divided into as many parts, and one time is drawn from
+        each. A part narrower than one step uses the step in which it begins.
         """
         import torch
 
         steps = self.settings.trained_steps(len(sigmas) - 1)
         count, latents = self.settings.times_per_sample, samples["latents"]
-        # 1e-9: an edge that linspace rounds to just below a whole step is that step
+        # 1e-9: an edge that linspace rounds to just below a whole number counts as that number
         edges = np.floor(np.linspace(0, len(steps), count + 1) + 1e-9).astype(int)
         low, width = edges[:-1], np.diff(edges)
         drawn = low + np.floor(rng.random((len(latents), count)) * width).astype(int)
@@ -127,8 +127,10 @@ class AWM:
     def loss(
         self, points: Points, velocities: Mapping[str, Tensor], advantages: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Scalar float64 loss; metrics loss/policy, loss/ratio, loss/clip_share, loss/kl and
-        loss/ema (the last two unweighted).
+        """Return the scalar float64 loss and the metrics.
+
+        Metrics are loss/policy, loss/ratio, loss/clip_share, loss/kl and loss/ema; the last two are
+        unweighted, and present only if their policies are used.
         """
         settings, current = self.settings, velocities["current"]
         weight = (advantages.double() / settings.advantage_clip).clamp(-1, 1)
@@ -140,12 +142,12 @@ class AWM:
             ("loss/ema", ANCHOR, settings.ema),
         ):
             if policy in self.policies:
-                apart = distance(current, velocities[policy])
-                loss, metrics[name] = loss + factor * apart, apart.detach()
+                squared_distance = distance(current, velocities[policy])
+                loss, metrics[name] = loss + factor * squared_distance, squared_distance.detach()
         return loss, metrics
 
     def _log_prob(self, points: Points, velocity: Tensor) -> Tensor:
-        """-w(t, e) of each point: float64 [P]."""
+        """Return -w(t, e) of each point: float64 [P]."""
         target = points.given["eps"].double() - points.given["x0"].double()
         error, t = per_point_mean((velocity.double() - target) ** 2), points.sigma.double()
         match self.settings.weighting:

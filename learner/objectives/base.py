@@ -1,9 +1,13 @@
-"""What an objective is: tensors in, a scalar out. Objectives know no models, actors or loggers.
+"""Interface and common functions of objectives, which map tensors to a scalar loss.
 
-Notation: x_t = (1 - t) x0 + t eps, t in (0, 1], v = eps - x0, x0_hat = x_t - t v; sigma is t. S
-samples, P points, a point being one (sample, training time) pair, or one step of a sample's path.
+Objectives do not depend on models, actors or loggers.
 
-Torch is imported within functions: reading a configuration imports these files for their settings.
+Notation: x_t = (1 - t) x0 + t eps, t in (0, 1], v = eps - x0, x0_hat = x_t - t v; sigma is t. S is
+the number of samples, P that of points; a point is one (sample, training time) pair, or one step of
+a sample's path.
+
+Torch is imported inside functions: loading a configuration imports these modules for their
+settings.
 """
 
 from __future__ import annotations
@@ -21,39 +25,40 @@ if TYPE_CHECKING:
     from policy.sampling.sde import PathSolver
 
 Record = dict[str, np.ndarray]
-"""Samples as they travel, named arrays with one row each: "latents" float32 [K, *latent] always; of
-samples drawn by a stochastic solver also "states" float32 [K, T + 1, *latent] and "log_probs"
-float32 [K, T].
+"""K samples as named arrays, in which they are sent between processes.
+
+"latents" float32 [K, *latent] is always present. Samples drawn by a stochastic solver also have
+"states" float32 [K, T + 1, *latent] and "log_probs" float32 [K, T].
 """
 
 
 @dataclass(frozen=True)
 class Points:
-    """P training points."""
+    """A batch of P training points."""
 
     x_t: Tensor  # float32 [P, *latent]
     sigma: Tensor  # float32 [P]
-    sample_index: Tensor  # int64 [P], which sample a point is of
-    given: dict[str, Tensor]  # [P, ...] each, whatever else the objective's loss wants
+    sample_index: Tensor  # int64 [P], the sample of each point
+    given: dict[str, Tensor]  # [P, ...] each, further inputs of the objective's loss
 
     def __len__(self) -> int:
         return len(self.sigma)
 
     def of_samples(self, offset: int) -> Points:
-        """The same points, their samples counted from ``offset``."""
+        """Return the same points with ``offset`` added to their sample indices."""
         return Points(self.x_t, self.sigma, self.sample_index + offset, self.given)
 
     def rows(self, part: slice) -> Points:
-        """Some of the points."""
+        """Return the points of a slice."""
         return self._each(lambda tensor: tensor[part])
 
     def to(self, device: torch.device | str) -> Points:
-        """Moved to a device."""
+        """Return the points on ``device``."""
         return self._each(lambda tensor: tensor.to(device))
 
     @staticmethod
     def cat(parts: Sequence[Points]) -> Points:
-        """The points of all parts, in order; sample indices are taken as they are."""
+        """Concatenate the points of all parts; sample indices stay unchanged."""
         import torch
 
         given = {name: torch.cat([part.given[name] for part in parts]) for name in parts[0].given}
@@ -69,13 +74,13 @@ class Points:
 
 
 class Objective(Protocol):
-    """One training objective.
+    """Interface of a training objective.
 
-    ``sampling_adapter`` explores and regenerates; ``policies`` are those whose velocities ``loss``
-    wants: "current" (trained), "ref" (adapters off), other adapters by name. ``path_solver`` draws
-    the samples where the objective trains on stochastic paths, None where any deterministic solver
-    does. ``averages``: adapters of the objective's own that follow the trained one, with their
-    decay after iteration s = 1, 2, ...
+    ``sampling_adapter`` is the adapter that explores and regenerates. ``policies`` are those whose
+    velocities ``loss`` needs: "current" (trained), "ref" (adapters off), other adapters by name.
+    ``path_solver`` draws the samples if the objective trains on stochastic paths; None if any
+    deterministic solver may. ``averages`` are adapters of the objective itself that follow the
+    trained one, with their decay after iteration s = 1, 2, ...
     """
 
     sampling_adapter: str
@@ -88,29 +93,29 @@ class Objective(Protocol):
     def points(
         self, samples: Mapping[str, Tensor], sigmas: Tensor, rng: np.random.Generator
     ) -> Points:
-        """Training points of S samples, named tensors [S, ...] as in ``Record``; sigmas float32 [T
-        + 1] is their schedule.
+        """Return the training points of S samples.
+
+        ``samples`` are named tensors [S, ...] as in ``Record``; ``sigmas`` float32 [T + 1] is their
+        schedule.
         """
         ...
 
     def loss(
         self, points: Points, velocities: Mapping[str, Tensor], advantages: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean over the points of the loss, and of metrics, each 0-dim; a mean, so that batches can
-        be split and averaged.
+        """Return the loss and the metrics, each a 0-dim mean over the points.
 
-        velocities: policy -> float32 [P, *latent], with gradient for "current" only; advantages
-        float32 [P].
+        As they are means, batches can be split and averaged. ``velocities``: policy -> float32
+        [P, *latent], with gradient for "current" only; ``advantages``: float32 [P].
         """
         ...
 
 
 def draw_times(sigmas: Tensor, samples: int, times: int, rng: np.random.Generator) -> Tensor:
-    """Training times [samples, times] from the sampling schedule without its final 0, distinct
-    within a sample.
+    """Draw training times float32 [samples, times] from the schedule without its final 0.
 
-    Where ``times`` exceeds the schedule, every time occurs the same number of times, give or take
-    one.
+    The times of a sample are distinct if the schedule has that many. Otherwise the numbers of
+    occurrences of its times within a sample differ by at most one.
     """
     import torch
 
@@ -124,9 +129,9 @@ def draw_times(sigmas: Tensor, samples: int, times: int, rng: np.random.Generato
 
 
 def diffuse(samples: Tensor, times: Tensor, rng: np.random.Generator) -> Points:
-    """Points x_t = (1 - t) x0 + t eps with fresh eps, for samples [S, *latent] at times [S, T].
+    """Return points x_t = (1 - t) x0 + t eps with new eps, of samples [S, *latent], times [S, T].
 
-    There are P = S * T, sample by sample. ``given`` holds x0 and eps, [P, *latent] each.
+    There are P = S * T points, ordered by sample. ``given`` holds x0 and eps, [P, *latent] each.
     """
     import torch
 
@@ -140,13 +145,14 @@ def diffuse(samples: Tensor, times: Tensor, rng: np.random.Generator) -> Points:
 
 
 def per_point_mean(x: Tensor) -> Tensor:
-    """Mean over all dimensions but the first: [P, *latent] -> [P]."""
+    """Return the mean over all dimensions but the first: [P, *latent] -> [P]."""
     return x.flatten(1).mean(1)
 
 
 def distance(velocity: Tensor, other: Tensor) -> Tensor:
-    """Mean squared distance over points and dimensions of velocities [P, *latent], without gradient
-    for ``other``: float64 [].
+    """Return the mean squared distance of velocities [P, *latent]: float64 [].
+
+    No gradient flows to ``other``.
     """
     return per_point_mean((velocity - other.detach()) ** 2).double().mean()
 
@@ -154,11 +160,13 @@ def distance(velocity: Tensor, other: Tensor) -> Tensor:
 def clipped_surrogate(
     advantages: Tensor, log_prob: Tensor, old_log_prob: Tensor, clip: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's loss mean(max(-A r, -A clip(r, 1 - e, 1 + e))), r = exp(log p - log p_old), float64 []
-    (arXiv 1707.06347, eq. 7).
+    """Return PPO's clipped loss, float64 [], and its metrics (arXiv 1707.06347, eq. 7).
 
-    All [P]; ``old_log_prob`` without gradient, e = ``clip``. Metrics: loss/policy, the mean ratio
-    and the share of points whose ratio is outside the clip.
+        loss = mean(max(-A r, -A clip(r, 1 - e, 1 + e))),  r = exp(log p - log p_old),  e = clip
+
+    ``advantages`` and log-probabilities are [P]; no gradient flows to ``old_log_prob``. Metrics are
+    loss/policy, the mean ratio (loss/ratio) and the share of points whose ratio is outside the clip
+    range (loss/clip_share).
     """
     ratio = (log_prob - old_log_prob.detach()).exp()
     weight = advantages.to(ratio)

@@ -33,8 +33,9 @@ class DanceGRPOSettings(PathSettings):
 
 
 class DanceGRPO(PathGRPO):
-    """``PathGRPO`` on a random ``step_fraction`` of each path's steps without its last, at least
-    one; no KL.
+    """``PathGRPO`` without KL, on a random part of each path's steps without the last.
+
+    The part is ``step_fraction`` of these steps, and at least one step.
     """
 
     Settings = DanceGRPOSettings

@@ -1,5 +1,6 @@
-"""DiffusionNFT: online diffusion RL on the forward process (arXiv 2509.16117, the loss of its
-algorithm 1).
+"""DiffusionNFT: online diffusion RL on the forward process.
+
+Source: arXiv 2509.16117, the loss of its algorithm 1.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class DiffusionNFTSettings(ObjectiveSettings):
 
 
 class DiffusionNFT:
-    """Negative-aware fine-tuning: good samples pull an implicit positive policy, bad ones an
-    implicit negative one.
+    """Negative-aware fine-tuning with implicit positive and negative policies.
+
+    Samples with high reward train the positive policy, those with low reward the negative one.
 
         v+ = b v + (1 - b) v_old,  v- = (1 + b) v_old - b v                 (v = v_theta, b = beta)
         L(u) = mean((x_t - t u - x0)^2) / stopgrad(max(mean |x_t - t u - x0|, 1e-5))
@@ -58,8 +60,8 @@ class DiffusionNFT:
         loss = c mean(r L(v+) / b + (1 - r) L(v-) / b) + kl mean((v - v_ref)^2)
 
     Means inside L are per point, the outer ones over points. The weight and the division are in
-    float64. ``measure_kl`` asks for the reference's velocities, hence the metric loss/kl, also
-    where kl is 0.
+    float64. ``measure_kl`` requests the reference's velocities, and so the metric loss/kl, even if
+    kl is 0.
     """
 
     Settings = DiffusionNFTSettings
@@ -76,8 +78,9 @@ class DiffusionNFT:
     def points(
         self, samples: Mapping[str, Tensor], sigmas: Tensor, rng: np.random.Generator
     ) -> Points:
-        """``times_per_sample`` points of each sample, times drawn from the schedule [T + 1], fresh
-        eps.
+        """Return ``times_per_sample`` points of each sample.
+
+        Their times are drawn from the schedule [T + 1]; every point has its own eps.
         """
         latents = samples["latents"]
         return diffuse(
@@ -87,8 +90,9 @@ class DiffusionNFT:
     def loss(
         self, points: Points, velocities: Mapping[str, Tensor], advantages: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Scalar float64 loss and the metrics loss/policy and loss/kl (both as means over points,
-        kl unweighted).
+        """Return the scalar float64 loss and the metrics loss/policy and loss/kl.
+
+        Both metrics are means over points; loss/kl is unweighted.
         """
         beta, clip = self.settings.beta, self.settings.advantage_clip
         current, old = velocities["current"], velocities["old"].detach()
@@ -104,7 +108,7 @@ class DiffusionNFT:
 
 
 def _residual_loss(points: Points, velocity: Tensor) -> Tensor:
-    """L of the class docstring for each point: float64 [P]."""
+    """Return L of the class docstring for each point: float64 [P]."""
     t = points.sigma.reshape(-1, *[1] * (points.x_t.ndim - 1))
     residual = points.x_t - t * velocity - points.given["x0"]
     weight = per_point_mean(residual.detach().double().abs()).clamp(min=SMALLEST_WEIGHT)

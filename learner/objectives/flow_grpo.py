@@ -35,9 +35,7 @@ class FlowGRPOSettings(PathSettings):
 
 
 class FlowGRPO(PathGRPO):
-    """``PathGRPO`` on the first ``step_fraction`` of the steps of every path, with a KL to the
-    reference.
-    """
+    """``PathGRPO`` with KL to the reference, on the first ``step_fraction`` of a path's steps."""
 
     Settings = FlowGRPOSettings
 

@@ -1,6 +1,4 @@
-"""What FlowGRPO and DanceGRPO share: the clipped policy gradient on the steps of stochastic
-sampling paths.
-"""
+"""Base of FlowGRPO and DanceGRPO: clipped policy gradient on steps of stochastic sampling paths."""
 
 from __future__ import annotations
 
@@ -19,22 +17,26 @@ if TYPE_CHECKING:
 
 
 class PathGRPO:
-    """A point is one step j of a sample's path, an action with a Gaussian density.
+    """GRPO on sampling paths: a point is one step j of a path, an action with Gaussian density.
 
-        log p = mean over latent dimensions of log N(x_{j+1}; mean_theta(x_j), std^2),  r = exp(log
-        p - log p_old) A' = clip(A, -c, c),  loss = mean(max(-A' r, -A' clip(r, 1 - e, 1 + e))) + kl
-        mean((mean_theta - mean_ref)^2) / (2 g^2)
+        log p = mean over latent dimensions of log N(x_{j+1}; mean_theta(x_j), std^2)
+        r = exp(log p - log p_old),  A' = clip(A, -c, c)
+        loss = mean(max(-A' r, -A' clip(r, 1 - e, 1 + e)))
+               + kl mean((mean_theta - mean_ref)^2) / (2 g^2)
 
-    with std = g sqrt(-dsigma). Settings change it in three ways. ``window``: only the steps that
-    were drawn stochastically are trained on (MixGRPO, arXiv 2507.21802). ``noise_weight`` p: A'
-    times std^p, its mean over a path's trainable steps 1 (TempFlow-GRPO, arXiv 2508.04324, with p =
-    1). ``ratio_norm``: r = exp(std (log p - log p_old + mean((mean_theta - mean_old)^2) / (2
-    std^2))) and the loss of a step over its -dsigma (GRPO-Guard, arXiv 2510.22319).
+    with std = g sqrt(-dsigma). Settings change it in three ways:
 
-    ``log p_old`` is that of the weights the samples were drawn with,
-    computed again in the very batch of log p: a forward pass depends in its last bits on the shape
-    of its batch, and with e = 1e-4 the ratio must not. The stored log-probability checks that the
-    path is theirs: loss/log_prob_drift is the mean absolute difference.
+    * ``window``: only steps that were drawn stochastically are trained on (MixGRPO, arXiv
+      2507.21802).
+    * ``noise_weight`` p: A' is multiplied by std^p, scaled so that its mean over a path's trainable
+      steps is 1 (TempFlow-GRPO, arXiv 2508.04324, with p = 1).
+    * ``ratio_norm``: r = exp(std (log p - log p_old + mean((mean_theta - mean_old)^2) / (2 std^2)))
+      and the loss of a step is divided by its -dsigma (GRPO-Guard, arXiv 2510.22319).
+
+    ``log p_old`` is that of the weights that drew the samples, recomputed in the same batch as
+    log p: the last bits of a forward pass depend on the shape of its batch, and with e = 1e-4 the
+    ratio must not. The stored log-probability verifies that these weights drew the path:
+    loss/log_prob_drift is the mean absolute difference.
     """
 
     sampling_adapter = "old"
@@ -52,13 +54,13 @@ class PathGRPO:
         )
 
     def drawn(self, usable: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """The steps that a sample is trained on, ascending: all that are ``usable``."""
+        """Return the steps that a sample is trained on, ascending: here all ``usable`` ones."""
         return usable
 
     def steps(
         self, count: int, rng: np.random.Generator, window: Container[int] | None = None
     ) -> np.ndarray:
-        """The trained steps of a path of ``count`` steps that is stochastic in ``window``."""
+        """Draw the trained steps of a path of ``count`` steps that is stochastic in ``window``."""
         return self.drawn(np.asarray(self._usable(count, window)), rng)
 
     def _usable(self, count: int, window: Container[int] | None) -> list[int]:
@@ -67,10 +69,11 @@ class PathGRPO:
     def points(
         self, samples: Mapping[str, Tensor], sigmas: Tensor, rng: np.random.Generator
     ) -> Points:
-        """The trained steps of each sample, sample by sample, from "states" [S, T + 1, *latent] and
-        "log_probs" [S, T]; of its "stochastic" [S, T] steps, where that is recorded.
+        """Return the trained steps of all samples as points, ordered by sample.
 
-        Raises ValueError where a path has not as many steps as the schedule [T + 1].
+        They come from "states" [S, T + 1, *latent] and "log_probs" [S, T]. If "stochastic" [S, T]
+        is recorded, only the steps that it marks are used. Raises ValueError if a path's number of
+        steps differs from the schedule's [T + 1].
         """
         import torch
 
@@ -101,14 +104,14 @@ class PathGRPO:
     def _windows(
         self, samples: Mapping[str, Tensor], count: int
     ) -> Sequence[Container[int] | None]:
-        """The stochastic steps of each sample; None: all."""
+        """Return the stochastic steps of each sample; None: all steps."""
         recorded = samples.get("stochastic")
         if recorded is None:
             return [None] * count
         return [set(row.nonzero().flatten().tolist()) for row in recorded]
 
     def _weights(self, chosen: np.ndarray, sigmas: Tensor, window: Container[int] | None) -> Tensor:
-        """std^p of the ``chosen`` steps over its mean of all steps that may be chosen."""
+        """Return std^p of the ``chosen`` steps, divided by its mean over all usable steps."""
         import torch
 
         weights = self.path_solver.std(sigmas[:-1], sigmas[1:]) ** self.noise_weight
@@ -118,12 +121,15 @@ class PathGRPO:
     def loss(
         self, points: Points, velocities: Mapping[str, Tensor], advantages: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Scalar float64 loss; metrics loss/policy, loss/ratio, loss/clip_share,
-        loss/log_prob_drift and loss/kl (unweighted).
+        """Return the scalar float64 loss and the metrics.
+
+        Metrics are loss/policy, loss/ratio, loss/clip_share, loss/log_prob_drift and, with the
+        reference, loss/kl (unweighted).
         """
-        x, after, x_next = points.x_t, points.given["sigma_next"], points.given["x_next"]
+        x, next_sigma, x_next = points.x_t, points.given["sigma_next"], points.given["x_next"]
         steps = {
-            name: self.path_solver.step(x, v, points.sigma, after) for name, v in velocities.items()
+            name: self.path_solver.step(x, v, points.sigma, next_sigma)
+            for name, v in velocities.items()
         }
         current, old = steps["current"], steps["old"].log_prob(x_next).detach()
         weight = advantages.clamp(-self.advantage_clip, self.advantage_clip)
@@ -136,18 +142,18 @@ class PathGRPO:
         loss, metrics = clipped_surrogate(weight, log_prob, base, self.clip)
         metrics["loss/log_prob_drift"] = (old - points.given["log_prob"]).abs().double().mean()
         if "ref" in self.policies:
-            # over 2 g^2, which is std^2 / length
-            apart = per_point_mean(
+            # divided by 2 g^2, as g^2 = std^2 / length
+            kl_per_point = per_point_mean(
                 (current.mean - steps["ref"].mean.detach()) ** 2
                 * current.length
                 / (2 * current.std**2)
             )
-            kl = apart.double().mean()
+            kl = kl_per_point.double().mean()
             loss, metrics["loss/kl"] = loss + self.kl * kl, kl.detach()
         return loss, metrics
 
     def _normed(self, log_ratio: Tensor, steps: Mapping[str, Step]) -> Tensor:
-        """The log ratio [P] without the drift that its mean has, and times std."""
+        """Return the log ratio [P] with the drift of its mean removed, multiplied by std."""
         current, old = steps["current"], steps["old"]
         std = current.std.flatten()
         drift = per_point_mean((current.mean - old.mean.detach()) ** 2) / (2 * std**2)
