@@ -25,7 +25,7 @@ import xxhash
 from actors.messages import ActorInfo, Exported, WeightsId
 from actors.runtime import identity
 from bench.timing import Options, Ratio, ray_for, silent
-from cluster.driver.learners import LearnerGroup
+from cluster.driver.learner_group import LearnerGroup
 from cluster.driver.weights import WeightChannel
 from cluster.runtime.pool import ActorPool
 from configs.services import LearnerService, RolloutService, Service

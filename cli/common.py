@@ -61,7 +61,7 @@ def add_checkpoint(sub: argparse.ArgumentParser, of: str = "a checkpoint of the 
     sub.add_argument("--checkpoint", type=int, metavar="STEP", help=text)
 
 
-def run_at(path: str) -> tuple[RunDirectory, RunConfig]:
+def open_run(path: str) -> tuple[RunDirectory, RunConfig]:
     """Return a run directory and its configuration. Raises ConfigError if there is none."""
     from records.rundir import RunDirectory
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cli.common import DONE, add_checkpoint, run_at
+from cli.common import DONE, add_checkpoint, open_run
 
 HELP = "score held-out prompts with base, trained, sampling-policy and EMA weights"
 
@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
 
     if options.own_process:
         anew.begin()
-    rundir, config = run_at(options.run)
+    rundir, config = open_run(options.run)
     anew.fork_template(config)
     from cluster.driver.offline import evaluate_run
 

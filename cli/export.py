@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cli.common import DONE, add_checkpoint, run_at
+from cli.common import DONE, add_checkpoint, open_run
 from configs.load import ConfigError
 
 HELP = "write a LoRA that stock diffusers loads, and its model card"
@@ -26,7 +26,7 @@ def declare(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the LoRA and its model card, and push them with ``--push``."""
-    rundir, config = run_at(options.run)
+    rundir, config = open_run(options.run)
     from analysis.card import Export, write_card
     from analysis.hub import check_hub, push
     from cluster.driver.offline import export_run

@@ -10,8 +10,8 @@ from cli.common import (
     add_checkpoint,
     add_config,
     add_measuring,
+    open_run,
     require_positive,
-    run_at,
     say,
 )
 from configs.load import ConfigError, load
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     require_positive(options, "prompts", "steps", "threads")
     rundir = None
     if options.run is not None:
-        rundir, config = run_at(options.run)
+        rundir, config = open_run(options.run)
         config = measured(config, options.overrides)
     else:
         config = load(options.config, options.overrides)

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.common import DONE, USER_ERROR, add_config, require_positive, run_at, say
+from cli.common import DONE, USER_ERROR, add_config, open_run, require_positive, say
 from configs.load import ConfigError, load
 from configs.schema import RunConfig
 
@@ -134,7 +134,7 @@ def _from_run(
     """Print the plan with the durations of calls that were measured in a run."""
     from simulator.measured import on_gpus
 
-    rundir, recorded = run_at(options.from_run)
+    rundir, recorded = open_run(options.from_run)
     if not on_gpus(recorded):
         return _from_cores(options, config, rundir, recorded, assumed, nodes)
     from simulator.measured_gpus import plan_from

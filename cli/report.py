@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cli.common import DONE, run_at
+from cli.common import DONE, open_run
 from configs.load import ConfigError
 from records import lock
 from records.errors import described
@@ -19,7 +19,7 @@ def declare(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the report and print its path."""
-    rundir, config = run_at(options.run)
+    rundir, config = open_run(options.run)
     from analysis.report.page import build_report
 
     try:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.driver.places import Places
+from cluster.driver.actor_placement import ActorPlacement
 from cluster.driver.services import ActorServices
 from cluster.runtime.transport import Handle
 from configs.schema import RunConfig
@@ -79,7 +79,7 @@ class Board:
         return Shared(f"{service}-{index}"), hardware.any_durations
 
 
-class SimulatedPlaces(Places):
+class SimulatedPlaces(ActorPlacement):
     """Nothing to choose: ``Board`` has it."""
 
     async def choose(self, kinds: Collection[str]) -> None:
@@ -110,7 +110,7 @@ class SimulatedServices(ActorServices):
         self._tree = config.model_dump(mode="json")
         super().__init__(patient(config), RunDirectory(Path()), event, record)
 
-    def _places(self) -> Places:
+    def _places(self) -> ActorPlacement:
         return SimulatedPlaces(self.config, self._event)
 
     def _spawner(self, kind: str, actor: type, *args: object) -> Callable[[str], Handle]:

@@ -28,7 +28,7 @@ GUARDED = {"backend": WORD, "backend_before": WORD, "below": (int, type(None))}
 """Allowed types of the fields of ``Saved`` (``KINDS``) and of its ``guard`` (``GUARDED``)."""
 
 
-class Saved(TypedDict):
+class DriverState(TypedDict):
     """State of the driver that a checkpoint stores beside the learner's state."""
 
     iteration: int
@@ -81,7 +81,7 @@ class Checkpoints:
         if self.up_to_date:
             return
         position, iteration = self._position, self._position.next_iteration
-        state: Saved = {
+        state: DriverState = {
             "iteration": iteration,
             "time": time.time(),
             "seconds": position.seconds,
@@ -104,13 +104,13 @@ class Checkpoints:
         kept.
         """
         path, position = latest_checkpoint(self._rundir.checkpoints), self._position
-        saved: Saved = {
+        saved: DriverState = {
             "iteration": 0, "time": 0.0, "seconds": 0.0, "samples_seen": 0, "guard": {},
             "backend": None,
         }  # fmt: skip
         if path is not None:
             # merged over the defaults: an older checkpoint may lack a field
-            saved = saved | saved_at(path)
+            saved = saved | read_driver_state(path)
         position.next_iteration = saved["iteration"]
         position.samples_seen = saved["samples_seen"]
         # the checkpoint that was just read need not be written again before the next update
@@ -127,7 +127,7 @@ class Checkpoints:
         return path
 
 
-def saved_at(path: Path) -> Saved:
+def read_driver_state(path: Path) -> DriverState:
     """Return the driver's state in a checkpoint. Raises CheckpointError if it is damaged."""
     extra: object = read(path)[1].get("extra")
     if not isinstance(extra, dict) or not _has_valid_types(cast(Tree, extra)):
@@ -135,7 +135,7 @@ def saved_at(path: Path) -> Saved:
             f"checkpoint {str(path)!r}: its {STATE} does not say how far the run was: resume from"
             " an earlier checkpoint"
         )
-    return cast(Saved, extra)
+    return cast(DriverState, extra)
 
 
 def _has_valid_types(extra: Tree) -> bool:

@@ -14,7 +14,7 @@ from ray import ObjectRef
 from ray.exceptions import ObjectLostError
 
 from actors.messages import Floats, GenerateRequest, Images
-from cluster.driver.encoded import blocks_of
+from cluster.driver.conditioning_cache import held_out_blocks
 from cluster.driver.iteration import Metrics
 from cluster.driver.scoring import Scored, Scoring
 from cluster.driver.services import ActorServices
@@ -97,7 +97,7 @@ async def evaluate(
         RunFailed: Scoring failed for more images than ``rewards.max_failed_share`` allows, or for
             all of them.
     """
-    settings, blocks = config.evaluate, blocks_of(config, len(prompts))
+    settings, blocks = config.evaluate, held_out_blocks(config, len(prompts))
     conditioning = await services.encoder.encode(
         "evaluation", [[prompts[p] for p in block] for block in blocks]
     )

@@ -164,7 +164,7 @@ class Exploration:
             )
         chosen = await self._services.selector.select(it.index, p, scored.rewards)
         if self._extremes and images:
-            self._extremes.seen(it, p, "explored", seeds, scored.rewards, images, size)
+            self._extremes.add(it, p, "explored", seeds, scored.rewards, images, size)
         return it.explored(p, Candidates(seeds, scored, samples, size, chosen))
 
     async def _explore_and_score(
@@ -187,7 +187,7 @@ class Exploration:
             parts = [scored for scored, _, _ in chunks]
             key, priority = ("explore", it.index, p, it.version), (it.index, p, 0)
             try:
-                scored = await it.scoring.together(key, parts, images, it.prompts[p], priority)
+                scored = await it.scoring.combine(key, parts, images, it.prompts[p], priority)
             except InputsLost:
                 continue
             return scored, [reference for _, reference, _ in chunks], images

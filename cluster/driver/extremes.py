@@ -27,7 +27,7 @@ LAST_S = 20.0
 
 
 @dataclass(frozen=True)
-class Ends:
+class StageExtremes:
     """One stage of a prompt: its seeds, their rewards, and the best and worst image, downscaled."""
 
     seeds: tuple[int, ...]
@@ -42,7 +42,7 @@ class Ends:
         return value if np.isfinite(value) else None
 
 
-Found = dict[tuple[int, Stage], asyncio.Task[Ends]]
+Found = dict[tuple[int, Stage], asyncio.Task[StageExtremes]]
 
 
 class Extremes:
@@ -69,7 +69,7 @@ class Extremes:
         """Return True if images of the prompt with this index in its iteration are kept."""
         return prompt < self._settings.image_prompts
 
-    def seen(
+    def add(
         self,
         it: Iteration,
         prompt: int,
@@ -123,7 +123,9 @@ class Extremes:
         self._show(index, shown)
 
 
-def extremes(texts: Sequence[str], ends: Mapping[tuple[int, Stage], Ends]) -> list[Extreme]:
+def extremes(
+    texts: Sequence[str], ends: Mapping[tuple[int, Stage], StageExtremes]
+) -> list[Extreme]:
     """Return the best and the worst image of every stage of every prompt.
 
     Seeds are numbered in the order of exploration, or of generation if nothing was explored.
@@ -157,10 +159,10 @@ def best_and_worst(rewards: Floats) -> tuple[int, ...]:
 
 async def _fetch(
     seeds: tuple[int, ...], rewards: Floats, batches: Sequence[ObjectRef[Images]], size: int
-) -> Ends:
+) -> StageExtremes:
     """Fetch only the batches that hold the best and the worst image, and downscale these two."""
     images: dict[int, np.ndarray] = {}
     for place in best_and_worst(rewards):
         batch = await batches[place // size]
         images[place] = await asyncio.to_thread(reduced, batch[place % size])
-    return Ends(seeds, rewards, images)
+    return StageExtremes(seeds, rewards, images)

@@ -33,7 +33,7 @@ STEPS = 2
 
 
 @dataclass(frozen=True)
-class Expected:
+class ProbeReference:
     """The learner's result for a version, with the request and conditioning that produced it."""
 
     request: Probe
@@ -56,7 +56,7 @@ class PolicyIdentity:
         self._prompt = prompts[0]
         self._worst: float | None = None
 
-    async def expected(self, version: int, learner: LearnerClient) -> Expected | None:
+    async def expected(self, version: int, learner: LearnerClient) -> ProbeReference | None:
         """Return the learner's result for the version it exported last, or None if none is due."""
         plan = self._config.plan.explore
         if plan is None or version % self._config.audit.identity_every:
@@ -69,9 +69,9 @@ class PolicyIdentity:
         request = Probe(version, seeds, STEPS, self._config.explore.solver)
         (conditioning,) = await self._encoder.encode("identity", [[self._prompt]])
         single = replace(request, seeds=seeds[:1])
-        return Expected(request, conditioning, await learner.probe(single, conditioning))
+        return ProbeReference(request, conditioning, await learner.probe(single, conditioning))
 
-    async def check(self, rollout: ActorPool, member: Member, expected: Expected) -> None:
+    async def check(self, rollout: ActorPool, member: Member, expected: ProbeReference) -> None:
         """Compare an actor's latents with the learner's.
 
         A difference above the bound raises RunFailed, or is noted if ``audit.identity_action`` is

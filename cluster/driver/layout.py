@@ -18,7 +18,7 @@ from planning.layouts.threads import with_threads
 from planning.make import described
 
 
-def on_this_cluster(config: RunConfig, tell: Callable[[str], None]) -> RunConfig:
+def choose_cluster_layout(config: RunConfig, tell: Callable[[str], None]) -> RunConfig:
     """Return ``config`` with the chosen layout's numbers, and with threads for a learner on CPUs.
 
     The layout is chosen for the GPUs that are free on the cluster, and reported to ``tell``. Raises

@@ -70,10 +70,10 @@ class Regeneration:
         )
         images = [generated.images for generated, _ in results]
         scores, priority = [scored for _, scored in results], (it.index, p, 1)
-        combined = await it.scoring.together(key, scores, images, it.prompts[p], priority)
+        combined = await it.scoring.combine(key, scores, images, it.prompts[p], priority)
         rewards = combined.rewards
         if self._extremes:
-            self._extremes.seen(it, p, "regenerated", seeds, rewards, images, size)
+            self._extremes.add(it, p, "regenerated", seeds, rewards, images, size)
         usable = np.isfinite(rewards)
         if not usable.any():
             raise RunFailed(

@@ -20,7 +20,7 @@ from cluster.runtime.pool import ActorPool
 from cluster.runtime.tasks import BackgroundTasks, run_together
 
 
-class OneAtATime:
+class SerialExecutor:
     """Runs one piece of work at a time.
 
     Work that has started is completed even if its caller is cancelled: some of the replicas have
@@ -48,7 +48,7 @@ class Serialized(Caller):
     """Calls of ``caller``, each run after all earlier work of ``order``."""
 
     caller: Caller
-    order: OneAtATime
+    order: SerialExecutor
 
     async def perform(self, task: AnyTask, call: Call) -> Answer:
         return await self.order.take(lambda: self.caller.perform(task, call))
@@ -84,7 +84,7 @@ class _Waiting:
 class Rounds(Caller):
     """Generating calls, run in rounds of up to one call per replica, lowest priority first."""
 
-    def __init__(self, pool: ActorPool, order: OneAtATime) -> None:
+    def __init__(self, pool: ActorPool, order: SerialExecutor) -> None:
         self._pool, self._order = pool, order
         self._waiting: list[_Waiting] = []  # sorted
         self._numbers = itertools.count()

@@ -54,7 +54,7 @@ class RewardService:
     groups: Mapping[str, tuple[ActorPool, Labels]]
     model: Model | None = None
 
-    def told(self, prompts: Sequence[Prompt]) -> tuple[list[str], list[Metadata]]:
+    def scorer_inputs(self, prompts: Sequence[Prompt]) -> tuple[list[str], list[Metadata]]:
         """Return (texts, metadata) of prompts for scorers; source images are read once each."""
         first, count = prompts[0], len(prompts)
         if prompts.count(first) == count:  # true for nearly all of thousands of batches
@@ -144,7 +144,7 @@ class Scoring:
         task = Task(("score", key), priority, fault, self._rewards.attempts)
 
         def ask(client: RewardClient, labels: Labels) -> Awaitable[Scores]:
-            texts, metadata = self._service.told(prompts)
+            texts, metadata = self._service.scorer_inputs(prompts)
             return client.score(task, images, texts, metadata, labels, self._evaluation)
 
         values = await self._score_with(self._labels, ask, len(prompts))
@@ -159,7 +159,7 @@ class Scoring:
             await self._score_again(key, images, prompts, values)
         return scored
 
-    async def together(
+    async def combine(
         self,
         key: object,
         parts: Sequence[Scored],
@@ -175,7 +175,7 @@ class Scoring:
         if not self._comparing:
             return Scored.concatenate(parts)
         task = Task(("compare", key), priority, fault, self._rewards.attempts)
-        (metadata,) = self._service.told([prompt])[1]
+        (metadata,) = self._service.scorer_inputs([prompt])[1]
 
         def ask(client: RewardClient, labels: Labels) -> Awaitable[Scores]:
             return client.compare(task, prompt.text, metadata, labels, images)
@@ -225,7 +225,7 @@ class Scoring:
         first: Mapping[str, Floats],
     ) -> None:
         """Score the images again. Raises RunFailed if any scores differ from the ``first`` ones."""
-        texts, metadata = self._service.told(prompts)
+        texts, metadata = self._service.scorer_inputs(prompts)
         for pool, labels in self._service.groups.values():
             pool_labels = tuple(label for label in labels if label in self._labels)
             if not pool_labels:

@@ -17,12 +17,12 @@ from actors.learner import LearnerActor
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
-from cluster.driver.encoded import EncodedOnce, Start, groups_of
+from cluster.driver.actor_placement import ActorPlacement
+from cluster.driver.conditioning_cache import CachedEncoderClient, Start, groups_of
 from cluster.driver.environment import environment
-from cluster.driver.learners import LearnerGroup
-from cluster.driver.places import Places
+from cluster.driver.gpu_turns import GpuTurns, InGpuTurn, NoGpuTurns, learner_in_turn
+from cluster.driver.learner_group import LearnerGroup
 from cluster.driver.scoring import RewardService
-from cluster.driver.turns import AllStay, GpuTurns, WithGpus, learner_in_turn
 from cluster.driver.weights import WeightChannel, incompatibility
 from cluster.runtime import template
 from cluster.runtime.nodes import holding
@@ -76,13 +76,13 @@ class ActorServices:
             },
             config.model,
         )
-        client = EncodedOnce if config.prompts.encode_once else EncoderClient
+        client = CachedEncoderClient if config.prompts.encode_once else EncoderClient
         self.encoder, self.selector = client(encoder, config.model), SelectorClient(selector)
         self.rollout, self.learner = RolloutClient(self.rollout_pool), self.learners.client
-        self.turns = AllStay()
+        self.turns = NoGpuTurns()
         if config.services.takes_turns:
             self.turns = GpuTurns(self.rollout_pool, self.learners.pool, event)
-            self.rollout = RolloutClient(WithGpus(self.rollout_pool, self.turns, "rollout"))
+            self.rollout = RolloutClient(InGpuTurn(self.rollout_pool, self.turns, "rollout"))
             self.learner = learner_in_turn(self.learner, self.turns)
         self.weights = WeightChannel(event, config.explore_ahead, self.turns)
         self.rollout_pool.prepare = self.weights.prepare_for(self.rollout_pool)
@@ -91,8 +91,8 @@ class ActorServices:
         if config.plan.explore is not None:
             self.pools.append(self.rollout_pool)
 
-    def _places(self) -> Places:
-        return Places(self.config, self._event)
+    def _places(self) -> ActorPlacement:
+        return ActorPlacement(self.config, self._event)
 
     def _pool(self, kind: str, actor: type, *args: object) -> ActorPool:
         return ActorPool(
@@ -118,7 +118,7 @@ class ActorServices:
 
         The encoder is started alone, and exits before anything else is started.
         """
-        if isinstance(self.encoder, EncodedOnce) and not self.encoder.known:
+        if isinstance(self.encoder, CachedEncoderClient) and not self.encoder.known:
             await self._choose_places()
             await self._encode(self.encoder, self.encoder_pool.start, train, test)
 
@@ -128,7 +128,7 @@ class ActorServices:
         Raises RunFailed if there is no room for the encoder.
         """
         settings = self.config.services.encoder
-        if isinstance(self.encoder, EncodedOnce) and await self.encoder.forget_lost(
+        if isinstance(self.encoder, CachedEncoderClient) and await self.encoder.forget_lost(
             settings.deadline_s
         ):
             self.pools.append(self.encoder_pool)
@@ -136,7 +136,11 @@ class ActorServices:
             await self._encode(self.encoder, start, train, test)
 
     async def _encode(
-        self, encoder: EncodedOnce, start: Start, train: Sequence[Prompt], test: Sequence[Prompt]
+        self,
+        encoder: CachedEncoderClient,
+        start: Start,
+        train: Sequence[Prompt],
+        test: Sequence[Prompt],
     ) -> None:
         began = time.monotonic()
         count = await encoder.fill_from(
@@ -211,7 +215,7 @@ class ActorServices:
             if size < before:
                 target = size
             elif size > before:
-                self.look_at_nodes()
+                self.refresh_nodes()
                 new = pool.supervisor.next_actors(size - before)
                 target += await self.places.make_room(new, partly)
             try:
@@ -235,7 +239,7 @@ class ActorServices:
             raise ConfigError(f"{kind}: {size} actors: {allowed}")
         return pool
 
-    def look_at_nodes(self) -> None:
+    def refresh_nodes(self) -> None:
         """Update the nodes from the cluster's state, at most once per iteration of the event loop.
 
         Lost nodes are reported. One iteration may start a thousand actors, and checking all actors
@@ -281,7 +285,7 @@ class ActorServices:
         remote: Any = ray.remote(actor)  # pyright: ignore[reportUnknownVariableType]
 
         def spawn(name: str) -> Handle:
-            self.look_at_nodes()
+            self.refresh_nodes()
             node = self.places.take(name.rpartition(".")[0])
             # ``nodes.holding`` finds the actor by its name. The namespace is the job's own, as a
             # cluster may have two runs of one name. Hard affinity: on another node the actor would

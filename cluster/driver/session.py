@@ -13,7 +13,7 @@ import ray
 
 from analysis.report.page import build_report
 from cluster.driver.checkpoints import Checkpoints, Position
-from cluster.driver.ending import End, end_all, reason_of
+from cluster.driver.cleanup import CleanupStep, reason_of, run_cleanup
 from cluster.driver.extremes import Extremes
 from cluster.driver.held_out import HeldOut
 from cluster.driver.iteration import Iteration, Metrics
@@ -22,7 +22,7 @@ from cluster.driver.loop import Ring
 from cluster.driver.scaling import Scaling
 from cluster.driver.services import ActorServices
 from cluster.driver.status import Reporter
-from cluster.driver.stopping import Stopping
+from cluster.driver.stop_signals import Stopping
 from cluster.jobs.board import Link
 from cluster.runtime.garbage import collected_rarely
 from cluster.runtime.tasks import cancel_all
@@ -101,7 +101,7 @@ class Session:
         self._stopping.over()
         tasks = [linked, *([self.scaling.running] if self.scaling.running else [])]
         # callers end before the pools they call: a stopped pool never answers a task
-        ends: list[End] = [
+        ends: list[CleanupStep] = [
             ("exploring ahead", self.ring.close),
             ("scaling", partial(cancel_all, tasks)),
             ("leaving the board", link.leave),
@@ -114,7 +114,7 @@ class Session:
             # last: the report shows what all of these have written
             ("report.html", partial(build_report, self.rundir.path)),
         ]
-        await end_all(ends, self.rundir.event, self.progress.note)
+        await run_cleanup(ends, self.rundir.event, self.progress.note)
 
     def _event(self, name: str, **fields: object) -> None:
         self.rundir.event(name, **fields)
@@ -250,7 +250,7 @@ class Session:
             self.rundir.selection(it.index, it.version, it.selected)
         self.progress.iteration_finished(row)
         position.last_row = {k: value for k, value in row.items() if not isinstance(value, str)}
-        self.services.look_at_nodes()
+        self.services.refresh_nodes()
         self.scaling.follow_rule(row)
 
     async def _evaluate_where_due(self, last: bool = False) -> None:

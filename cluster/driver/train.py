@@ -7,12 +7,12 @@ import contextlib
 
 import ray
 
-from cluster.driver.checkpoints import saved_at
+from cluster.driver.checkpoints import read_driver_state
 from cluster.driver.connect import check_run_root, join_or_start_ray
 from cluster.driver.held_out import HeldOut
-from cluster.driver.layout import on_this_cluster
+from cluster.driver.layout import choose_cluster_layout
 from cluster.driver.session import Session
-from cluster.driver.stopping import unless_stopped
+from cluster.driver.stop_signals import unless_stopped
 from cluster.driver.store import check_store
 from cluster.runtime.nodes import find_room
 from configs.prompts import read_prompts, refuse_overlap
@@ -59,7 +59,7 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
             joined = join_or_start_ray(config)
         try:
             check_run_root(config, joined)
-            config = on_this_cluster(config, _tell)
+            config = choose_cluster_layout(config, _tell)
             check_store(config, asyncio.run(unless_stopped(find_room(config, tell=_tell))))
             if not resume:
                 # not earlier: locking creates the directory, and until here the run may be refused
@@ -89,6 +89,6 @@ def refuse_damaged(rundir: RunDirectory) -> None:
     try:
         newest = latest_checkpoint(rundir.checkpoints)
         if newest is not None:
-            saved_at(newest)
+            read_driver_state(newest)
     except CheckpointError as error:
         raise RunFailed(str(error)) from None

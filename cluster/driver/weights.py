@@ -17,8 +17,8 @@ from actors.calls import resolved
 from actors.clients import LearnerClient
 from actors.messages import ActorInfo, ChunkKey, Shard, WeightsId
 from actors.rollout import RolloutActor
-from cluster.driver.identity import Expected, PolicyIdentity
-from cluster.driver.turns import AllStay
+from cluster.driver.gpu_turns import NoGpuTurns
+from cluster.driver.identity import PolicyIdentity, ProbeReference
 from cluster.runtime import clock
 from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
@@ -34,7 +34,7 @@ class Published:
     manifest: Manifest
     backend: str | None  # precision that it is packed for; None: rollout actors report none
     shards: list[ObjectRef[Shard]]  # in order
-    probe: Expected | None = None  # the learner's result, if the version is checked
+    probe: ProbeReference | None = None  # the learner's result, if the version is checked
 
     @cached_property
     def id(self) -> WeightsId:
@@ -45,14 +45,14 @@ class Published:
 class WeightChannel:
     """Publishes policy versions, and holds those that a chunk may name."""
 
-    def __init__(self, event: Event, ahead: int = 0, turns: AllStay | None = None):
+    def __init__(self, event: Event, ahead: int = 0, turns: NoGpuTurns | None = None):
         """``ahead``: by how many versions a chunk may be behind the newest.
 
         With 0, actors load a version when it is published; otherwise when a chunk first names it,
         because they may still be working with the version before. ``turns``: their turns on GPUs
         that they share with the learner.
         """
-        self._turns = turns or AllStay()
+        self._turns = turns or NoGpuTurns()
         self._event, self._ahead = event, ahead
         # precision that rollout actors reported, as of the last publishing
         self._reported_backend: str | None = None
@@ -110,7 +110,7 @@ class WeightChannel:
         # when exploring ahead, actors are still busy with the version before, and load this one
         # with their first chunk of it
         if not self._ahead:
-            async with self._turns.of("rollout"):
+            async with self._turns.hold("rollout"):
                 await rollout.each(lambda member: self._load(rollout, member, published))
         # includes loading, unless it happens later, as part of the next exploration
         seconds = clock.now() - start
@@ -208,7 +208,7 @@ class WeightChannel:
         return self._changes[versions]
 
     async def _load(self, rollout: ActorPool, member: Member, published: Published) -> None:
-        await self._turns.arrive(member)
+        await self._turns.ensure_on_gpu(member)
         if member.weights == published.id:
             return
         own, before = member.info.backend if member.info else None, member.weights

@@ -14,7 +14,7 @@ import numpy as np
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.driver.layout import on_this_cluster
+from cluster.driver.layout import choose_cluster_layout
 from cluster.driver.store import check_store, published_bytes
 from cluster.runtime.nodes import all_nodes, free_nodes, object_stores
 from cluster.runtime.starting import cause
@@ -46,7 +46,7 @@ def of_cluster(config: RunConfig | None) -> list[Check]:
 def _placed(config: RunConfig) -> tuple[RunConfig, Check]:
     """``config`` laid out on this cluster, and whether every actor has a place."""
     try:
-        config = on_this_cluster(config, lambda line: None)
+        config = choose_cluster_layout(config, lambda line: None)
         place(needs_of(config), all_nodes())
     except (ConfigError, NoRoom) as error:
         return config, Check("placement", "failed", "; ".join(error.lines))

@@ -148,7 +148,7 @@ class AWM:
 
     def _log_prob(self, points: Points, velocity: Tensor) -> Tensor:
         """Return -w(t, e) of each point: float64 [P]."""
-        target = points.given["eps"].double() - points.given["x0"].double()
+        target = points.extras["eps"].double() - points.extras["x0"].double()
         error, t = per_point_mean((velocity.double() - target) ** 2), points.sigma.double()
         match self.settings.weighting:
             case "uniform":

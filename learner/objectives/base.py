@@ -39,14 +39,14 @@ class Points:
     x_t: Tensor  # float32 [P, *latent]
     sigma: Tensor  # float32 [P]
     sample_index: Tensor  # int64 [P], the sample of each point
-    given: dict[str, Tensor]  # [P, ...] each, further inputs of the objective's loss
+    extras: dict[str, Tensor]  # [P, ...] each, further inputs of the objective's loss
 
     def __len__(self) -> int:
         return len(self.sigma)
 
     def of_samples(self, offset: int) -> Points:
         """Return the same points with ``offset`` added to their sample indices."""
-        return Points(self.x_t, self.sigma, self.sample_index + offset, self.given)
+        return Points(self.x_t, self.sigma, self.sample_index + offset, self.extras)
 
     def rows(self, part: slice) -> Points:
         """Return the points of a slice."""
@@ -61,7 +61,7 @@ class Points:
         """Concatenate the points of all parts; sample indices stay unchanged."""
         import torch
 
-        given = {name: torch.cat([part.given[name] for part in parts]) for name in parts[0].given}
+        given = {name: torch.cat([part.extras[name] for part in parts]) for name in parts[0].extras}
         x_t, sigma, index = (
             torch.cat([getattr(p, name) for p in parts])
             for name in ("x_t", "sigma", "sample_index")
@@ -69,7 +69,7 @@ class Points:
         return Points(x_t, sigma, index, given)
 
     def _each(self, do: Callable[[Tensor], Tensor]) -> Points:
-        given = {name: do(tensor) for name, tensor in self.given.items()}
+        given = {name: do(tensor) for name, tensor in self.extras.items()}
         return Points(do(self.x_t), do(self.sigma), do(self.sample_index), given)
 
 

@@ -110,6 +110,6 @@ class DiffusionNFT:
 def _residual_loss(points: Points, velocity: Tensor) -> Tensor:
     """Return L of the class docstring for each point: float64 [P]."""
     t = points.sigma.reshape(-1, *[1] * (points.x_t.ndim - 1))
-    residual = points.x_t - t * velocity - points.given["x0"]
+    residual = points.x_t - t * velocity - points.extras["x0"]
     weight = per_point_mean(residual.detach().double().abs()).clamp(min=SMALLEST_WEIGHT)
     return per_point_mean(residual**2).double() / weight

@@ -126,21 +126,21 @@ class PathGRPO:
         Metrics are loss/policy, loss/ratio, loss/clip_share, loss/log_prob_drift and, with the
         reference, loss/kl (unweighted).
         """
-        x, next_sigma, x_next = points.x_t, points.given["sigma_next"], points.given["x_next"]
+        x, next_sigma, x_next = points.x_t, points.extras["sigma_next"], points.extras["x_next"]
         steps = {
             name: self.path_solver.step(x, v, points.sigma, next_sigma)
             for name, v in velocities.items()
         }
         current, old = steps["current"], steps["old"].log_prob(x_next).detach()
         weight = advantages.clamp(-self.advantage_clip, self.advantage_clip)
-        if "weight" in points.given:
-            weight = weight * points.given["weight"]
+        if "weight" in points.extras:
+            weight = weight * points.extras["weight"]
         log_prob, base = current.log_prob(x_next), old
         if self.ratio_norm:
             log_prob, base = self._normed(log_prob - old, steps), old.new_zeros(old.shape)
             weight = weight / current.length.flatten()
         loss, metrics = clipped_surrogate(weight, log_prob, base, self.clip)
-        metrics["loss/log_prob_drift"] = (old - points.given["log_prob"]).abs().double().mean()
+        metrics["loss/log_prob_drift"] = (old - points.extras["log_prob"]).abs().double().mean()
         if "ref" in self.policies:
             # divided by 2 g^2, as g^2 = std^2 / length
             kl_per_point = per_point_mean(

@@ -20,9 +20,9 @@ from actors.learner import LearnerActor
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
+from cluster.driver.gpu_turns import GpuTurns, InGpuTurn, NoGpuTurns, learner_in_turn
 from cluster.driver.loop import Ring
 from cluster.driver.scoring import RewardService
-from cluster.driver.turns import AllStay, GpuTurns, WithGpus, learner_in_turn
 from cluster.driver.weights import WeightChannel
 from cluster.runtime.member import Member
 from configs.prompts import read_prompts
@@ -103,11 +103,11 @@ class LocalServices:
         self.reward = RewardService(
             {"reward": (pool(RewardActor(plain), RewardActor(plain)), config.scorers_of("reward"))}
         )
-        self.turns = AllStay()
+        self.turns = NoGpuTurns()
         if config.services.takes_turns:
             pools: Any = self.rollout_pool, learner
             self.turns = GpuTurns(*pools, event)
-            self.rollout = RolloutClient(WithGpus(self.rollout_pool, self.turns, "rollout"))
+            self.rollout = RolloutClient(InGpuTurn(self.rollout_pool, self.turns, "rollout"))
             self.learner = learner_in_turn(self.learner, self.turns)
         self.weights = WeightChannel(event, config.explore_ahead, self.turns)
         self.rollout_pool.prepare = self.weights.prepare_for(self.rollout_pool)

@@ -12,7 +12,7 @@ from actors.learner import LearnerActor
 from actors.messages import ActorInfo, GenerateRequest, Rendezvous
 from actors.runtime import on_device
 from cluster.driver import services
-from cluster.driver.learners import LearnerGroup
+from cluster.driver.learner_group import LearnerGroup
 from cluster.runtime import template
 from cluster.runtime.outcomes import Outcomes
 from cluster.runtime.pool import ActorPool

@@ -10,8 +10,8 @@ import pytest
 import ray
 from ray.exceptions import ObjectLostError
 
-from cluster.driver import encoded
-from cluster.driver.encoded import EncodedOnce, asked_of, groups_of
+from cluster.driver import conditioning_cache
+from cluster.driver.conditioning_cache import CachedEncoderClient, group_key, groups_of
 from configs.prompts import Prompt
 from configs.sections import Model
 from planning.layouts.costs import Costs
@@ -38,7 +38,7 @@ def test_what_a_run_asks_for(tiny_sd3_dir, tmp_path):
 def test_a_prompt_that_was_not_asked_for_ends_the_run(tmp_path):
     pool: Any = None
     a, b = [Prompt("a")], [Prompt("b")]
-    once = EncodedOnce(pool, Model(path="x"), {asked_of(a): "there"})  # type: ignore[dict-item]
+    once = CachedEncoderClient(pool, Model(path="x"), {group_key(a): "there"})  # type: ignore[dict-item]
     assert asyncio.run(once.encode(0, [a])) == ["there"]
     with pytest.raises(RunFailed, match=r"prompts.encode_once: \['b'\] was not encoded"):
         asyncio.run(once.encode(0, [a, b]))
@@ -82,10 +82,10 @@ class Encoding:
 
 
 def filled(monkeypatch: pytest.MonkeyPatch, pool: Any) -> list[Any]:
-    monkeypatch.setattr(encoded, "_put", lambda value: value)
+    monkeypatch.setattr(conditioning_cache, "_put", lambda value: value)
 
-    async def fill() -> EncodedOnce:
-        once = EncodedOnce(pool, Model(path="x"))
+    async def fill() -> CachedEncoderClient:
+        once = CachedEncoderClient(pool, Model(path="x"))
         assert await once.fill([[Prompt("a")], [Prompt("b")]], 3, 0.1) == 2
         return once
 

@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError
 
 from actors.calls import Task
 from cluster.driver import services as services_module
-from cluster.driver.ending import end_all
+from cluster.driver.cleanup import run_cleanup
 from cluster.driver.live_report import LiveReport
 from cluster.driver.services import ActorServices
 from cluster.driver.session import Session
@@ -44,7 +44,7 @@ def test_the_rest_is_ended_though_something_fails():
 
     ends = [("a", breaks), ("b", waits), ("c", lambda: 1 / 0), ("d", lambda: done.append("last"))]
     notes: list[str] = []
-    asyncio.run(end_all(ends, full, notes.append))
+    asyncio.run(run_cleanup(ends, full, notes.append))
     assert done == ["waited for", "last"]
     told = [("a", "no way"), ("c", "ZeroDivisionError: division by zero")]
     assert events == [("end_failed", {"what": what, "why": why}) for what, why in told]

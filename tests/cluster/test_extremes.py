@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.driver.extremes import MOST_OPEN, Ends, Extremes, best_and_worst, extremes
+from cluster.driver.extremes import MOST_OPEN, Extremes, StageExtremes, best_and_worst, extremes
 from configs.load import load
 from configs.prompts import Prompt
 from records.extremes import find_extremes
@@ -63,7 +63,7 @@ class Collected:
 
     def see(self, it: Any, prompt: int, stage: Any, seeds: Any, found: Any, *batches: Any) -> None:
         size = len(getattr(batches[0], "value", batches[0]))
-        self.extremes.seen(it, prompt, stage, seeds, found, batches, size)
+        self.extremes.add(it, prompt, stage, seeds, found, batches, size)
 
 
 def test_best_and_worst_pass_over_what_has_no_score():
@@ -74,8 +74,8 @@ def test_best_and_worst_pass_over_what_has_no_score():
 
 def test_a_seed_has_its_place_among_the_explored_and_its_reward_in_the_other_stage():
     images = {0: batch(1)[0], 1: batch(2)[0], 2: batch(3)[0]}
-    explored = Ends((11, 12, 13), rewards(0.1, 0.9, 0.5), images)
-    regenerated = Ends((13, 12), rewards(0.8, np.nan), images)
+    explored = StageExtremes((11, 12, 13), rewards(0.1, 0.9, 0.5), images)
+    regenerated = StageExtremes((13, 12), rewards(0.8, np.nan), images)
     shown = extremes(["a"], {(0, "explored"): explored, (0, "regenerated"): regenerated})
     found = [(one.stage, one.end, one.seed, one.reward, one.other) for one in shown]
     assert found == [
@@ -127,7 +127,7 @@ def test_images_that_are_lost_are_an_event_and_a_line_and_the_next_ones_are_kept
         one = Collected(tmp_path)
         for index, value in enumerate((OSError("gone\nfar"), OSError("gone\nfar"), batch(5))):
             it = iteration(index)
-            one.extremes.seen(it, 0, "explored", (3,), rewards(1), [Fetched(value)], 1)
+            one.extremes.add(it, 0, "explored", (3,), rewards(1), [Fetched(value)], 1)
             one.extremes.finished(it)
             await asyncio.sleep(0.0)
         await one.extremes.close()
@@ -146,7 +146,7 @@ def test_where_fetching_is_slower_than_training_iterations_go_without(tmp_path: 
         one, never = Collected(tmp_path), asyncio.get_running_loop().create_future()
         for index in range(MOST_OPEN + 3):
             it = iteration(index)
-            one.extremes.seen(it, 0, "explored", (3,), rewards(1), [never], 1)
+            one.extremes.add(it, 0, "explored", (3,), rewards(1), [never], 1)
             one.extremes.finished(it)
         never.set_result(batch(5))
         await one.extremes.close()

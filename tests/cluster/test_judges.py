@@ -68,7 +68,7 @@ def together(harness: Harness, parts: int = 2) -> tuple[Scored, Scoring]:
     images = [ray.put(part) for part in np.array_split(IMAGES, parts)]
     prompts = [[PROMPTS[0]] * (len(IMAGES) // parts)] * parts
     scores = harness.wait(*(scoring.score(n, images[n], prompts[n], (0,)) for n in range(parts)))
-    (whole,) = harness.wait(scoring.together("x", scores, images, PROMPTS[0], (0,)))
+    (whole,) = harness.wait(scoring.combine("x", scores, images, PROMPTS[0], (0,)))
     return whole, scoring
 
 
@@ -100,7 +100,7 @@ def test_images_that_are_gone_before_they_are_compared(compared):
         pool.perform = lost
     try:
         with pytest.raises(InputsLost):
-            compared.wait(scoring.together("x", [scored], [ray.put(IMAGES)], PROMPTS[0], (0,)))
+            compared.wait(scoring.combine("x", [scored], [ray.put(IMAGES)], PROMPTS[0], (0,)))
     finally:
         for pool in compared.service.pools:
             del pool.perform

@@ -14,7 +14,7 @@ import ray
 import safetensors.torch
 
 from actors.calls import Call, Task
-from cluster.driver.learners import LearnerGroup
+from cluster.driver.learner_group import LearnerGroup
 from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.template import runtime_env

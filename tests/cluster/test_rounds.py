@@ -12,9 +12,9 @@ import pytest
 from actors.calls import Call, Caller, Task
 from actors.learner import LearnerActor
 from actors.messages import GenerateRequest
-from cluster.driver import learners
-from cluster.driver.learners import LearnerGroup
-from cluster.driver.rounds import OneAtATime, Rounds, Serialized, _Waiting
+from cluster.driver import learner_group
+from cluster.driver.learner_group import LearnerGroup
+from cluster.driver.rounds import Rounds, SerialExecutor, Serialized, _Waiting
 from cluster.runtime.pool import ActorPool
 from configs.services import LearnerService
 from records.errors import RunFailed, StateLost
@@ -57,7 +57,7 @@ class Everyone(Caller):
 
 
 def callers(pool: Members) -> tuple[Rounds, Serialized]:
-    order = OneAtATime()
+    order = SerialExecutor()
     standin: Any = pool
     return Rounds(standin, order), Serialized(Everyone(pool), order)
 
@@ -169,7 +169,7 @@ def test_a_failure_does_not_wait_for_replicas_that_cannot_end(monkeypatch: pytes
     """One that fails within a pass leaves the other at it: what ends the run is the failure."""
 
     async def work() -> None:
-        monkeypatch.setattr(learners, "PATIENCE_S", 0.0)
+        monkeypatch.setattr(learner_group, "PATIENCE_S", 0.0)
         service = LearnerService(replicas=2, shard="base")
         pool = ActorPool("learner", lambda name: None, service, lambda *a, **k: None, stateful=True)
         group = LearnerGroup(pool)

@@ -22,7 +22,9 @@ def test_a_prompt_is_told_once_for_a_batch_of_its_images(monkeypatch):
 
     monkeypatch.setattr(Prompt, "told", told)
     a, b = Prompt("a"), Prompt("b")
-    texts, metadata = RewardService({}, load("quickstart", []).model).told([a] * 24 + [b, a])
+    texts, metadata = RewardService({}, load("quickstart", []).model).scorer_inputs(
+        [a] * 24 + [b, a]
+    )
     assert texts == ["a"] * 24 + ["b", "a"] and asked == ["a", "b"]
     assert [row["of"] for row in metadata] == texts
 
@@ -49,7 +51,7 @@ def test_parts_of_a_prompt_are_combined_once(monkeypatch):
 
     async def score() -> np.ndarray:
         parts = [await scoring.score(n, "images", [prompt] * 3, ()) for n in range(6)]
-        return (await scoring.together("all", parts, [], prompt, ())).rewards
+        return (await scoring.combine("all", parts, [], prompt, ())).rewards
 
     rewards = asyncio.run(score())
     assert combined == [18] and (scoring.tally.images, scoring.tally.dropped) == (18, 6)

@@ -16,7 +16,7 @@ from actors.clients import LearnerClient
 from actors.learner import gather
 from actors.messages import Portion, SampleRows, TrainingGroup
 from actors.sharing import all_rewards, share
-from cluster.driver.learners import EveryReplica
+from cluster.driver.learner_group import EveryReplica
 from planning.waiting import owners
 from records.errors import RunFailed
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from actors.messages import ActorInfo
-from cluster.driver import places, services
+from cluster.driver import actor_placement, services
 from cluster.driver.services import ActorServices
 from cluster.driver.weights import incompatibility
 from cluster.runtime.starting import cause
@@ -79,7 +79,7 @@ def calls(monkeypatch) -> Counter[str]:
         return free_nodes()
 
     for function in (free_nodes, addresses, find_room):
-        monkeypatch.setattr(places, function.__name__, function)
+        monkeypatch.setattr(actor_placement, function.__name__, function)
     remote = SimpleNamespace(
         options=lambda **options: SimpleNamespace(remote=lambda *args: object())
     )
@@ -104,8 +104,8 @@ def test_nodes_are_looked_at_once_for_all_actors_that_start_together(calls, tmp_
         made.only("rollout")
         await made.start()
         seen = [calls.copy()]
-        made.look_at_nodes()  # a turn later, as after an iteration
-        made.look_at_nodes()
+        made.refresh_nodes()  # a turn later, as after an iteration
+        made.refresh_nodes()
         seen.append(calls.copy())
         await made.stop()
         return seen

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from actors.messages import ActorInfo
-from cluster.driver import places, services
+from cluster.driver import actor_placement, services
 from cluster.driver.services import ActorServices
 from configs.load import load
 from planning.placement import Node
@@ -62,9 +62,9 @@ def made(monkeypatch, tmp_path) -> Any:
             return SimpleNamespace(remote=lambda *args: object())
 
         for look in ("free_nodes", "all_nodes"):
-            monkeypatch.setattr(places, look, lambda: [node])
-        monkeypatch.setattr(places, "addresses", lambda: {node.id: ("127.0.0.1", 9)})
-        monkeypatch.setattr(places, "find_room", find_room)
+            monkeypatch.setattr(actor_placement, look, lambda: [node])
+        monkeypatch.setattr(actor_placement, "addresses", lambda: {node.id: ("127.0.0.1", 9)})
+        monkeypatch.setattr(actor_placement, "find_room", find_room)
         monkeypatch.setattr(services, "holding", lambda: {f"shares/{actor}" for actor in held})
         monkeypatch.setattr(services, "HOLDING_S", 0.0)
         remote = SimpleNamespace(options=options)

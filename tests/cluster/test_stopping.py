@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import ray
 
-from cluster.driver import stopping
-from cluster.driver.learners import LearnerGroup
-from cluster.driver.stopping import Stopping, unless_stopped
+from cluster.driver import stop_signals
+from cluster.driver.learner_group import LearnerGroup
+from cluster.driver.stop_signals import Stopping, unless_stopped
 from configs.schema import RunConfig
 from records.errors import StateLost, Stopped
 from records.rundir import RunDirectory
@@ -81,7 +81,7 @@ def test_signals_at_once_are_one_and_leave_time_to_save(names):
 
 
 def test_a_second_signal_ends_the_saving(monkeypatch):
-    monkeypatch.setattr(stopping, "ECHO_S", 0.1)
+    monkeypatch.setattr(stop_signals, "ECHO_S", 0.1)
 
     def later() -> None:
         asyncio.get_running_loop().call_later(0.3, signalled, "SIGINT")
@@ -121,7 +121,7 @@ def test_a_defect_while_saving_is_not_hidden():
 
 @pytest.mark.parametrize("again", [False, True])
 def test_an_update_is_finished_first_unless_a_second_signal_comes(monkeypatch, again):
-    monkeypatch.setattr(stopping, "ECHO_S", 0.1)
+    monkeypatch.setattr(stop_signals, "ECHO_S", 0.1)
     lock, save, finished = asyncio.Lock(), Saving(0), []
 
     async def updating() -> None:
@@ -260,7 +260,7 @@ def test_a_run_that_waits_for_nodes_stops_at_once(ray_here, tiny_sd3_dir, tmp_pa
 def test_a_second_signal_does_not_wait_for_a_learner_that_hangs(
     ray_here, tiny_sd3_dir, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(stopping, "ECHO_S", 0.5)
+    monkeypatch.setattr(stop_signals, "ECHO_S", 0.5)
     monkeypatch.setattr(hosts, "LEAVE_S", 1.0)  # of the learner that hangs
     config = tiny_config(
         tiny_sd3_dir,
@@ -287,7 +287,7 @@ def test_a_second_signal_does_not_wait_for_a_learner_that_hangs(
 
     with meanwhile(
         (lambda: '"kind": "iteration"' in text_of(run.metrics_file), hang_and_signal),
-        (lambda: time.monotonic() > signals[0] + stopping.ECHO_S + 1, signal_again),
+        (lambda: time.monotonic() > signals[0] + stop_signals.ECHO_S + 1, signal_again),
     ):
         code = main_here("train", write_toml(config, tmp_path))
     assert len(signals) == 2, "the first signal was enough"

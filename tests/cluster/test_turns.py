@@ -15,7 +15,7 @@ from actors.calls import Call, Task
 from actors.learner import LearnerActor
 from actors.messages import ActorInfo, Moved
 from actors.rollout import RolloutActor
-from cluster.driver.turns import GpuTurns, WithGpus
+from cluster.driver.gpu_turns import GpuTurns, InGpuTurn
 from cluster.runtime.member import Member
 from configs.load import ConfigError
 from records.errors import RunFailed, StateLost
@@ -89,13 +89,13 @@ class Stand:
         )
 
         async def prepare(member: Member, key: object) -> None:
-            await self.turns.arrive(member)
+            await self.turns.ensure_on_gpu(member)
 
         self.rollout.prepare = prepare
 
     async def ask(self, what: str) -> str:
         side: Any = "rollout" if what == "explore" else "learner"
-        caller = WithGpus(getattr(self, side), self.turns, side)
+        caller = InGpuTurn(getattr(self, side), self.turns, side)
         return await caller.perform(Task((what,)), Call(what, (), {}))
 
 
@@ -141,7 +141,7 @@ def test_a_checkpoint_waits_for_no_turn():
     async def scene() -> None:
         stand = Stand()
         await stand.ask("explore")
-        async with stand.turns.of("rollout"):
+        async with stand.turns.hold("rollout"):
             await stand.ask("save")
         assert stand.gpu.log == ["explore", "save"] and stand.turns.holder == "rollout"
 
@@ -152,11 +152,11 @@ def test_a_replaced_rollout_actor_comes_before_its_first_task():
     async def scene() -> None:
         stand = Stand()
         member = stand.rollout.members[0]
-        async with stand.turns.of("rollout"):
-            await stand.turns.arrive(member)
+        async with stand.turns.hold("rollout"):
+            await stand.turns.ensure_on_gpu(member)
             stand.gpu.here.clear()
             member.has_gpu = False  # as ``Member.kill`` leaves it
-            await stand.turns.arrive(member)
+            await stand.turns.ensure_on_gpu(member)
         assert stand.gpu.here == {("rollout", 0)}
 
     run(scene)
@@ -179,7 +179,7 @@ def test_out_of_turn_a_rollout_actor_does_not_come():
         stand = Stand()
         await stand.ask("update")
         with pytest.raises(RunFailed, match="in the learner's turn on the GPU"):
-            await stand.turns.arrive(stand.rollout.members[0])
+            await stand.turns.ensure_on_gpu(stand.rollout.members[0])
 
     run(scene)
 

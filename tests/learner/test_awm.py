@@ -127,7 +127,7 @@ def test_gradient_at_the_sampling_weights_is_the_advantage_weighted_matching_los
     made["old"] = made["current"]
     objective = build_objective(AWMSettings(weighting="uniform", kl=0.0, ema=0.0))
     assert objective.loss(points, made, advantages)[1]["loss/ratio"].item() == 1.0
-    target = points.given["eps"] - points.given["x0"]
+    target = points.extras["eps"] - points.extras["x0"]
     wanted = (advantages / 5).reshape(-1, 1, 1) * 2 * (made["current"] - target) / (6 * 4)
     torch.testing.assert_close(
         gradient(objective, points, made, advantages), wanted, rtol=1e-12, atol=1e-14
@@ -144,7 +144,7 @@ def test_times_are_one_from_each_part_of_the_first_nine_tenths_without_the_first
         assert set(column.tolist()) == {GRID[step].item() for step in part}
     assert points.sample_index.tolist() == [i for i in range(200) for _ in range(6)]
     t = points.sigma.reshape(-1, 1, 1, 1)
-    assert torch.equal(points.x_t, (1 - t) * points.given["x0"] + t * points.given["eps"])
+    assert torch.equal(points.x_t, (1 - t) * points.extras["x0"] + t * points.extras["eps"])
 
 
 def test_more_times_than_usable_steps_repeat_them_evenly():

@@ -94,7 +94,7 @@ def test_gradient_at_the_old_policy_is_the_closed_form():
     v = torch.from_numpy(np.random.default_rng(3).standard_normal((6, 2, 3), np.float32))
     advantages = torch.tensor([0.5, -1.0, 2.0, -9.0, 0.0, 7.0])
     t = points.sigma.reshape(-1, 1, 1).double()
-    residual = points.x_t.double() - t * v.double() - points.given["x0"].double()
+    residual = points.x_t.double() - t * v.double() - points.extras["x0"].double()
     weight = residual.abs().mean((1, 2), keepdim=True)
     expected = (
         advantages.clamp(-5, 5).reshape(-1, 1, 1).double() * (-2 * t * residual / (6 * weight)) / 6
@@ -123,8 +123,8 @@ def test_gradient_by_finite_differences_with_the_weight_held_still():
     def residuals(u):
         plus, minus = beta * u + (1 - beta) * old, (1 + beta) * old - beta * u
         return (
-            points.x_t - t * plus - points.given["x0"],
-            points.x_t - t * minus - points.given["x0"],
+            points.x_t - t * plus - points.extras["x0"],
+            points.x_t - t * minus - points.extras["x0"],
         )
 
     weights = [r.abs().mean((1, 2)) for r in residuals(v)]
@@ -198,17 +198,17 @@ def test_points_lie_on_the_path_at_times_of_the_schedule():
     )
     assert len(points) == 15
     assert points.sample_index.tolist() == [i for i in range(5) for _ in range(3)]
-    assert torch.equal(points.given["x0"], samples[points.sample_index])
+    assert torch.equal(points.extras["x0"], samples[points.sample_index])
     t = points.sigma.reshape(-1, 1, 1, 1)
-    assert torch.equal(points.x_t, (1 - t) * points.given["x0"] + t * points.given["eps"])
+    assert torch.equal(points.x_t, (1 - t) * points.extras["x0"] + t * points.extras["eps"])
     assert set(points.sigma.tolist()) <= set(sigmas[:-1].tolist())  # never 0
     assert all(len(set(row)) == 3 for row in points.sigma.reshape(5, 3).tolist())
     # 240 normals: the standard error of the std is 0.046
-    assert points.given["eps"].std() == pytest.approx(1, abs=0.15)
+    assert points.extras["eps"].std() == pytest.approx(1, abs=0.15)
     again = build_objective(DiffusionNFTSettings(times_per_sample=3)).points(
         {"latents": samples}, sigmas, np.random.default_rng(1)
     )
-    assert torch.equal(again.given["eps"], points.given["eps"])
+    assert torch.equal(again.extras["eps"], points.extras["eps"])
     assert torch.equal(again.sigma, points.sigma)
 
 

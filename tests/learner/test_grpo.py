@@ -129,12 +129,12 @@ def test_at_the_sampling_weights_the_gradient_is_the_policy_gradient(settings):
     loss.backward()
     assert metrics["loss/ratio"].item() == 1.0 and metrics["loss/clip_share"].item() == 0.0
     step = objective.path_solver.step(
-        points.x_t, v.detach(), points.sigma, points.given["sigma_next"]
+        points.x_t, v.detach(), points.sigma, points.extras["sigma_next"]
     )
-    now, after = (s.double().reshape(-1, 1, 1) for s in (points.sigma, points.given["sigma_next"]))
+    now, after = (s.double().reshape(-1, 1, 1) for s in (points.sigma, points.extras["sigma_next"]))
     square = step.std**2 / (now - after)
     of_v = -(1 + square * (1 - now) / (2 * now)) * (now - after)
-    score = (points.given["x_next"] - step.mean) / (step.std**2 * 6)
+    score = (points.extras["x_next"] - step.mean) / (step.std**2 * 6)
     wanted = -advantages.clamp(-5, 5).reshape(-1, 1, 1) * score * of_v / 4
     torch.testing.assert_close(v.grad, wanted, rtol=1e-9, atol=1e-12)
 
@@ -144,10 +144,10 @@ def test_flow_grpo_trains_on_all_steps_but_the_last():
     points = build_objective(FlowGRPOSettings()).points(samples, GRID, np.random.default_rng(0))
     assert points.sample_index.tolist() == [i for i in range(3) for _ in range(9)]
     assert torch.equal(points.sigma, GRID[:9].repeat(3))
-    assert torch.equal(points.given["sigma_next"], GRID[1:10].repeat(3))
+    assert torch.equal(points.extras["sigma_next"], GRID[1:10].repeat(3))
     assert torch.equal(points.x_t, samples["states"][:, :9].flatten(0, 1))
-    assert torch.equal(points.given["x_next"], samples["states"][:, 1:10].flatten(0, 1))
-    assert torch.equal(points.given["log_prob"], samples["log_probs"][:, :9].flatten())
+    assert torch.equal(points.extras["x_next"], samples["states"][:, 1:10].flatten(0, 1))
+    assert torch.equal(points.extras["log_prob"], samples["log_probs"][:, :9].flatten())
     assert (
         len(
             build_objective(FlowGRPOSettings(step_fraction=1.0)).points(

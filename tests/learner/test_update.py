@@ -207,7 +207,7 @@ def test_training_moves_towards_good_samples_and_away_from_bad_ones(tiny_sd3_dir
                 trainer.transformer, points.x_t, points.sigma, group.cond.repeat(len(points))
             )
         error = (
-            (points.x_t - points.sigma.reshape(-1, 1, 1, 1) * v - points.given["x0"])
+            (points.x_t - points.sigma.reshape(-1, 1, 1, 1) * v - points.extras["x0"])
             .pow(2)
             .mean((1, 2, 3))
         )

@@ -165,12 +165,12 @@ def test_noise_weights_by_hand():
     """
     flat = build_objective(DanceGRPOSettings(noise_weight=3.0))
     points = flat.points(path_samples(1), GRID, np.random.default_rng(0))
-    torch.testing.assert_close(points.given["weight"], torch.ones(5), rtol=1e-6, atol=0)
+    torch.testing.assert_close(points.extras["weight"], torch.ones(5), rtol=1e-6, atol=0)
     objective = build_objective(FlowGRPOSettings(eta=1.0, noise_weight=2.0, kl=0.0))
     samples = path_samples(1) | {"stochastic": torch.zeros(1, 10)}
     samples["stochastic"][:, [2, 5]] = 1
     points = objective.points(samples, GRID, np.random.default_rng(0))
-    torch.testing.assert_close(points.given["weight"], torch.tensor([1.6, 0.4]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(points.extras["weight"], torch.tensor([1.6, 0.4]), rtol=1e-6, atol=0)
     velocities = {name: torch.zeros(2, 2, 3) for name in ("current", "old")}
     loss, _ = objective.loss(points, velocities, torch.tensor([1.0, -2.0]))
     assert loss.item() == pytest.approx(-(1.6 * 1 - 0.4 * 2) / 2, rel=1e-6)  # ratios are 1

@@ -104,7 +104,7 @@ def test_a_run_says_what_was_chosen(needs, monkeypatch):
     monkeypatch.setattr(layout, "all_nodes", lambda: nodes)
     monkeypatch.setattr(layout, "free_nodes", lambda: nodes)
     said: list[str] = []
-    config = layout.on_this_cluster(load("flux1-sol_rl-hpsv2", [f"{KEY}=auto"]), said.append)
+    config = layout.choose_cluster_layout(load("flux1-sol_rl-hpsv2", [f"{KEY}=auto"]), said.append)
     assert config.optimizer.gradient_checkpointing == 0.25
     line, *more = said
     assert more == [f"{KEY} = 0.25: the fastest that has the memory"]

@@ -106,7 +106,7 @@ class HeldStill:
 
     def __call__(self, points, velocity):
         t = points.sigma.double().reshape(-1, *[1] * (points.x_t.ndim - 1))
-        residual = points.x_t.double() - t * velocity - points.given["x0"].double()
+        residual = points.x_t.double() - t * velocity - points.extras["x0"].double()
         if self.calls < 2:  # L(v+) and L(v-)
             self.weights.append(residual.detach().abs().flatten(1).mean(1))
         loss = (residual**2).flatten(1).mean(1) / self.weights[self.calls % 2]

@@ -11,11 +11,13 @@ from learner.checkpoint import CheckpointError
 from records.errors import RunFailed, described
 from records.rundir import Event
 
-End = tuple[str, Callable[[], object]]
+CleanupStep = tuple[str, Callable[[], object]]
 """A cleanup step: its description, and a function that does it or returns an awaitable."""
 
 
-async def end_all(ends: Sequence[End], event: Event, note: Callable[[str], None]) -> None:
+async def run_cleanup(
+    ends: Sequence[CleanupStep], event: Event, note: Callable[[str], None]
+) -> None:
     """Carry out all of ``ends``, one after the other.
 
     A failure is reported as an event and a note. It neither prevents the remaining steps nor hides

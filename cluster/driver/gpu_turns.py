@@ -42,15 +42,15 @@ A checkpoint must not wait for a turn: a run that is stopped while it explores w
 """
 
 
-class AllStay:
+class NoGpuTurns:
     """Turns that never wait: both sides stay on the GPUs all the time."""
 
     @asynccontextmanager
-    async def of(self, side: Side) -> AsyncGenerator[None, None]:
+    async def hold(self, side: Side) -> AsyncGenerator[None, None]:
         """Hold the turn of ``side`` for the duration of the context."""
         yield
 
-    async def arrive(self, member: Member) -> None:
+    async def ensure_on_gpu(self, member: Member) -> None:
         """Move a rollout actor to its GPU. Call it within the rollout actors' turn."""
 
     def take_metrics(self) -> dict[str, float]:
@@ -58,7 +58,7 @@ class AllStay:
         return {}
 
 
-class GpuTurns(AllStay):
+class GpuTurns(NoGpuTurns):
     """Turns in which one side moves its weights off the GPUs for the other; see the module."""
 
     def __init__(self, rollout: ActorPool, learner: ActorPool, event: Event):
@@ -71,7 +71,7 @@ class GpuTurns(AllStay):
         self._moves = [list[Moved]()]  # one list per group of actors that moved together
 
     @asynccontextmanager
-    async def of(self, side: Side) -> AsyncGenerator[None, None]:
+    async def hold(self, side: Side) -> AsyncGenerator[None, None]:
         """See ``AllStay``. Raises StateLost if the learner is lost while moving, or RunFailed."""
         if not self._has_gpus(side):
             async with self._switching:
@@ -84,7 +84,7 @@ class GpuTurns(AllStay):
             if not self._working:
                 self._idle.set()
 
-    async def arrive(self, member: Member) -> None:
+    async def ensure_on_gpu(self, member: Member) -> None:
         """See ``AllStay``. Raises ActorLost and RayError as ``ActorPool.ask`` does.
 
         Raises RunFailed outside the rollout actors' turn, which happens only to a task whose caller
@@ -154,18 +154,18 @@ class GpuTurns(AllStay):
 
 
 @dataclass(frozen=True)
-class WithGpus(Caller):
+class InGpuTurn(Caller):
     """Calls of ``caller``, made in the turn of ``side`` if they need one."""
 
     caller: Caller
-    turns: AllStay
+    turns: NoGpuTurns
     side: Side
 
     async def perform(self, task: AnyTask, call: Call) -> Answer:
         """See ``Caller``."""
         if self.side == "learner" and call.method in AT_ANY_TIME:
             return await self.caller.perform(task, call)
-        async with self.turns.of(self.side):
+        async with self.turns.hold(self.side):
             return await self.caller.perform(task, call)
 
     async def call_each(
@@ -176,15 +176,15 @@ class WithGpus(Caller):
         shared: Y,
     ) -> R:
         """See ``Caller``."""
-        async with self.turns.of(self.side):
+        async with self.turns.hold(self.side):
             return await self.caller.call_each(task, method, messages, shared)
 
 
-def learner_in_turn(client: LearnerClient, turns: AllStay) -> LearnerClient:
+def learner_in_turn(client: LearnerClient, turns: NoGpuTurns) -> LearnerClient:
     """Return ``client`` with all calls made in the learner's turn."""
     return replace(
         client,
-        any_replica=WithGpus(client.any_replica, turns, "learner"),
-        first=WithGpus(client.first, turns, "learner"),
-        every_replica=WithGpus(client.every_replica, turns, "learner"),
+        any_replica=InGpuTurn(client.any_replica, turns, "learner"),
+        first=InGpuTurn(client.first, turns, "learner"),
+        every_replica=InGpuTurn(client.every_replica, turns, "learner"),
     )

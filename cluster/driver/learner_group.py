@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from actors.calls import Answer, AnyTask, Call, Caller, Method, R, Task, X, Y
 from actors.clients import LearnerClient
 from actors.learner import LearnerActor
-from cluster.driver.rounds import OneAtATime, Rounds, Serialized
+from cluster.driver.rounds import Rounds, SerialExecutor, Serialized
 from cluster.runtime.member import ActorLost, Member
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.starting import cause
@@ -50,7 +50,7 @@ class LearnerGroup:
         pool.lost_by = self._lost_by
         assert isinstance(pool.service, LearnerService)
         by, sharding = pool.service.share, pool.service.shard
-        self._order = OneAtATime()
+        self._order = SerialExecutor()
         first = FirstReplica(pool)
         if sharding == "none":
             self.client = LearnerClient(pool, first, EveryReplica(pool), by)

@@ -18,18 +18,18 @@ from configs.schema import RunConfig
 from policy.types import Conditioning
 from records.errors import RunFailed, described
 
-Asked = tuple[str, Path | None]
+PromptKey = tuple[str, Path | None]
 """The parts of a prompt that are encoded: its text, and the file of the image that it edits."""
 AT_ONCE = 32
 """Groups of prompts per call; the encoder's deadline applies to each call."""
-Group = tuple[Asked, ...]
+Group = tuple[PromptKey, ...]
 Start = Callable[[], Awaitable[None]]
 LOST = (ObjectLostError, TimeoutError)
 """Errors raised for an object reference whose object is lost."""
 
 
 @dataclass(frozen=True)
-class EncodedOnce(EncoderClient):
+class CachedEncoderClient(EncoderClient):
     """Encoder client with a cache of conditioning that ``fill`` computes in advance.
 
     While the cache is empty, calls go to the encoder as in ``EncoderClient``.
@@ -53,7 +53,7 @@ class EncodedOnce(EncoderClient):
         Raises RunFailed if in ``tries`` attempts the results were lost with their node or did not
         arrive within ``within_s`` seconds.
         """
-        groups_by_key = {asked_of(group): group for group in groups}
+        groups_by_key = {group_key(group): group for group in groups}
         missing = [group for key, group in groups_by_key.items() if key not in self.known]
         for first in range(0, len(missing), AT_ONCE):
             await self._fill(f"once-{first}", missing[first : first + AT_ONCE], tries, within_s)
@@ -69,7 +69,7 @@ class EncodedOnce(EncoderClient):
                 async with asyncio.timeout(within_s):
                     for group, reference in zip(groups, references, strict=True):
                         # put again by the driver: an object on an actor's node is lost with it
-                        self.known[asked_of(group)] = _put(await reference)
+                        self.known[group_key(group)] = _put(await reference)
                 return
             except LOST as error:
                 why = described(error)
@@ -104,17 +104,17 @@ class EncodedOnce(EncoderClient):
         """
         if not self.known:
             return await super().encode(what, groups)
-        missing = [group for group in groups if asked_of(group) not in self.known]
+        missing = [group for group in groups if group_key(group) not in self.known]
         if missing:
             texts = [prompt.text for prompt in missing[0]]
             raise RunFailed(
                 f"prompts.encode_once: {texts} was not encoded at the start: this should never"
                 " happen, please report it"
             )
-        return [self.known[asked_of(group)] for group in groups]
+        return [self.known[group_key(group)] for group in groups]
 
 
-def asked_of(group: Sequence[Prompt]) -> Group:
+def group_key(group: Sequence[Prompt]) -> Group:
     """Return the cache key of a group: groups with equal keys have the same conditioning."""
     return tuple((prompt.text, prompt.image) for prompt in group)
 
@@ -138,10 +138,10 @@ def groups_of(
         for row in prompts_of_iteration(len(train), count, index, config.seed)
     }
     groups = [[train[row]] for row in sorted(rows | {0})] if train else []
-    return groups + [[test[p] for p in block] for block in blocks_of(config, len(test))]
+    return groups + [[test[p] for p in block] for block in held_out_blocks(config, len(test))]
 
 
-def blocks_of(config: RunConfig, prompts: int) -> list[list[int]]:
+def held_out_blocks(config: RunConfig, prompts: int) -> list[list[int]]:
     """Split the indices of ``prompts`` held-out prompts into blocks that are evaluated together."""
     size = max(1, config.evaluate.batch_size // config.evaluate.noises)
     return [list(range(first, min(first + size, prompts))) for first in range(0, prompts, size)]

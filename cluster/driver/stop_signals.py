@@ -53,9 +53,11 @@ class Stopping:
         """Cancel the running task when a signal comes, as soon as no update is in progress."""
         work = asyncio.current_task()
         assert work is not None
-        install_stop_signals(asyncio.get_running_loop(), lambda name: self.asked(name, work))
+        install_stop_signals(
+            asyncio.get_running_loop(), lambda name: self.handle_signal(name, work)
+        )
 
-    def asked(self, name: str, work: asyncio.Task[Value]) -> None:
+    def handle_signal(self, name: str, work: asyncio.Task[Value]) -> None:
         """Handle signal ``name`` by cancelling ``work``."""
         if self._over:
             return

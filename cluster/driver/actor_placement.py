@@ -23,7 +23,7 @@ from planning.placer import Placer
 from records.rundir import Event
 
 
-class Places:
+class ActorPlacement:
     """Chooses a node for every actor of a run with a ``Placer``, while nodes come and go.
 
     Nodes are chosen here instead of by Ray, so that a lack of room is reported at once, with what
