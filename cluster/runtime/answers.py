@@ -1,6 +1,7 @@
-"""Waiting for one actor's answer: what comes, or in which of three ways it does not.
+"""Waiting for an actor's answer, with a deadline.
 
-No answer is waited for without end.
+A wait ends with the answer, with what the method raised, or with the loss of the actor, of its node
+or of an input. It never lasts for ever.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from records.timeline import Span, span_of
 
 Value = TypeVar("Value")
 AWAY_S = 1.0
-"""Woken so much too late, the driver itself was stopped, and cannot say that others were silent."""
+"""If a timer fires this many seconds late, the driver itself was stopped (SIGSTOP, a machine that
+slept), so that silence of an actor proves nothing.
+"""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Waits for the answers of one pool's actors; each is a line in the timeline."""
+    """Waits for the answers of one pool's actors and records each in the timeline."""
 
     kind: str
     transport: Transport
@@ -39,13 +42,14 @@ class Answers:
     why_lost: Callable[[RayError], Awaitable[str | None]]  # as ``ActorPool.lost_by``
 
     async def of(self, member: Member, key: object, attempt: int, ref: ObjectRef[Answer]) -> Answer:
-        """The value behind ``ref``, a call for the task ``key`` that ``member``'s actor was sent.
+        """Return the value of ``ref``, a call for the task ``key`` sent to the member's actor.
 
-        Raises as ``answer_of``, and ActorLost where what the method raised means that as well.
+        Raises the same as ``answer_of``, and ActorLost if ``why_lost`` says that what the method
+        raised means the loss of the actor.
         """
         try:
             return await self._timed(member, key, attempt, ref)
-        # around the timing: finding out takes seconds, in which the actor was at nothing
+        # outside of the timing: ``why_lost`` may take seconds, during which the actor is idle
         except RayError as error:
             if why := await self.why_lost(error):
                 raise ActorLost(why) from None
@@ -66,7 +70,7 @@ class Answers:
             outcome = "stopped"
             raise
         finally:
-            # an actor does one thing after the other: until then it was at the task before
+            # an actor runs one task at a time: it started this one when it finished the previous
             started, member.busy_until = max(sent, member.busy_until), clock.wall()
             ended = member.busy_until
             self.record(
@@ -77,17 +81,17 @@ class Answers:
 async def answer_of(
     transport: Transport, member: Member, ref: ObjectRef[Value], service: Service
 ) -> Value:
-    """The value behind ``ref``, a call that the member's actor was sent.
+    """Return the value of ``ref``, a call that was sent to the member's actor.
 
-    It may take ``service.deadline_s`` seconds since the actor's last answer: it does one thing
-    after the other, and this call may stand behind others. An actor that is ``cold`` has
-    ``warm_up_s`` more until it has answered its first task. A driver that was stopped meanwhile
-    (SIGSTOP, a machine that slept) begins to wait anew.
+    The deadline is ``service.deadline_s`` seconds after the actor's last answer, because an actor
+    runs one task at a time and this call may be queued behind others. A ``cold`` actor has
+    ``warm_up_s`` seconds more for its first task. If the driver was stopped meanwhile (SIGSTOP, a
+    machine that slept), the wait starts again.
 
     Raises:
-        ActorLost: the actor died, or was silent for longer than that.
-        NodeLost: its node is gone.
-        InputsLost: an object that it was sent no longer exists.
+        ActorLost: the actor died, or did not answer before the deadline.
+        NodeLost: the actor's node is lost.
+        InputsLost: an object that the call needs no longer exists.
         RayError: what the method raised.
     """
     waiting, heard = _Waiting(transport.answer(ref), member, service), True
@@ -108,7 +112,7 @@ async def answer_of(
         raise
     finally:
         member.alarm.forget(waiting)
-        # an exception is heard too: who raises is alive
+        # an exception counts as an answer: an actor that raises is alive
         if heard:
             member.last_answer = clock.now()
 
@@ -120,12 +124,13 @@ class _Waiting(Generic[Value]):
 
     def __init__(self, answer: asyncio.Future[Value], member: Member, service: Service):
         self.answer, self._member, self._service = answer, member, service
-        # kept from now: the node of a successor says nothing about this answer
+        # bound now: the node of a later actor says nothing about this answer
         self._gone, self._asked = member.gone, clock.now()
 
     def begin(self) -> float:
-        """When to look first."""
-        if self._gone is not None and self._gone.done():  # else nobody would look before it is due
+        """Return the monotonic time of the first check."""
+        # a node that is lost already will not wake anybody before the deadline
+        if self._gone is not None and self._gone.done():
             return self.look(math.inf)
         return self._asked + self._limit
 
@@ -139,7 +144,7 @@ class _Waiting(Generic[Value]):
         now = clock.now()
         if now > due + AWAY_S:
             self._asked = now
-        # counted from the last answer of all, not from sending: tasks wait behind each other there
+        # from the actor's last answer, not from sending: tasks queue up at the actor
         since, limit = max(self._asked, self._member.last_answer), self._limit
         if now - since >= limit:
             self.answer.set_exception(ActorLost(f"no answer for {limit:g} s"))

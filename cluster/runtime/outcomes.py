@@ -1,4 +1,4 @@
-"""What becomes of a pool's tasks: they wait, are answered, are tried again, or fail."""
+"""Outcomes of a pool's tasks: answers, retries and failures."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ from records.rundir import Event
 
 
 class Outcomes:
-    """Settles tasks, counts their failures, and knows whether the pool still takes any."""
+    """Sets results of tasks, counts failures and retries, and closes the pool after a failure."""
 
     def __init__(self, kind: str, service: Service, event: Event, stateful: bool):
         self._kind, self._event = kind, event
-        # with a state a second try would begin from what the first one left behind
+        # a retry on a stateful actor would start from the state that the first attempt left
         self._max_attempts = 1 if stateful else service.max_attempts
         self.queue = TaskQueue()
         self.reissued = 0
         self.failure: RunFailed | StateLost | None = None
-        # for who asks whether an actor was lost without having a task of its own (``LearnerGroup``)
+        # for callers that wait for a loss without having a task in the pool (``LearnerGroup``)
         self.failed = asyncio.Event()
 
     def check(self) -> None:
-        """Raises what the pool ended with: a task that was queued then would wait for ever."""
+        """Raise the failure of the pool, if any: a task queued after it would wait for ever."""
         if self.failure:
             raise self.failure
 
     def put(self, pending: PendingTask) -> None:
-        """A task waits for an actor, new or tried before."""
-        # the queue was emptied when the pool failed: what comes back after that must not wait
-        # for a renewal, with a caller who has given up
+        """Queue a task, new or to be retried; after a failure of the pool, fail it at once."""
+        # a task that returns after the pool failed must not wait for a renewal, because its caller
+        # has given up
         if self.failure:
             pending.fail(self.failure)
         else:
             self.queue.put(pending)
 
     def answered(self, pending: PendingTask, member: Member, value: Answer) -> None:
-        """An actor gave ``value``, which ends the task unless it is refused."""
+        """Set ``value`` as the task's result, or retry the task if ``Task.accept`` rejects it."""
         member.answered += 1
         member.answer(pending)
-        # whatever had to be compiled is compiled now
+        # whatever the actor compiles is compiled by now
         member.cold = False
         pending.answers += 1
         task = pending.task
         fault = task.accept(value) if task.accept else None
-        # the last answer stands whatever it is: the caller counts what is missing in it
+        # the last answer is used in any case: the caller counts what it lacks
         if fault and pending.answers < task.tries:
             pending.avoid = member.index
             self.retry(pending, member, fault)
         elif not pending.future.done():
             pending.future.set_result(value)
             if pending.retries:
-                told = {"actor": member.index, "retries": pending.retries}
-                self._event("chunk_recovered", kind=self._kind, unit=str(task.key), **told)
+                fields = {"actor": member.index, "retries": pending.retries}
+                self._event("chunk_recovered", kind=self._kind, unit=str(task.key), **fields)
 
     def count_failure(self, pending: PendingTask, member: Member, why: str) -> None:
-        """Back to the queue, or the end of the run when the task has used its attempts."""
+        """Retry the task, or fail it with RunFailed if it has used its attempts."""
         pending.attempts += 1
-        # another member shows whether the fault is the task's or the machine's
+        # another member shows whether the task or the machine is at fault
         pending.avoid = member.index
         if pending.attempts < self._max_attempts:
             self.retry(pending, member, why)
@@ -70,7 +70,7 @@ class Outcomes:
         pending.fail(RunFailed(f"{what}, last: {why}"))
 
     def retry(self, pending: PendingTask, member: Member, why: str) -> None:
-        """Back to the queue."""
+        """Put the task back into the queue."""
         self.reissued += 1
         pending.retries += 1
         key = str(pending.task.key)
@@ -78,13 +78,13 @@ class Outcomes:
         self.put(pending)
 
     def end(self, failure: RunFailed | StateLost) -> None:
-        """All that waits, and all that comes until ``reopen``, fails."""
+        """Fail all waiting tasks, and all later ones until ``reopen``."""
         self.failure = failure
         self.failed.set()
-        # after ``failure`` is set: what is put from now on fails by itself
+        # after ``failure`` is set, so that tasks put from now on fail at once
         self.queue.fail_all(failure)
 
     def reopen(self) -> None:
-        """Tasks are taken again."""
+        """Accept tasks again."""
         self.failure = None
         self.failed.clear()

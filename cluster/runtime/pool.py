@@ -1,14 +1,14 @@
-"""A group of equal actors that pull tasks, and outlive any of their members.
+"""A pool of identical actors that pull tasks from one queue and are replaced when they fail.
 
-One way for every service: rollout, reward, selector, encoder and learner. A task is a method call
-that may be repeated. Each actor has ``in_flight`` slots that pull from one queue. When an actor
-dies or hangs it is killed and replaced, and every task that it held goes back to the queue, with a
-limit per task and per actor. Nothing is counted twice, because a task has one future and the first
-answer settles it.
+Every service uses it: rollout, reward, selector, encoder and learner. A task is a method call that
+may be repeated. Each actor has ``in_flight`` slots that pull from the queue. An actor that dies or
+hangs is killed and replaced, and every task that it held goes back to the queue; retries per task
+and restarts per actor are limited. No result is counted twice, because a task has one future and
+only the first answer sets it.
 
-A pool grows and shrinks while it works: a new actor starts to pull, one that leaves finishes what
-it holds. The service with a state, the learner, is ``stateful``: its tasks are not tried again, and
-every call fails with StateLost until the pool is renewed.
+A pool can grow and shrink while it works: a new actor starts to pull tasks, and an actor that is
+removed first finishes those it holds. The learner, which has state, is ``stateful``: its tasks are
+not retried, and after a loss every call fails with StateLost until the pool is renewed.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ START_DEADLINE_S = 600.0
 
 
 class ActorPool(Caller):
-    """See the module. Three hooks may be set before it starts:
+    """Pool of actors of one service, see the module.
 
-    ``prepare(member, key)`` runs before every task and is quick when there is nothing to do;
-    ``accepts(info)`` returns why a later actor cannot be used beside the others, or None;
-    ``lost_by(error)`` returns why an error that a method raised means that its actor is lost as
-    well, or None.
+    Three hooks may be set before the pool starts:
+
+    * ``prepare(member, key)`` runs before every task and returns quickly if nothing is to be done,
+    * ``accepts(info)`` returns why an actor that joins later does not match the others, or None,
+    * ``lost_by(error)`` returns why an error raised by a method means that the actor is lost, or
+      None.
     """
 
     def __init__(
@@ -63,9 +65,11 @@ class ActorPool(Caller):
         transport: Transport = RAY,
         gone: Gone = lambda actor, node: asyncio.get_running_loop().create_future(),
     ):
-        """``released`` is called with the name of an actor that leaves for good, ``record`` with
-        which actor had which task in hand and when. ``transport`` carries the calls. ``gone`` gives
-        a future that is done when an actor's node is lost.
+        """Create a pool of ``kind``; ``spawn`` creates an actor from its name.
+
+        ``released`` is called with the name of an actor that is removed for good, and ``record``
+        with the span of time during which an actor worked on a task. ``transport`` sends the calls.
+        ``gone`` returns a future that is done when an actor's node is lost.
         """
         self.kind, self.service, self.event = kind, service, event
         self.prepare: Callable[[Member, object], Awaitable[None]] = _nothing
@@ -73,7 +77,7 @@ class ActorPool(Caller):
         self.lost_by: Callable[[RayError], Awaitable[str | None]] | None = None
         self._stateful, self._transport = stateful, transport
         self._answers = Answers(kind, transport, service, record, self._why_lost)
-        # hooks are looked up when they are needed: who made the pool sets them only afterwards
+        # look up hooks when they are called, as they are set after construction
         self._sender = Sender(
             transport, self._answers, lambda member, key: self.prepare(member, key)
         )
@@ -94,7 +98,7 @@ class ActorPool(Caller):
             gone=gone,
             stranded=self._stranded,
         )
-        self._replacements = BackgroundTasks()  # those that no slot waits for
+        self._replacements = BackgroundTasks()  # replacements that no slot waits for
 
     async def start(self) -> None:
         """Create every actor, wait until all answer, and open their slots."""
@@ -102,38 +106,38 @@ class ActorPool(Caller):
 
     async def stop(self) -> None:
         """Close the slots and kill the actors."""
-        # first: one that went on would start an actor after all of them were killed
+        # first: a running replacement would start an actor after all others were killed
         await self._replacements.end()
         await self.supervisor.stop()
 
     async def renew(self, why: str) -> None:
-        """Put a new actor in every place and accept calls again. Raises RunFailed when one does not
-        start.
-        """
+        """Replace all actors and accept calls again. Raises RunFailed if one does not start."""
         await self.supervisor.renew(why)
-        # only now: a call that comes meanwhile is of the iteration that is being given up
+        # only now: calls made during the renewal belong to the iteration that is being abandoned
         self._outcomes.reopen()
 
     @property
     def members(self) -> list[Member]:
-        """By rising index."""
+        """All members, by rising index."""
         return self.supervisor.members
 
     @property
     def alive(self) -> int:
-        """Members in service now."""
+        """Number of members that are in service."""
         return self.supervisor.alive
 
     @property
     def reissued(self) -> int:
-        """Times that a task was sent again."""
+        """Number of retries of all tasks."""
         return self._outcomes.reissued
 
     # ---- calls
 
     async def perform(self, task: AnyTask, call: Call) -> Answer:
-        """The answer of some actor. ``Task.accept`` may refuse it: then the task is tried again,
-        on another actor where there is one. Raises as ``Caller.perform``.
+        """Queue the task and return an actor's answer.
+
+        If ``Task.accept`` rejects an answer, the task is retried, on another actor if there is one.
+        Raises the same as ``Caller.perform``.
         """
         self._outcomes.check()
         pending = PendingTask(task, call)
@@ -141,23 +145,27 @@ class ActorPool(Caller):
         return await pending.future
 
     async def perform_on(self, member: Member, task: AnyTask, call: Call) -> Answer:
-        """The answer of one particular actor, past the queue. Raises as ``Caller.perform``."""
+        """Send the task to one particular actor, bypassing the queue, and return its answer.
+
+        Raises the same as ``Caller.perform``.
+        """
         self._outcomes.check()
         pending = PendingTask(task, call)
-        # no slot has it, so it counts for itself among what keeps the member busy
+        # no slot holds this task, so the task itself marks the member as busy
         await self._work(member, pending, pending)
         return await pending.future
 
     async def each(self, do: Callable[[Member], Awaitable[None]]) -> None:
-        """Run ``do`` for every actor, all at once. An actor that is lost on the way, or raises, is
-        replaced. Actors that are being replaced now are left out: they are prepared before their
-        first task.
+        """Run ``do`` for all actors concurrently.
+
+        An actor that is lost meanwhile, or raises, is replaced. Actors that are being replaced now
+        are skipped: they are prepared before their first task.
         """
 
         async def one(member: Member) -> None:
             if member.handle is None:
                 return
-            # only the present actor's loss counts; a successor's is found by its own first task
+            # a later report must not replace the next actor, whose own first task would show a loss
             incarnation = member.incarnation
             try:
                 async with member.lock:
@@ -168,38 +176,37 @@ class ActorPool(Caller):
                 why = str(loss) if isinstance(loss, ActorLost) else cause(loss)
                 self._replacements.start(self._replace(member, incarnation, why))
 
-        # ``one`` does not raise for a loss, so that the other actors are still told
+        # ``one`` does not raise for a loss, so that ``do`` still runs for the other actors
         await asyncio.gather(*(one(member) for member in self.members if member.serving))
 
     async def ask(
         self, member: Member, method: Method[P, R], *args: P.args, **named: P.kwargs
     ) -> R:
-        """A call to one particular actor that is not tried again, and may be part of a task.
+        """Call a method of one particular actor, without retries; may be part of a task.
 
-        Raises ActorLost when it dies or hangs, RayError for what the method raises.
+        Raises ActorLost if the actor dies or hangs, and RayError for what the method raises.
         """
         call = Call(method.__name__, args, named)
         refs = self._transport.send(member.handle, call)
         return cast(R, await self._answers.of(member, (method.__name__,), 0, refs[0]))
 
     def put(self, value: R) -> ObjectRef[R]:
-        """``value`` in the object store, to be an argument of many calls."""
+        """Put ``value`` into the object store, to pass it to many calls by reference."""
         return self._transport.put(value)
 
     # ---- tasks
 
     async def _serve(self, member: Member) -> None:
-        # the task itself stands for the slot: ``Member.idle_slots`` tells by it which may be
-        # cancelled
+        # the asyncio task identifies the slot, so that ``Member.idle_slots`` finds idle ones
         slot, fits = asyncio.current_task(), partial(self._may_take, member)
         while member.serving:
             await self._work(member, await self.queue.take(fits, member), slot)
 
     def _may_take(self, member: Member, pending: PendingTask) -> bool:
-        """Whether the member may have the task. A member without an actor takes nothing."""
+        """Return True if the member may take the task; a member without an actor may not."""
         if member.handle is None:
             return False
-        # where no other is left, one more try here is better than none
+        # with no other member left, a retry on the same one is better than none
         return pending.avoid != member.index or not any(
             other.handle is not None and other.serving
             for other in self.members
@@ -220,31 +227,32 @@ class ActorPool(Caller):
             return
         try:
             value = await self._sender.attempt(member, pending)
-        except Vacant:  # it was never sent, so nothing is counted
+        except Vacant:  # the task was never sent, so no attempt is counted
             self._outcomes.put(pending)
         except ActorLost as loss:
-            # with a state, another actor could not answer it: all goes back to a checkpoint
+            # another actor lacks the state to answer: the run returns to a checkpoint
             if self._stateful:
                 self._lose_state(member, pending, str(loss))
                 return
             blamed = member.blames(pending, loss)
-            # also when another task is to blame: two tasks that each kill an actor, sent together
-            # again, could be blamed for each other until the pool has used its restarts
+            # even if another task is to blame: if two tasks each kill their actor and are sent
+            # together again, one could be blamed for the other until no restarts are left
             pending.alone = True
-            # before the replacement, which takes as long as a start: others may take the task now
+            # requeue before the replacement, which takes seconds: other actors may take it now
             (self._outcomes.count_failure if blamed else self._outcomes.retry)(
                 pending, member, str(loss)
             )
-            # in this slot: what it would take next could not be sent before the place is filled
+            # awaited in this slot, which could not send another task before then anyway
             await self.supervisor.replace(member, pending.incarnation, str(loss))
-        # no actor could do better: what the task names is gone, or the run itself is wrong
+        # no other actor could succeed: an input is lost, or the run itself is wrong
         except (InputsLost, RunFailed) as end:
             member.answer(pending)
             pending.fail(end)
         except RayError as error:
             member.answer(pending)
             if isinstance(getattr(error, "cause", None), OutOfMemoryError):
-                pending.fail(RunFailed(cause(error)))  # the same task needs as much elsewhere
+                # the task needs as much memory on any other actor
+                pending.fail(RunFailed(cause(error)))
                 return
             self._outcomes.count_failure(pending, member, cause(error))
         else:
@@ -256,8 +264,9 @@ class ActorPool(Caller):
     # ---- failures
 
     def _lose_state(self, member: Member, pending: PendingTask, why: str) -> None:
-        """The actor's state is gone: this task, those that wait and those to come fail, until the
-        pool is renewed. Of several reports of one loss only the first is written down.
+        """Fail this task, and all others until the pool is renewed, as the state is lost.
+
+        Only the first of several reports of one loss is recorded as an event.
         """
         pending.fail(StateLost(f"the {self.kind} was lost: {why}"))
         self._discard(member, pending.incarnation, why)
@@ -272,19 +281,22 @@ class ActorPool(Caller):
         try:
             await self.supervisor.replace(member, incarnation, why)
         except Exception as error:
-            # no task waits for it that could raise it, and those to come would find nobody
+            # no task is waiting that could raise this, and later tasks would wait for ever
             self._break(f"{self.supervisor.name(member)} is replaced", error)
 
     def _break(self, during: str, error: Exception) -> RunFailed:
-        """A full disk, a defect: all tasks fail, as nothing may be waited for without end."""
+        """End the pool for an unexpected error, such as a full disk or a defect.
+
+        All tasks fail, because otherwise their callers could wait for ever.
+        """
         failure = RunFailed(f"{self.kind}: {during}: {type(error).__name__}: {error}")
         self._outcomes.end(failure)
         return failure
 
     def _discard(self, member: Member, incarnation: int, why: str) -> None:
-        # what was sent will not be answered, and a successor must not be blamed for it
+        # sent tasks will not be answered, and the next actor must not be blamed for them
         member.forget_sent()
-        # others report the same loss later, when a successor may be in its place
+        # later reports of the same loss must not discard the next actor
         if member.incarnation == incarnation:
             self.supervisor.discard(member, why)
             self._outcomes.end(StateLost(f"the {self.kind} was lost: {why}"))

@@ -1,4 +1,4 @@
-"""One attempt at a task: an actor is prepared for it, sent the call, and its answer waited for."""
+"""One attempt at a task: prepare the actor, send the call and wait for the answer."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ class Sender:
     prepare: Callable[[Member, object], Awaitable[None]]  # as ``ActorPool.prepare``
 
     async def attempt(self, member: Member, pending: PendingTask) -> Answer:
-        """What the member's actor answers. Raises as ``Answers.of``, and Vacant."""
-        # a task that goes alone holds this lock until it is answered, so that nothing is sent after
-        # it; all others only while they are sent, so that the next one waits at the actor
+        """Return the answer of the member's actor.
+
+        Raises the same as ``Answers.of``, and Vacant if the member has no actor.
+        """
+        # a task that is sent alone holds this lock until it is answered, so that nothing is sent
+        # after it; other tasks hold it only while they are sent, so that the actor can queue them
         async with member.sending:
             if pending.alone:
-                # what was sent before it could kill the actor as well, and be taken for its fault
+                # a task sent earlier could kill the actor, and this task would be blamed for it
                 await member.drained()
             refs = await self._send(member, pending)
             if pending.alone:
@@ -36,21 +39,20 @@ class Sender:
         return await self._result(member, pending, refs)
 
     async def _send(self, member: Member, pending: PendingTask) -> Sequence[ObjectRef[Answer]]:
-        async with member.lock:  # not while the actor is replaced, or prepared for another task
-            # with the lock held: a loss must be told of the actor that it was sent to, not of its
-            # successor
+        async with member.lock:  # not while the actor is replaced or prepared for another task
+            # read with the lock held: a loss must be reported for the actor that got the task
             pending.incarnation = member.incarnation
             if member.handle is None:
                 raise Vacant("the actor is being replaced")
             await self.prepare(member, pending.task.key)
             refs = self.transport.send(member.handle, pending.call)
-            # no await after the sending: blame goes by this list, which must have the actor's order
+            # no await in between: blame relies on this list being in the order of sending
             member.send(pending)
         return refs
 
     async def _result(
         self, member: Member, pending: PendingTask, refs: Sequence[ObjectRef[Answer]]
     ) -> Answer:
-        # the first value says how the call ended; the others stay where they are, as references
+        # the first value shows how the call ended; the others remain references
         first = await self.answers.of(member, pending.task.key, pending.retries, refs[0])
         return (first, *refs[1:]) if pending.call.returns > 1 else first

@@ -1,4 +1,4 @@
-"""Bringing one actor to life: placed, constructed, answering; or a plain sentence why not."""
+"""Starting one actor: place it, construct it and wait until it is ready, or say why it failed."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from records.errors import RunFailed, described
 
 Spawn: TypeAlias = Callable[[str], Handle]  # from an actor's name; raises NoRoom
 LOST_STARTS = 4
-"""Times an actor may vanish before it answers: a node that died is still thought alive for some
-seconds.
+"""Number of times that an actor may die before it is ready. A node that died is still considered
+alive for some seconds, so that actors are placed on it.
 """
 LOW_MEMORY_STARTS = 7
-"""Times that Ray may kill it before it answers because its node is low on memory. Pauses between
-them double, so that it is given a minute: what took the memory is often gone by then.
+"""Number of times that Ray may kill it before it is ready because its node is low on memory. The
+pauses in between double, up to about a minute in all: by then the memory is often free again.
 """
 PAUSE_S = 1.0
 Gone: TypeAlias = Callable[[str, "str | None"], "asyncio.Future[str]"]
-"""Maps an actor's name, and its node where the actor has said which, to a future that is done, with
-the reason, when the node that it is on, or that was chosen for it, is lost.
+"""Maps an actor's name, and its node if the actor has reported it, to a future. When that node, or
+the node that was chosen for the actor, is lost, the future gets the reason as its result.
 """
 DIED = (RayActorError, OutOfMemoryError)
-"""What Ray raises for a call to an actor that is dead; the second where Ray itself killed it
-because its node was low on memory.
+"""What Ray raises for a call to a dead actor; the second if Ray itself killed the actor because its
+node was low on memory.
 """
 READY = Call("ready", (), {})
 
@@ -46,41 +46,41 @@ async def start_actor(
     waits: Callable[[str], None],
     gone: Callable[[], asyncio.Future[str]],
 ) -> tuple[Handle, ActorInfo]:
-    """A new actor, and what it says of itself.
+    """Start an actor; return its handle and its description of itself.
 
-    ``waits`` is told once when there is no room for it, or too little memory; ``gone`` is asked
-    when it has a place.
+    ``waits`` is called once with the reason if the actor has to wait for room on a node or for
+    memory. ``gone`` is called after the actor was placed.
 
     Raises:
-        RunFailed: its constructor raised (with the constructor's own words), it died again and
-            again, or it was not placed or not ready within ``deadline_s`` seconds. Ray alone would
-            keep an actor pending for ever.
+        RunFailed: the constructor raised (with its message), the actor died repeatedly, or it was
+            not placed or not ready within ``deadline_s`` seconds. Ray itself would leave an actor
+            pending for ever.
     """
     start = _Start(transport, who, deadline_s, waits)
     while True:
-        tried = start.lost + start.low
+        failures = start.lost + start.low
         try:
-            # another name for every try: Ray lets go of a dead actor's name a while later
-            handle = spawn(f"{name}-{tried}" if tried else name)
+            # a new name for every attempt: Ray releases a dead actor's name only a while later
+            handle = spawn(f"{name}-{failures}" if failures else name)
         except NoRoom as error:
             await start.without_room(error)
             continue
         try:
-            # one that got its place at the last moment is still given a moment to answer
+            # an actor that was placed at the last moment still gets a second to answer
             left = max(start.deadline - clock.now(), PAUSE_S)
             return handle, await _ready(transport, handle, left, gone())
         except asyncio.CancelledError:
-            # it has no member yet: nobody else knows of it
+            # no member refers to it yet, so nothing else would kill it
             transport.kill(handle)
             raise
         except (TimeoutError, RayError, NodeLost) as error:
-            # one that comes to life later would hold its share of the node for nothing
+            # an actor that becomes ready later would hold its resources for nothing
             transport.kill(handle)
             await start.without_answer(error)
 
 
 class _Start:
-    """The failed tries to start one actor: each ends in a pause, or raises RunFailed."""
+    """Failed attempts to start one actor: each is followed by a pause, or raises RunFailed."""
 
     def __init__(
         self, transport: Transport, who: str, deadline_s: float, waits: Callable[[str], None]
@@ -91,13 +91,13 @@ class _Start:
         self._told = False
 
     async def without_room(self, error: NoRoom) -> None:
-        """No node had room for it."""
+        """Handle an attempt for which no node had room."""
         if self._late:
             raise RunFailed(f"{self.who} had no place for {self.deadline_s:g} s: {error}") from None
         await self._wait(str(error), PAUSE_S)
 
     async def without_answer(self, error: Exception) -> None:
-        """It had a place, and did not answer."""
+        """Handle an attempt in which the actor was placed but did not become ready."""
         if isinstance(error, TimeoutError):
             raise RunFailed(
                 f"{self.who} was not placed or not ready within services.start_deadline_s ="
@@ -109,9 +109,9 @@ class _Start:
             if self.low < LOW_MEMORY_STARTS and not self._late:
                 return await self._wait(cause(error), PAUSE_S * 2 ** (self.low - 1))
         elif isinstance(error, (*DIED, ActorUnschedulableError, NodeLost)):
-            # until Ray has noticed that a node died, it still places actors there
+            # Ray still places actors on a dead node until it has noticed its death
             self.lost += 1
-            # what its constructor refused once it would refuse again
+            # a constructor that raised would raise again
             raised = getattr(error, "actor_init_failed", False)
             if not raised and self.lost < LOST_STARTS and not self._late:
                 return await asyncio.sleep(PAUSE_S)
@@ -131,24 +131,25 @@ class _Start:
 async def _ready(
     transport: Transport, handle: Handle, left_s: float, gone: asyncio.Future[str]
 ) -> ActorInfo:
-    """What the actor says of itself. Raises NodeLost, TimeoutError, or as its constructor."""
+    """Return the actor's description of itself.
+
+    Raises NodeLost, TimeoutError, or what the constructor raised.
+    """
     future = transport.answer(transport.send(handle, READY)[0])
     try:
-        # ``gone`` belongs to all actors of the node: waited for like this it is never cancelled
+        # ``gone`` is shared by all actors of the node; ``asyncio.wait`` never cancels it
         await asyncio.wait({future, gone}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         if future.done():
             return cast(ActorInfo, future.result())
     finally:
-        future.cancel()  # nothing where it is done
+        future.cancel()  # no effect if it is done
     if gone.done():
         raise NodeLost(gone.result())
     raise TimeoutError
 
 
 def cause(error: BaseException) -> str:
-    """The last informative line of a Ray error: the exception raised in the actor, not the frames
-    around it.
-    """
+    """Return the informative line of a Ray error: the exception in the actor, without frames."""
     if isinstance(error, OutOfMemoryError):
         return "Ray killed it because its node is low on memory (RAY_memory_usage_threshold)"
     inner = getattr(error, "cause", None)

@@ -1,4 +1,4 @@
-"""How calls reach actors and answers come back: through Ray, unless a simulation stands in."""
+"""Transport of calls to actors and of their answers: Ray, or a simulation in its place."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ Handle: TypeAlias = Any  # of an actor, whose methods exist at run time only
 
 
 class Transport(Protocol):
-    """All that pools ask of what lies between them and actors."""
+    """Interface between pools and actors."""
 
     def send(self, handle: Handle, call: Call) -> Sequence[ObjectRef[Answer]]:
-        """Have the actor carry out ``call``, after those it was sent before; a reference per
-        return value.
-        """
+        """Send ``call`` to the actor, which runs calls in order; return a reference per value."""
         ...
 
     def answer(self, reference: ObjectRef[Answer]) -> asyncio.Future[Answer]:
-        """The value behind ``reference``, once it is there; raises what the call raised. A future
-        of the caller's own, which it may settle otherwise.
+        """Return a future of the value of ``reference``, or of what the call raised.
+
+        The future belongs to the caller, who may set another result.
         """
         ...
 
     def put(self, value: Value) -> ObjectRef[Value]:
-        """A reference to ``value``, which calls that have it as an argument resolve."""
+        """Store ``value`` and return a reference that calls accept as an argument."""
         ...
 
     def kill(self, handle: Handle) -> None:
-        """End the actor."""
+        """Kill the actor."""
         ...
 
 
@@ -48,7 +47,7 @@ class RayTransport:
         method = getattr(handle, call.method)
         if call.returns == 1:
             return [method.remote(*call.args, **call.named)]
-        # it makes a class for every call: a tenth of its time
+        # ``options`` creates a class for every call, a tenth of the call's time
         return method.options(num_returns=call.returns).remote(*call.args, **call.named)
 
     def answer(self, reference: ObjectRef[Answer]) -> asyncio.Future[Answer]:
@@ -57,11 +56,11 @@ class RayTransport:
         mine: asyncio.Future[Answer] = loop.create_future()
 
         def came(theirs: concurrent.futures.Future[Answer]) -> None:  # on a thread of Ray's
-            # an answer may come after the run, and a closed loop takes no callbacks
+            # an answer may arrive after the run, and a closed loop accepts no callbacks
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_settle, mine, theirs)
 
-        # not asyncio.wrap_future, which takes three callbacks for every answer
+        # ``asyncio.wrap_future`` would need three callbacks for every answer
         reference.future().add_done_callback(came)
         return mine
 
@@ -75,7 +74,7 @@ class RayTransport:
 
 
 def _settle(mine: asyncio.Future[Answer], theirs: concurrent.futures.Future[Answer]) -> None:
-    if mine.done():  # nobody waits any more
+    if mine.done():  # the caller was cancelled or has set another result
         return
     if error := theirs.exception():
         mine.set_exception(error)
