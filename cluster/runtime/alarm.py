@@ -1,7 +1,7 @@
-"""One timer for all calls that an actor has not answered.
+"""One timer for the deadlines of all unanswered calls to an actor.
 
-A deadline is far away and nearly every answer comes before it: a timer for each call would be set
-and cancelled for nothing, thousands of times in an iteration.
+Nearly every answer comes long before its deadline: a timer for each call would be set and cancelled
+for nothing, thousands of times per iteration.
 """
 
 from __future__ import annotations
@@ -14,31 +14,34 @@ from cluster.runtime import clock
 
 
 class Watched(Protocol):
-    """What waits."""
+    """Something with a deadline that can be checked."""
 
     def look(self, due: float) -> float:
-        """When to look next, on the driver's clock; ``due``: when this look should have been."""
+        """Check the deadline; return the time of the next check, on the driver's clock.
+
+        ``due`` is the time for which this check was scheduled.
+        """
         ...
 
 
 class Alarm:
-    """Has what waits looked at when it is due, or when it is told to."""
+    """Timer that checks watched objects when they are due, or when it is woken."""
 
     def __init__(self) -> None:
         self._due: dict[Watched, float] = {}
-        self._timer: asyncio.TimerHandle | None = None  # of the earliest moment, or an earlier one
+        self._timer: asyncio.TimerHandle | None = None  # fires at or before the earliest due time
 
     def watch(self, one: Watched, due: float) -> None:
-        """Look at ``one`` at ``due``, and then whenever it says, until it is forgotten."""
+        """Check ``one`` at ``due`` and then at the times it returns, until it is forgotten."""
         self._due[one] = due
         self._ring_by(due)
 
     def forget(self, one: Watched) -> None:
-        """It waits no more."""
+        """Stop watching ``one``."""
         del self._due[one]
 
     def wake(self) -> None:
-        """Look at all, whenever they are due."""
+        """Check all watched objects now."""
         self._look(math.inf)
 
     def _look(self, until: float) -> None:
@@ -48,7 +51,7 @@ class Alarm:
         self._ring_by(min(self._due.values(), default=math.inf))
 
     def _ring_by(self, due: float) -> None:
-        # one that rings too early only looks, and is set anew: cheaper than to be exact
+        # a timer that fires too early only checks and is set again: cheaper than an exact one
         if due >= (self._timer.when() if self._timer else math.inf):
             return
         if self._timer:

@@ -1,9 +1,9 @@
-"""The process of a command, started anew so that a template of actors can be its fork.
+"""Re-execution of a command with the environment that its fork, the template of actors, needs.
 
-A template has to be a process whose memory jemalloc hands out and whose OpenMP has one thread, and
-both are settled when a process starts. So the command starts itself anew with these variables, in
-the same process, imports torch and forks the template. Both share what importing torch wrote, and
-it is done once.
+A template needs jemalloc as its allocator and a single OpenMP thread, and both are determined when
+a process starts. Therefore the command replaces itself by the same program with these variables
+(``execve``), imports torch and forks the template. Torch is imported once, and both processes share
+the pages.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from cluster.runtime import allocator, template
 from configs.schema import RunConfig
 
 BEFORE = "SOL_RL_ENVIRONMENT_BEFORE"
-"""What variables were before the process was started anew, as JSON; null where they were not."""
+"""Variable with the former values of the changed variables, as JSON; null for those unset."""
 
 
 def begin() -> None:
-    """Start the process of this command anew; returns in what was started, with the same number,
-    and where there will be no template.
+    """Execute this command again in the same process, with the environment of a template.
+
+    Returns in the process that was re-executed, and at once if there will be no template: on other
+    systems than Linux, or when a Ray cluster is to be joined.
     """
     if sys.platform != "linux" or os.environ.get("RAY_ADDRESS") or BEFORE in os.environ:
         return
@@ -33,8 +35,9 @@ def begin() -> None:
 
 
 def fork_template(config: RunConfig) -> None:
-    """Import torch and fork the template, where ``begin`` has started this process; then the
-    environment is what it was, for whatever this process starts.
+    """Import torch and fork the template, if ``begin`` has re-executed this process.
+
+    Afterwards the environment is restored, for other processes that this one starts.
     """
     if BEFORE not in os.environ:
         return

@@ -1,5 +1,7 @@
-"""A launcher's request for a process, as the template reads and answers it, and as a fork of the
-template becomes it (``cluster.runtime.launcher``, ``cluster.runtime.template``).
+"""A launcher's request for an actor process.
+
+The template reads and answers it; a fork of the template becomes the requested process
+(``cluster.runtime.launcher``, ``cluster.runtime.template``).
 """
 
 from __future__ import annotations
@@ -16,47 +18,48 @@ from typing import Any
 from cluster.runtime import launcher
 
 PATIENCE_S = 10.0
-"""How long a launcher may take to send its request, which it does in one go."""
+"""Timeout for reading a request; a launcher sends it at once."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The process that is asked for, its standard streams, and where the answer goes."""
+    """A request for a process, with its standard streams and the connection for the answer."""
 
     request: dict[str, Any]
     files: list[int]
     connection: socket.socket
 
     def answer(self, text: str) -> None:
-        """Send it, where the launcher is still there."""
+        """Send the answer; ignore a launcher that has exited."""
         with self.connection, contextlib.suppress(OSError):
             self.connection.sendall(text.encode())
 
     def close_files(self) -> None:
-        """The streams are a fork's, or nobody's."""
+        """Close the standard streams that came with the request; only a fork needs them."""
         for file in self.files:
             os.close(file)
 
     def become(self) -> None:
-        """This process is from now on the one that Ray started: environment, files, program."""
-        os.setpgrp()  # Ray ends an actor with its whole process group
+        """Turn this process into the one that Ray started: environment, files, program."""
+        os.setpgrp()  # Ray kills an actor together with its process group
         for target, file in enumerate(self.files):
-            # the standard streams of the process in whose place it is: Ray reads its log there
+            # the standard streams that Ray gave to the launcher, from which Ray reads the log
             os.dup2(file, target)
             os.close(file)
         os.environ.clear()
         os.environ.update(self.request["environment"])
         os.chdir(self.request["directory"])
         os.setpriority(os.PRIO_PROCESS, 0, self.request["niceness"])
-        with contextlib.suppress(OSError):  # no Linux, or no right to
+        with contextlib.suppress(OSError):  # not Linux, or no permission
             launcher.OOM_SCORE.write_text(self.request["oom_score"])
         sys.argv[:] = self.request["arguments"]
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def accept(listener: socket.socket) -> Asked | None:
-    """The next request. None where its launcher did not send all of it: Ray kills those that it no
-    longer needs, and the template is there for all the others.
+    """Return the next request, or None if its launcher did not send all of it.
+
+    Ray kills launchers that it no longer needs; this must not end the template.
     """
     connection, _ = listener.accept()
     connection.settimeout(PATIENCE_S)
@@ -69,7 +72,7 @@ def accept(listener: socket.socket) -> Asked | None:
         if len(head) == launcher.LENGTH and len(body) == size:
             return Asked(json.loads(body), files, connection)
     except OSError:
-        pass  # it was killed, or is silent
+        pass  # the launcher was killed or sends nothing
     connection.close()
     for file in files:
         os.close(file)

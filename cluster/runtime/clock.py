@@ -1,4 +1,4 @@
-"""The driver's one clock: that of the event loop it runs on, which a simulation makes virtual."""
+"""The driver's clock: that of its event loop, which may be a virtual one in a simulation."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import selectors
 import time
 
 START = 1_800_000_000.0
-"""The wall clock, seconds of the epoch, at the beginning of virtual time."""
+"""Wall-clock time, in seconds since the epoch, at which virtual time starts."""
 
 
 def now() -> float:
-    """Seconds of the running event loop, or of the monotonic clock that it would have."""
+    """Return the time of the running event loop in seconds, or monotonic time without a loop."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:
@@ -19,7 +19,7 @@ def now() -> float:
 
 
 def wall() -> float:
-    """Seconds of the epoch, for what is written down."""
+    """Return wall-clock time in seconds since the epoch, for records."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
@@ -28,12 +28,13 @@ def wall() -> float:
 
 
 class Stuck(RuntimeError):
-    """Everything waits and no timer is set: the loop would wait for ever."""
+    """All tasks wait and no timer is set, so that the loop would wait for ever."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop in which waiting takes no time: when nothing is ready, its time jumps to the
-    next timer. Code that runs takes no time either.
+    """An event loop with virtual time: if nothing is ready, its time jumps to the next timer.
+
+    Code that runs takes no virtual time.
     """
 
     def __init__(self) -> None:
@@ -41,23 +42,23 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(_Jumping(self))
 
     def time(self) -> float:
-        """Seconds since the beginning."""
+        """Return the virtual seconds since the start."""
         return self._now
 
     def jump(self, seconds: float) -> None:
-        """Advance the time."""
+        """Advance virtual time."""
         self._now += seconds
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Polls; where a selector would have to wait, virtual time jumps instead."""
+    """A selector that polls and advances virtual time where another one would wait."""
 
     def __init__(self, loop: VirtualLoop):
         super().__init__()
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        # asked all the same: other threads wake the loop through a socket of its own
+        # poll nevertheless: other threads wake the loop through its socket
         if ready := super().select(0):
             return ready
         if timeout is None:

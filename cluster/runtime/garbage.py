@@ -1,7 +1,7 @@
-"""Fewer garbage collections while a driver runs.
+"""Settings of the garbage collector that save a driver time.
 
-A driver that imports torch and waits for thousands of calls has a million objects, all of which
-the collector visits again and again: at 256 rollout actors that was a third of its time.
+A driver that has imported torch and waits for thousands of calls has a million objects, which the
+collector visits again and again: with 256 rollout actors that was a third of the driver's time.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 THRESHOLDS = (50_000, 20, 100)
-"""For ``gc.set_threshold``, whose defaults are 700, 10 and 10."""
+"""Arguments of ``gc.set_threshold``, whose defaults are 700, 10 and 10."""
 
 
 @contextmanager
 def collected_rarely() -> Iterator[None]:
-    """Objects that exist already, such as modules, are not visited; new ones are, more rarely."""
+    """Exclude existing objects from collection in the context, and collect others less often."""
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
-    if not frozen:  # what another has frozen stays frozen
+    if not frozen:  # otherwise ``unfreeze`` would also release what somebody else has frozen
         gc.freeze()
     gc.set_threshold(*THRESHOLDS)
     try:

@@ -1,6 +1,6 @@
-"""The program that Ray starts in Python's place: it has the template fork the actor's process.
+"""The program that Ray starts instead of Python: it asks the template to fork the actor's process.
 
-It runs without site packages, as it is there for a moment only: the standard library alone.
+It uses the standard library alone and runs without site packages, because it must start quickly.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 SOCKET = "SOL_RL_TEMPLATE"
-"""Environment variable that says where the template listens."""
+"""Environment variable with the path of the template's socket."""
 OOM_SCORE = Path("/proc/self/oom_score_adj")
-LENGTH = 4  # bytes in front of a request
+LENGTH = 4  # bytes of the length in front of a request
 
 
 def main() -> None:
-    """Have the template fork; without one be an ordinary Python process."""
+    """Have the template fork; without a template, become an ordinary Python process."""
     oom_score = OOM_SCORE.read_text() if OOM_SCORE.exists() else "0"
     request = {
         "arguments": sys.argv[1:],
@@ -30,8 +30,8 @@ def main() -> None:
     }
     try:
         answer = os.environ[SOCKET]
-        while answer.startswith("/"):  # who forks; then the process that was forked
-            answer = _asked(answer, request)
+        while answer.startswith("/"):  # the socket of another template, until one answers a pid
+            answer = _request(answer, request)
         if answer:
             return
         why = "it ended, or has another Ray"
@@ -41,9 +41,10 @@ def main() -> None:
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 
-def _asked(path: str, request: dict[str, Any]) -> str:
-    """The answer to ``request``, sent with the standard streams; nothing where who listens ends.
-    Raises OSError where nobody does.
+def _request(path: str, request: dict[str, Any]) -> str:
+    """Send ``request`` with the standard streams to a socket; return the answer.
+
+    The answer is empty if the template ends meanwhile. Raises OSError if nothing listens there.
     """
     body = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX) as connection:

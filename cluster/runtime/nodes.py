@@ -1,8 +1,8 @@
-"""Free resources of the nodes, and requests for more nodes where Ray's autoscaler runs.
+"""Free resources of the nodes, and requests for more nodes from Ray's autoscaler.
 
 Missing resources are requested by placement groups that stay pending. Unlike
-``ray.autoscaler.sdk.request_resources`` these take into account what other jobs use, add up over
-jobs, and end with their job: nobody pays for a node that a finished run has requested.
+``ray.autoscaler.sdk.request_resources``, they take into account what other jobs use, add up over
+jobs, and end with their job, so that nobody pays for a node that a finished run has requested.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from planning.placement import Need, Node, check_placement, kinds_of, needs_of
 BUSY_WAIT_S = 20.0
 """How long to wait for resources that a finished job has not released yet."""
 LOOK_S = 0.5
-"""Between two looks at what is free: Ray does not notify anybody when that changes."""
+"""Interval at which free resources are polled; Ray sends no notification when they change."""
 LAG_S = 5.0
-"""Time enough for Ray's count of what is free to show what was given back."""
+"""Time after which released resources certainly appear in Ray's count of free resources."""
 ALL_ACTORS = "all actors"
 LEAST_CPU = 0.001
-"""The bundle of an actor that needs nothing: Ray accepts no empty ones."""
+"""CPUs of the bundle of an actor that needs nothing: Ray does not accept empty bundles."""
 
 
 class NodeRow(TypedDict):
-    """The part of a row of ``ray.nodes()`` that is used here."""
+    """The fields of a row of ``ray.nodes()`` that are used here."""
 
     NodeID: str
     Labels: dict[str, str] | None
@@ -46,7 +46,7 @@ class NodeRow(TypedDict):
 
 
 def free_nodes() -> list[Node]:
-    """Live nodes with what is free on each now; Ray's count lags behind by up to a second."""
+    """Return the live nodes with their free resources; Ray's count lags by up to a second."""
     # private: Ray has no public function for the free resources of single nodes
     from ray._private.state import available_resources_per_node
 
@@ -55,25 +55,26 @@ def free_nodes() -> list[Node]:
 
 
 def all_nodes() -> list[Node]:
-    """Live nodes with all their resources, used or not."""
+    """Return the live nodes with all their resources, used or not."""
     return [_node(row, row["Resources"]) for row in _alive()]
 
 
 def addresses() -> dict[str, tuple[str, int]]:
-    """(host, port) of every live node's manager, by node id."""
+    """Return (host, port) of every live node's manager, by node id."""
     return {row["NodeID"]: (row["NodeManagerAddress"], row["NodeManagerPort"]) for row in _alive()}
 
 
 def object_stores() -> dict[str, float]:
-    """Bytes of every live node's object store, by node id."""
+    """Return the bytes of every live node's object store, by node id."""
     return {row["NodeID"]: row["Resources"].get("object_store_memory", 0.0) for row in _alive()}
 
 
 def holding() -> set[str]:
-    """This job's actors, by name without incarnation and try, that Ray has given their resources:
-    their processes are there, though they may load for minutes.
+    """Return names (without incarnation and attempt) of this job's actors that hold resources.
+
+    Their processes exist, though they may still load models for minutes.
     """
-    # private: Ray's public list asks its dashboard, which need not be there
+    # private: Ray's public list asks the dashboard, which may not be running
     from ray._private.state import actors
 
     job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
@@ -89,7 +90,7 @@ def _alive() -> list[NodeRow]:
 
 
 def _node(row: NodeRow, resources: Mapping[str, float]) -> Node:
-    memory = resources.get("memory")  # which Ray counts without its object store
+    memory = resources.get("memory")  # without the object store
     return Node(
         row["NodeID"],
         resources.get("CPU", 0.0),
@@ -100,10 +101,10 @@ def _node(row: NodeRow, resources: Mapping[str, float]) -> Node:
 
 
 class Requests:
-    """Room that is waited for, a placement group each, so that Ray's autoscaler brings nodes.
+    """Pending requests for resources: placement groups, for which Ray's autoscaler adds nodes.
 
-    A group that is granted keeps its room from being counted as free by others, until it is
-    withdrawn for the actors to take.
+    A group that was granted reserves its resources, so that nobody else counts them as free, until
+    it is withdrawn for the actors to use them.
     """
 
     def __init__(self) -> None:
@@ -113,10 +114,10 @@ class Requests:
         return key in self._groups
 
     def request(self, key: str, needs: Sequence[Need]) -> bool:
-        """Request room for all of ``needs`` at once; False where this key has a request already."""
+        """Request resources for all ``needs`` together; return False if ``key`` has a request."""
         if key in self._groups:
             return False
-        # PACK: all that is missing on as few new nodes as hold it, which is what is paid for
+        # PACK: on as few new nodes as possible, because nodes are what is paid for
         bundles = [
             {"CPU": max(need.cpus, LEAST_CPU), **({"GPU": need.gpus} if need.gpus else {})}
             for need in needs
@@ -126,7 +127,7 @@ class Requests:
         return True
 
     def granted(self, key: str) -> list[str] | None:
-        """A node id per need of this key's request, in its order, once Ray holds room there."""
+        """Return a node id for each need of the request, in order, or None until it is granted."""
         if key not in self._groups:
             return None
         table = placement_group_table(self._groups[key])
@@ -136,7 +137,7 @@ class Requests:
         return [nodes[bundle] for bundle in sorted(nodes)]
 
     def withdraw(self, *keys: str) -> None:
-        """End these requests: the room is about to be taken, or not needed; without a key, all."""
+        """Release these requests, or all if no key is given."""
         for key in keys or tuple(self._groups):
             if (group := self._groups.pop(key, None)) is not None:
                 remove_placement_group(group)
@@ -147,11 +148,11 @@ async def find_room(
     kinds: Iterable[str] | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Node]:
-    """The nodes, once every actor of the run has a place on them.
+    """Wait until every actor of the run fits on the free nodes, and return these.
 
-    Waits for what other jobs are about to release (``BUSY_WAIT_S``), and for nodes requested from
-    an autoscaler (``services.wait_for_nodes_s``), of which it tells ``tell`` in a line. Raises
-    ConfigError, a line per service: what is missing and what is free.
+    Waits for resources that other jobs are about to release (``BUSY_WAIT_S``), and for nodes
+    requested from an autoscaler (``services.wait_for_nodes_s``); calls ``tell`` with a line in that
+    case. Raises ConfigError with a line per service that says what is missing and what is free.
     """
     chosen = tuple(kinds if kinds is not None else kinds_of(config))
     began, wait_s = time.monotonic(), config.services.wait_for_nodes_s
@@ -163,12 +164,13 @@ async def find_room(
                 check_placement(config, nodes, chosen)
                 return nodes
             except ConfigError as error:
-                # waiting helps where the nodes would do once they are free, or where more may come
+                # wait if the nodes would suffice once they are free, or if more may be added
                 if now - began > max(wait_s, BUSY_WAIT_S if _would_fit(config, chosen) else 0.0):
                     raise
                 if requests.granted(ALL_ACTORS):
-                    # the request itself holds what it was granted: actors find room when it ends
-                    requests.withdraw()  # and once Ray's count has it, it is free
+                    # the request holds the granted resources; they become free when it ends, after
+                    # the lag of Ray's count
+                    requests.withdraw()
                     ask_at = now + LAG_S
                 elif (
                     wait_s

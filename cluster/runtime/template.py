@@ -1,19 +1,19 @@
-"""Actor processes as forks of one process that has imported torch, diffusers and Ray already.
+"""A template process that has imported torch, diffusers and Ray, and forks actor processes.
 
-Nearly all of the start of an actor is imports: 8 CPU seconds and 370 MB each with a model, a second
-and 50 MB without. On one machine without GPUs they are paid once: the driver starts a *template*,
-which imports and waits, and Ray starts an actor's process by asking the template to fork. The fork
-is then the process that Ray started, with the environment, files and priority that Ray gave it.
+Most of the start of an actor is imports: 8 CPU seconds and 370 MB for an actor with a model, 1 s
+and 50 MB for others. On one machine without GPUs this is paid once: the driver starts a *template*
+process, which imports and waits, and Ray starts an actor's process by asking the template to fork.
+The fork takes the environment, files and priority that Ray gave to the process that it started.
 
-Ray reads its variables when it is imported, and they tell an actor whose it is. So for each Ray the
-template forks a template of its own, which imports Ray with the variables of the first actor that
-is asked for, and forks all whose variables are the same.
+Ray reads its environment variables when it is imported, and they identify the Ray cluster of an
+actor. Therefore the template forks one more template for each Ray, which imports Ray with the
+variables of the first request and then forks every actor that has the same variables.
 
-A command, whose process has one Ray in its life, is itself what the template is forked from, once
-it has imported torch: both share those pages, and the template serves that Ray in its own process.
+A command of ``sol-rl`` uses one Ray only. There the template is a fork of the command's process,
+made after that has imported torch: both share these pages, and the template itself serves the Ray.
 
-Not on GPUs, as CUDA does not survive a fork, and not on a cluster, where nodes have their own
-Python. What Ray starts instead of Python is ``cluster/runtime/launcher.py``.
+Templates are not used on GPUs, because CUDA does not survive a fork, nor on clusters, whose nodes
+have their own Python. Ray starts ``cluster/runtime/launcher.py`` instead of Python.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from configs.section import Tree
 
 MODELS = "encoder", "rollout", "learner"
-"""Services whose actors import torch and diffusers; for the others no template is started."""
+"""Services whose actors import torch and diffusers; a template is started only for these."""
 SPIN = "10000"
-"""Rounds that a waiting thread spins before it sleeps, for GNU's OpenMP."""
+"""Number of spins before a waiting thread of GNU OpenMP sleeps (``GOMP_SPINCOUNT``)."""
 RAY, RAYLET = "RAY_", "RAY_RAYLET_PID"
-"""What Ray's variables begin with, and the one that names the process whose end is the end of its
-actors.
+"""Prefix of Ray's environment variables, and the one with the process id of the raylet; actors end
+when their raylet ends.
 """
 
 
@@ -52,32 +52,32 @@ actors.
 
 
 def waiting(config: RunConfig) -> dict[str, str]:
-    """Variables that say how OpenMP's threads wait in the processes of a run.
+    """Return the variables that set how OpenMP threads wait in the processes of a run.
 
-    They would spin for milliseconds, on the cores of actors that work, and sleep instead. Where the
-    learner has several threads while nobody explores they spin for some microseconds, which is
-    quicker than waking up between the small products of a small model; but not where replicas have
-    more threads than there are cores, which they would take from each other.
+    By default they would spin for milliseconds on cores that other actors need, so they sleep at
+    once. If no actor explores while the learner trains, they spin for some microseconds, which is
+    faster than waking up between the small matrix products of a small model. This is not done if
+    all replicas together have more threads than there are cores, as they would slow each other.
     """
-    found = {"OMP_WAIT_POLICY": "PASSIVE"}
+    variables = {"OMP_WAIT_POLICY": "PASSIVE"}
     learner = config.services.learner
     crowded = learner.replicas * learner.threads > (os.cpu_count() or 1)
     if not crowded and (config.plan.explore is None or not config.explore_ahead):
-        found["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SPIN)
-    return found
+        variables["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SPIN)
+    return variables
 
 
 def threads(config: RunConfig) -> dict[str, str]:
-    """What OpenMP's variables are while a template loads it; an actor sets its own threads."""
+    """Return OpenMP's variables for a template; an actor sets its own number of threads later."""
     return {"OMP_NUM_THREADS": "1", **waiting(config)}
 
 
 def start(config: RunConfig, fork: bool = False) -> None:
-    """Have one template in this process, if actors of ``config`` can be its forks.
+    """Start the template, unless it is running or actors of ``config`` cannot be forked.
 
-    ``fork``: make it a fork of this process, for the first Ray that asks. Nothing else may run in
-    this process yet, no thread and no Ray, and memory is what forks shall have
-    (``cluster.runtime.anew``).
+    With ``fork`` the template is a fork of this process and serves the first Ray that makes a
+    request. This process must not have threads or a Ray yet, and must have the memory allocator
+    that the forks are to use (``cluster.runtime.anew``).
     """
     some = any(not config.services.of(kind).gpus for kind in MODELS)
     if sys.platform == "linux" and some and not _running:
@@ -85,12 +85,12 @@ def start(config: RunConfig, fork: bool = False) -> None:
 
 
 def runtime_env(config: RunConfig, kind: str) -> Tree:
-    """What Ray is asked for where an actor of this kind shall be forked; empty where it is not."""
+    """Return the ``runtime_env`` for an actor of this service; empty if it is not forked."""
     return forked() if not config.services.of(kind).gpus else {}
 
 
 def forked() -> Tree:
-    """What Ray is asked for where an actor shall be forked, if there is a template."""
+    """Return the ``runtime_env`` with which Ray forks an actor; empty without a template."""
     if not _running:
         return {}
     program = [sys.executable, "-IS", os.path.abspath(launcher.__file__)]
@@ -98,10 +98,12 @@ def forked() -> Tree:
 
 
 class Template:
-    """The process, from here to the end of the driver, however that comes."""
+    """A template process, which ends when the driver ends, also if the driver is killed."""
 
     def __init__(self, config: RunConfig, fork: bool = False):
-        """Start it; it listens at once, and answers when it has imported what the actors need."""
+        """Start the process; its socket accepts requests at once, which it answers once it has
+        imported what the actors need.
+        """
         import tempfile
 
         self.path = os.path.join(tempfile.mkdtemp(prefix="sol-rl-template-"), "socket")
@@ -110,11 +112,11 @@ class Template:
             listener.listen(64)
             make = self._fork if fork else self._start
             self.pid, self.alive = make(config, listener)
-        # it removes its folder itself, unless it was killed
+        # in case it was killed: otherwise it removes its folder itself
         atexit.register(shutil.rmtree, os.path.dirname(self.path), ignore_errors=True)
 
     def _start(self, config: RunConfig, listener: socket.socket) -> tuple[int, IO[bytes]]:
-        """(its process, what is closed when this one ends) of a Python process of its own."""
+        """Start a new Python process; return its pid and the pipe whose end it waits for."""
         import subprocess
 
         from cluster.runtime import allocator
@@ -123,7 +125,7 @@ class Template:
         process = subprocess.Popen(
             [sys.executable, "-c", code, str(listener.fileno()), config.model_dump_json()],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # what fails here fails in each actor, which says it
+            stdout=subprocess.DEVNULL,  # an import that fails here fails in each actor, which logs
             stderr=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],
             start_new_session=True,  # Ctrl-C is for the driver
@@ -131,16 +133,16 @@ class Template:
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                 **threads(config),  # read when libraries are loaded
-                **allocator.variables(),  # a fork keeps the library, whatever Ray gives it
+                **allocator.variables(),  # forks keep the library, whatever environment Ray sets
             },
         )
         assert process.stdin is not None
-        self._process = process  # or Python would warn that nobody waits for it
+        self._process = process  # keep a reference, or Python warns that nobody waited for it
         return process.pid, process.stdin
 
     def _fork(self, config: RunConfig, listener: socket.socket) -> tuple[int, IO[bytes]]:
-        """The same of a fork of this process, which does not come back from here."""
-        sys.stdout.flush()  # or both would write what waits there
+        """Fork this process; returns as ``_start`` in the parent and never in the fork."""
+        sys.stdout.flush()  # otherwise both processes would write the buffered output
         reader, writer = os.pipe()
         _unchanging()
         if pid := os.fork():
@@ -148,11 +150,11 @@ class Template:
             return pid, os.fdopen(writer, "wb")
         os.close(writer)
         os.setsid()
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream, file in enumerate((reader, nowhere, nowhere)):
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        for stream, file in enumerate((reader, devnull, devnull)):
             os.dup2(file, stream)
         serve(listener, config, many=False)
-        raise SystemExit  # an actor's process ends as others of Python do
+        raise SystemExit  # with exit handlers, as in any other Python process
 
 
 _running: list[Template] = []
@@ -162,88 +164,92 @@ _running: list[Template] = []
 
 
 def main() -> None:
-    """A template for every Ray that asks: the descriptor it listens at, then the configuration."""
+    """Entry point of a template process; arguments: its listening descriptor, the configuration."""
     from configs.load import parse
 
     serve(socket.socket(fileno=int(sys.argv[1])), parse(json.loads(sys.argv[2])), many=True)
 
 
 def serve(listener: socket.socket, config: RunConfig, many: bool) -> None:
-    """Import, then serve every Ray that asks by a template of its own (``many``), or the first one
-    from this process, until standard input ends. Leaves no folder behind.
+    """Import what actors need, then serve requests until standard input is closed.
+
+    With ``many`` each Ray is served by a template of its own, otherwise only the first one, by this
+    process. Removes the folder of the socket at the end.
     """
     folder, own = os.path.dirname(listener.getsockname()), os.getpid()
     try:
         import_for(config)
         _unchanging()
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork ended
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps forks: no zombies
         (_serve_many if many else _serve_first)(listener, folder)
     finally:
-        if os.getpid() == own:  # and not in a fork, whatever that has become
+        if os.getpid() == own:  # not in a fork
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _serve_first(listener: socket.socket, folder: str) -> None:
-    """The first Ray that asks, from this process."""
+    """Serve the first Ray that makes a request, in this process."""
     while _waits(listener):
-        if asked := accept(listener):
-            asked.close_files()
-            asked.answer(listener.getsockname())
-            return _serve_one(listener, _of_ray(asked))
+        if request := accept(listener):
+            request.close_files()
+            request.answer(listener.getsockname())
+            return _serve_one(listener, _ray_variables(request))
 
 
 def _serve_many(listener: socket.socket, folder: str) -> None:
-    """Each Ray by a template of its own, a fork that listens in the folder."""
+    """Serve each Ray by a template of its own: a fork with another socket in the folder."""
     paths: dict[str, str] = {}
     while _waits(listener):
-        if (asked := accept(listener)) is None:
+        if (request := accept(listener)) is None:
             continue
-        asked.close_files()
-        its = _of_ray(asked)
-        path = paths.setdefault(json.dumps(its, sort_keys=True), f"{folder}/{len(paths)}")
+        request.close_files()
+        variables = _ray_variables(request)
+        path = paths.setdefault(json.dumps(variables, sort_keys=True), f"{folder}/{len(paths)}")
         if not os.path.exists(path):
             own = socket.socket(socket.AF_UNIX)
             own.bind(path)
             own.listen(64)
             if _fork() == 0:
                 listener.close()
-                asked.connection.close()
-                return _serve_one(own, its)
+                request.connection.close()
+                return _serve_one(own, variables)
             own.close()
-        asked.answer(path)
+        request.answer(path)
 
 
-def _serve_one(listener: socket.socket, its: dict[str, str]) -> None:
-    """Import Ray with its variables, then fork for every request, while that Ray is there. Returns
-    when it has ended, and in a fork that has been an actor.
+def _serve_one(listener: socket.socket, variables: dict[str, str]) -> None:
+    """Import Ray with these variables, then fork for every request of that Ray.
+
+    Returns when that Ray has ended, and in a fork when its actor has ended.
     """
     for name in [name for name in os.environ if name.startswith(RAY)]:
         del os.environ[name]
-    os.environ.update(its)
-    import pydantic.v1  # noqa: F401 (every process of Ray does when it starts, 1 MB)
+    os.environ.update(variables)
+    import pydantic.v1  # noqa: F401 (every process of Ray imports it at its start: share the 1 MB)
     import ray  # noqa: F401
 
     _unchanging()
     try:
-        ends = [os.pidfd_open(int(its[RAYLET]))] if RAYLET in its else []
-    except ProcessLookupError:  # it ended while this imported
+        ends = [os.pidfd_open(int(variables[RAYLET]))] if RAYLET in variables else []
+    except ProcessLookupError:  # the raylet ended during the import
         return
     while _waits(listener, *ends):
-        if (asked := accept(listener)) is None:
+        if (request := accept(listener)) is None:
             continue
-        pid = _fork() if _of_ray(asked) == its else None
+        pid = _fork() if _ray_variables(request) == variables else None
         if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
-            asked.connection.close()
-            return asked.become()
-        asked.close_files()
-        asked.answer(str(pid or ""))
+            request.connection.close()
+            return request.become()
+        request.close_files()
+        request.answer(str(pid or ""))
 
 
 def _fork() -> int | None:
-    """As ``os.fork``; None where the machine has no process or no memory left. Who asked then
-    starts an ordinary one, or fails by itself.
+    """Fork as ``os.fork``; return None if the machine has no process or memory left.
+
+    The launcher then becomes an ordinary Python process, or fails by itself.
     """
     try:
         return os.fork()
@@ -251,13 +257,16 @@ def _fork() -> int | None:
         return None
 
 
-def _of_ray(asked: Asked) -> dict[str, str]:
-    environment = asked.request["environment"]
+def _ray_variables(request: Asked) -> dict[str, str]:
+    environment = request.request["environment"]
     return {name: value for name, value in environment.items() if name.startswith(RAY)}
 
 
 def _unchanging() -> None:
-    """What is there now stays: the collector would write to every page, and unshare it."""
+    """Exclude all present objects from garbage collection.
+
+    The collector writes to every object that it visits, so that a fork would copy the page.
+    """
     import gc
 
     gc.collect()
@@ -265,15 +274,15 @@ def _unchanging() -> None:
 
 
 def _waits(listener: socket.socket, *more: int) -> bool:
-    """Wait for a request; False once the driver has ended, or a process of these descriptors."""
+    """Wait for a request; return False once the driver or a process of ``more`` has ended."""
     ends = [0, *more]
     ready, _, _ = select.select([listener, *ends], [], [])
     return not any(end in ready for end in ends)
 
 
 def import_for(config: RunConfig) -> None:
-    """What encoder, rollout actor and learner import to build their models; build none."""
-    # without GPUs nothing uses Triton, but torch imports it to see whether it is there: 70 MB
+    """Import what encoder, rollout actors and learner need for their models; load no model."""
+    # nothing uses Triton without GPUs, but torch would import it to see if it is there: 70 MB
     sys.modules["triton"] = None  # pyright: ignore[reportArgumentType]
     import learner.trainer  # noqa: F401
     import policy.explorer  # noqa: F401

@@ -1,9 +1,9 @@
-"""Which nodes still answer: asked by the driver itself, because calls to a lost one only wait.
+"""Health checks of nodes by the driver, which notices a lost node sooner than Ray does.
 
-A call to an actor on a node that is gone ends when Ray gives the node up, which takes it up to
-half a minute, longer where the network swallows what is sent. So the driver opens a connection to
-the port of every node on which it has actors, again and again, and closes it: the kernel over there
-answers for a process that is busy, and nobody answers for one that is gone.
+A call to an actor on a lost node fails only when Ray declares the node dead, which takes up to half
+a minute, and longer if the network drops packets. Therefore the driver repeatedly opens and closes
+a TCP connection to every node on which it has actors. The node's kernel accepts it even if the
+process there is busy; a lost node does not answer.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from enum import Enum, auto
 from cluster.runtime.tasks import cancel_all
 
 TRIES = 4
-"""Connections in a row that must stay without an answer. Of a network that loses one packet in a
-hundred in each direction a node is given up by mistake less than once in a month.
+"""Number of consecutive connections without an answer after which a node is lost. On a network that
+loses 1 % of packets in each direction, a node is lost by mistake less than once in a month.
 """
 REFUSALS = 2
-"""Connections in a row that must be refused: an answer, so that no packet was lost, from a machine
-on which Ray's process has ended. Two, as a firewall may refuse one while it is set up.
+"""Number of consecutive refused connections after which a node is lost. A refusal is an answer from
+a machine on which Ray's process has ended. Two, as a firewall may refuse one while it is set up.
 """
 Address = tuple[str, int]
 
 
 class NodeWatch:
-    """Watches nodes from the first time that one is asked for.
+    """Watches each node from the first call of ``gone`` for it.
 
-    It counts failed connections and not seconds: a driver that was stopped for a minute has not
-    heard of anybody, and has lost nobody.
+    It counts failed connections instead of seconds: a driver that was stopped for a minute has had
+    no answers in that time, but no node is lost because of that.
     """
 
     def __init__(self, silence_s: float):
-        """A node is lost when it has not answered for ``silence_s`` seconds, or has refused for
-        three fifths of them; 0: never.
+        """A node is lost if it has not answered for ``silence_s`` seconds, or has refused for
+        three fifths of that time; 0 disables the checks.
         """
-        # one wait after the last connection that was taken, then as long for each that is not
+        # one interval after the last accepted connection, and one for each failed attempt
         self._every_s = silence_s / (TRIES + 1)
         self._addresses: dict[str, Address] = {}
         self._gone: dict[str, asyncio.Future[str]] = {}
@@ -45,14 +45,14 @@ class NodeWatch:
         self.lost: set[str] = set()
 
     def know(self, addresses: Mapping[str, Address]) -> None:
-        """Where the nodes that Ray counts as alive take connections; all others are lost."""
+        """Set the addresses of the nodes that Ray considers alive; all other nodes are lost."""
         self._addresses = dict(addresses)
         for node in self._gone:
             if node not in addresses:
                 self._lose(node, "Ray has given its node up")
 
     def gone(self, node: str) -> asyncio.Future[str]:
-        """Done when ``node`` is lost, with the reason in words. Never, where it is not watched."""
+        """Return a future that gets the reason when ``node`` is lost; never if it is unknown."""
         if node not in self._gone:
             self._gone[node] = asyncio.get_running_loop().create_future()
             if self._every_s and node in self._addresses:
@@ -60,7 +60,7 @@ class NodeWatch:
         return self._gone[node]
 
     async def close(self) -> None:
-        """Watch no more."""
+        """Stop all checks."""
         await cancel_all(list(self._tasks.values()))
         self._tasks.clear()
 
@@ -70,7 +70,7 @@ class NodeWatch:
             self._gone[node].set_result(why)
 
     async def _watch(self, node: str) -> None:
-        """Until Ray gives the node up as well. One that answers again may be used again."""
+        """Check the node until Ray declares it dead too; a node that answers again is usable."""
         failures = refusals = 0
         while address := self._addresses.get(node):
             answer = await _ask(address, self._every_s)
@@ -84,38 +84,38 @@ class NodeWatch:
                 elif failures == TRIES:
                     silent_s = self._every_s * (TRIES + 1)
                     self._lose(node, f"its node answers no connection for {silent_s:g} s")
-            elif answer is Reply.TAKEN:  # it stayed watched, as it may come back
+            elif answer is Reply.TAKEN:  # a lost node came back
                 self.lost.discard(node)
                 self._gone[node] = asyncio.get_running_loop().create_future()
         self._tasks.pop(node, None)
 
 
 class Reply(Enum):
-    """What comes of a connection."""
+    """Result of a connection attempt."""
 
     TAKEN = auto()
     REFUSED = auto()
     NONE = auto()
-    UNASKED = auto()  # none could be begun here, which says nothing of the node
+    UNASKED = auto()  # the attempt could not be started, which says nothing about the node
 
 
 async def _ask(address: Address, within_s: float) -> Reply:
-    """Open a connection; return after ``within_s`` seconds, whatever comes of it."""
+    """Try to open a connection; return the result after exactly ``within_s`` seconds."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     try:
         made = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
-    except OSError:  # as where this process has too many files open
+    except OSError:  # for example too many open files in this process
         await asyncio.sleep(within_s)
         return Reply.UNASKED
     with made:
         made.setblocking(False)
         attempt = asyncio.ensure_future(loop.sock_connect(made, address))
-        # not asyncio.timeout: in a loop that was held up, an answer that has come counts
+        # unlike asyncio.timeout, this counts an answer that arrived while the loop was held up
         done, _ = await asyncio.wait({attempt}, timeout=within_s)
         if not done:
             await cancel_all([attempt])
-    # before the pause, which may be cancelled: asyncio complains of an error nobody looked at
+    # read before the pause, which may be cancelled: asyncio logs errors that are never retrieved
     error = attempt.exception() if done else TimeoutError()
     await asyncio.sleep(max(0.0, began + within_s - loop.time()))
     if error is None:
