@@ -1,7 +1,8 @@
-"""Typed calls to actors: a task, and the method of the actor's class that carries it out.
+"""Typed calls to actors: a task, and the method of the actor's class that performs it.
 
-A method is named by itself (``RolloutActor.explore``), not by a string, so that a type checker
-compares the arguments with the signature and an editor leads from the client to the actor.
+A method is passed as a function (``RolloutActor.explore``) rather than as a string, so that a type
+checker compares the arguments with the signature and "go to definition" leads from the client to
+the actor.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ P = ParamSpec("P")
 R = TypeVar("R")
 X = TypeVar("X")
 Y = TypeVar("Y")
-Answer: TypeAlias = Any  # what a method returned, between Ray and ``Caller.call``, which types it
-Method: TypeAlias = Callable[Concatenate[Answer, P], R]  # of an actor's class, not bound to one
+Answer: TypeAlias = Any  # return value of a method; ``Caller.call`` gives it its type
+Method: TypeAlias = Callable[Concatenate[Answer, P], R]  # unbound method of an actor's class
 
 
 def resolved(reference: ObjectRef[X]) -> X:
-    """``reference``, as an argument whose value the method will see.
+    """Cast ``reference``, an argument of a call, to the type of its object.
 
-    Ray replaces a reference that is itself an argument by its object before the method runs. Static
-    types do not know that, hence this cast.
+    Ray replaces a reference that is itself an argument by the object before the method runs, which
+    static types cannot express.
     """
     return cast(X, reference)
 
 
 @dataclass(frozen=True)
 class Task(Generic[R]):
-    """A call that may be repeated: the same key gives the same result, on any actor."""
+    """A call that may be repeated: it gives the same result for the same key on any actor."""
 
-    key: object  # a ChunkKey, or a tuple of a word and numbers; names the task in events
+    key: object  # a ChunkKey, or a tuple of a word and numbers; identifies the task in events
     priority: tuple[int, ...] = ()  # lowest first
-    accept: Callable[[R], str | None] | None = None  # why an answer is worth another try elsewhere
-    tries: int = 1  # answers that ``accept`` may refuse; the last one stands
+    accept: Callable[[R], str | None] | None = None  # why to retry after this answer, or None
+    tries: int = 1  # number of answers at most; the last one is used even if rejected
 
 
 AnyTask: TypeAlias = Task[Answer]
@@ -45,7 +46,7 @@ AnyTask: TypeAlias = Task[Answer]
 
 @dataclass(frozen=True)
 class Call:
-    """A method by name, with its arguments; what is left of the types where Ray is called."""
+    """A call as it is sent to Ray: the method's name and the arguments, without their types."""
 
     method: str
     args: tuple[object, ...]
@@ -54,23 +55,25 @@ class Call:
 
 
 class Caller(ABC):
-    """Something that carries out calls: a pool of actors, or one of its members."""
+    """Something that performs calls: a pool of actors, or one of its members."""
 
     @abstractmethod
     async def perform(self, task: AnyTask, call: Call) -> Answer:
-        """The answer to ``call``; where it has several returns, the value of the first and
-        references to the others, as one tuple.
+        """Perform ``call`` and return its answer.
+
+        If the call has several return values, returns a tuple of the first value and references to
+        the others.
 
         Raises:
             RunFailed: the task failed on every allowed attempt, or no actor is left.
-            StateLost: the actor held a state, and died.
+            StateLost: the actor had state, and died.
             InputsLost: an object among the arguments no longer exists.
         """
 
     async def call(
         self, task: Task[R], method: Method[P, R], *args: P.args, **named: P.kwargs
     ) -> R:
-        """What ``method`` returns. Raises as ``perform``."""
+        """Call ``method`` and return its result. Raises the same as ``perform``."""
         return cast(R, await self.perform(task, Call(method.__name__, args, named)))
 
     async def call_each(
@@ -80,9 +83,10 @@ class Caller(ABC):
         messages: Callable[[int], Sequence[X]],
         shared: Y,
     ) -> R:
-        """What ``method`` returns where every actor is sent a message of its own, and ``shared``.
+        """Call ``method`` with a separate message for each actor and with ``shared`` for all.
 
-        ``messages`` makes one for each of so many actors, by rank. Raises as ``perform``.
+        ``messages`` returns the messages for the given number of actors, by rank. Raises the same
+        as ``perform``.
         """
         return await self.call(task, method, messages(1)[0], shared)
 
@@ -121,9 +125,9 @@ class Caller(ABC):
         *args: object,
         **named: object,
     ) -> tuple[Answer, ...]:
-        """What ``method`` returns, the first part by value, the others by reference.
+        """Call ``method``; return the first part of its result by value, the others by reference.
 
-        The caller owns what comes by reference, so it outlives the actor that made it. Raises as
-        ``perform``.
+        The caller owns the referenced objects, so they outlive the actor that created them. Raises
+        the same as ``perform``.
         """
         return await self.perform(task, Call(method.__name__, args, named, returns))

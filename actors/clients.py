@@ -1,9 +1,9 @@
-"""One client per service: what may be asked of it, how the task is named, and what comes back.
+"""Clients of the services: one class per service, with a typed method for each call.
 
-The way of a seed: ``RolloutClient.explore`` -> ``RewardClient.score`` -> ``SelectorClient.select``
--> ``LearnerClient.generate`` -> ``RewardClient.score`` -> ``LearnerClient.update``. The way of the
-weights: ``LearnerClient.export``, ``.shard`` -> ``RolloutActor.load``, which every member of the
-pool is told by itself (``cluster.driver.weights``).
+A seed passes through ``RolloutClient.explore``, ``RewardClient.score``, ``SelectorClient.select``,
+``LearnerClient.generate``, ``RewardClient.score`` and ``LearnerClient.update``. Weights pass
+through ``LearnerClient.export`` and ``.shard`` to ``RolloutActor.load``, which
+``cluster.driver.weights`` calls for each member of the pool.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from policy.types import Conditioning
 
 @dataclass(frozen=True)
 class EncoderClient:
-    """Prompts to conditioning, with the images that they edit as ``model`` draws."""
+    """Client of the encoder: prompts, and the images that they edit, to conditioning."""
 
     pool: Caller
     model: Model
@@ -53,9 +53,10 @@ class EncoderClient:
     async def encode(
         self, what: int | str, groups: list[list[Prompt]]
     ) -> list[ObjectRef[Conditioning]]:
-        """A reference per group of prompts, to as many rows. ``what``: an iteration, or a word.
+        """Encode groups of prompts; return a reference per group to its rows of conditioning.
 
-        Raises OSError for an image that is not there any more.
+        ``what``, an iteration or a word, is part of the task's key. Raises OSError if the image of
+        a prompt no longer exists.
         """
         texts = [[prompt.text for prompt in group] for group in groups]
         if not any(prompt.image for group in groups for prompt in group):
@@ -63,7 +64,7 @@ class EncoderClient:
             _, *found = await self.pool.call_parts(task, returns, EncoderActor.encode, texts)
             return found
         found: list[ObjectRef[Conditioning]] = []
-        # one after the other: images of many prompts at once would fill the driver's memory
+        # group by group: images of all prompts at once could exhaust the driver's memory
         for number, group in enumerate(groups):
             images = await asyncio.to_thread(self._images, group)
             task = Task[float](("encode", what, number))
@@ -80,7 +81,7 @@ class EncoderClient:
 
 @dataclass(frozen=True)
 class RolloutClient:
-    """Seeds to proxy images."""
+    """Client of the rollout actors: seeds to proxy images."""
 
     pool: Caller
 
@@ -90,8 +91,8 @@ class RolloutClient:
         conditioning: ObjectRef[Conditioning],
         priority: tuple[int, ...] = (),
     ) -> Explored:
-        """Images of one prompt's seeds by the version that ``request`` names."""
-        task: Task[float] = Task(request.key, priority)  # ``Task[float](...)`` takes thrice as long
+        """Generate images of one prompt's seeds with the policy version named in ``request``."""
+        task: Task[float] = Task(request.key, priority)  # a third of the time of Task[float](...)
         _, images, samples = await self.pool.call_parts(
             task, 3, RolloutActor.explore, request, resolved(conditioning)
         )
@@ -100,7 +101,7 @@ class RolloutClient:
 
 @dataclass(frozen=True)
 class RewardClient:
-    """Images to raw scores, by the scorers that share a pool."""
+    """Client of the reward actors of one pool: images to raw scores."""
 
     pool: Caller
 
@@ -113,7 +114,7 @@ class RewardClient:
         labels: tuple[str, ...],
         cached: bool,
     ) -> Scores:
-        """Raw scores of B images, one prompt each; the arguments are those of the actor."""
+        """Score B images with one prompt each; the arguments are those of ``RewardActor.score``."""
         return await self.pool.call(
             task, RewardActor.score, resolved(images), prompts, metadata, labels, cached
         )
@@ -126,7 +127,7 @@ class RewardClient:
         labels: tuple[str, ...],
         images: Sequence[ObjectRef[Images]],
     ) -> Scores:
-        """Raw scores of all images of a prompt, by scorers that compare them."""
+        """Score all images of a prompt by scorers that compare them with each other."""
         parts = [resolved(part) for part in images]
         return await self.pool.call(task, RewardActor.compare, prompt, metadata, labels, *parts)
 
@@ -138,7 +139,7 @@ class RewardClient:
         metadata: list[Metadata],
         labels: tuple[str, ...],
     ) -> Scores:
-        """The raw scores of the same B images, asked for in reverse."""
+        """Score the same B images again, in reverse order."""
         task = Task[Scores](("rescore", key))
         return await self.pool.call(
             task, RewardActor.recheck, resolved(images), prompts, metadata, labels
@@ -147,22 +148,22 @@ class RewardClient:
 
 @dataclass(frozen=True)
 class SelectorClient:
-    """Rewards to the seeds that are trained on."""
+    """Client of the selector: proxy rewards to the seeds that are trained on."""
 
     pool: Caller
 
     async def select(self, iteration: int, prompt: int, rewards: Floats) -> Chosen:
-        """What to train on and what to audit of a prompt with proxy rewards float32 [N]."""
+        """Select from a prompt's proxy rewards float32 [N] what to train on and what to audit."""
         task: Task[Chosen] = Task(("select", iteration, prompt), (iteration, prompt))
         return await self.pool.call(task, SelectorActor.select, iteration, prompt, rewards)
 
 
 @dataclass(frozen=True)
 class LearnerClient:
-    """The one service with a state, of one replica or several that are equal between two calls.
+    """Client of the learner, the only service with state: one replica, or several in equal state.
 
-    So ``any_replica`` generates, an update or a checkpoint goes to ``every_replica``, and the rest
-    is asked of the ``first``, but for an export where no replica has whole weights.
+    Any replica generates, every replica updates and loads checkpoints, and the first one does the
+    rest. If the base is sharded, every replica takes part in an export too.
     """
 
     any_replica: Caller
@@ -178,7 +179,7 @@ class LearnerClient:
         conditioning: ObjectRef[Conditioning],
         priority: tuple[int, ...],
     ) -> Generated:
-        """Images and samples in full precision."""
+        """Generate images and samples in full precision."""
         task: Task[float] = Task(key, priority)
         _, images, samples = await self.any_replica.call_parts(
             task, 3, LearnerActor.generate, request, resolved(conditioning)
@@ -186,8 +187,9 @@ class LearnerClient:
         return Generated(images, samples)
 
     async def update(self, iteration: int, groups: list[TrainingGroup]) -> dict[str, float]:
-        """One update on all groups; metrics by name. Each replica is sent what it trains on, and
-        the rewards of all.
+        """Update the policy on all groups; return metrics by name.
+
+        Each replica receives the samples that it trains on, and the rewards of all.
         """
         task = Task[dict[str, float]](("update", iteration))
         return await self.every_replica.call_each(
@@ -202,27 +204,27 @@ class LearnerClient:
     ) -> Exported:
         """Pack the policy as ``version`` for rollout actors that run ``backend``."""
         task = Task[Exported](("export", version))
-        asked = self.first if self.sharding == "none" else self.every_replica
-        return await asked.call(task, LearnerActor.export, version, backend, weights)
+        replicas = self.first if self.sharding == "none" else self.every_replica
+        return await replicas.call(task, LearnerActor.export, version, backend, weights)
 
     async def shard(self, version: int, index: int) -> ObjectRef[Shard]:
-        """One shard of the last export. The caller owns it, so it outlives the learner."""
+        """Fetch one shard of the last export. The caller owns it, so it outlives the learner."""
         task = Task[int](("shard", version, index))
         _, shard = await self.first.call_parts(task, 2, LearnerActor.shard, index)
         return shard
 
     async def probe(self, request: Probe, conditioning: ObjectRef[Conditioning]) -> Probed:
-        """Latents of a few seeds by the last export."""
+        """Generate latents of a few seeds with the weights of the last export."""
         task = Task[Probed](("probe", request.version))
         return await self.first.call(task, LearnerActor.probe, request, resolved(conditioning))
 
     async def quantization(self) -> list[dict[str, object]]:
-        """Rows of ``quantization.json``."""
+        """Return the rows of ``quantization.json``."""
         task = Task[list[dict[str, object]]](("quantization",))
         return await self.first.call(task, LearnerActor.quantization)
 
     async def save(self, iteration: int, path: str, extra: Mapping[str, object]) -> None:
-        """Write a checkpoint, with ``extra`` state of the driver's."""
+        """Write a checkpoint, including ``extra``, the state of the driver."""
         await self.first.call(Task[None](("save", iteration)), LearnerActor.save, path, extra)
 
     async def load(self, name: str, path: str) -> None:

@@ -1,6 +1,6 @@
-"""The encoder service: prompts, and images to edit, to conditioning, once per iteration.
+"""The encoder service: encodes prompts, and images to edit, as conditioning.
 
-The only actor that holds text encoders.
+It is the only service with text encoders.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from policy.types import DTYPES, Conditioning
 
 @on_device("encoder", "model.max_sequence_length")
 class EncoderActor:
-    """Holds the family's text encoders, and its autoencoder where it edits images."""
+    """Actor with the family's text encoders, and with its autoencoder if it edits images."""
 
     def __init__(self, tree: Tree):
         run = begin(tree)
@@ -26,15 +26,16 @@ class EncoderActor:
         self._text = family_for(run.model).load_text(self._device, dtype, negative)
 
     def ready(self) -> ActorInfo:
-        """Says who it is, once the model is loaded."""
+        """Describe the actor; its model is loaded by then."""
         return identity(self._device)
 
     def encode(
         self, groups: list[list[str]], images: list[list[Images]] | None = None
     ) -> tuple[float, *tuple[Conditioning, ...]]:
-        """Seconds taken, then one Conditioning (rows = prompts, on CPU) per group of prompts.
+        """Encode groups of prompts; return the seconds, then a Conditioning per group on the CPU.
 
-        ``images``: the one that each prompt edits, uint8 [3, H, W].
+        A Conditioning has a row per prompt. ``images`` has the image that each prompt edits, uint8
+        [3, H, W].
         """
         start = time.perf_counter()
         encoded = [

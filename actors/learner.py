@@ -1,6 +1,4 @@
-"""The learner service: regenerates in full precision, updates the LoRA, exports the policy for the
-rollout actors.
-"""
+"""The learner service: regenerates at full precision, updates the LoRA and exports the policy."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ X = TypeVar("X")
 
 
 class Fetch(Protocol):
-    """The objects behind references, in order."""
+    """Function that returns the objects of references, in order."""
 
     def __call__(self, references: Sequence[ObjectRef[X]], /) -> list[X]: ...
 
@@ -56,13 +54,13 @@ class Fetch(Protocol):
     "optimizer.batch_size and regenerate.batch_size, set optimizer.gradient_checkpointing = true",
 )
 class LearnerActor:
-    """A thin shell around ``learner.trainer.Trainer``."""
+    """Actor around ``learner.trainer.Trainer``; one replica of the learner."""
 
     def __init__(self, tree: Tree, failure_dir: str, fetch: Fetch = ray.get):
-        """``fetch`` stands in for Ray's where there is none."""
+        """``fetch`` resolves references; the default is Ray's own function."""
         run = begin(tree)
         device = begin_torch(run, "learner")
-        # imports peft and diffusers, which takes seconds; the driver only wants the method names
+        # it imports peft and diffusers, which takes seconds; the driver needs only method names
         from learner.trainer import Trainer
 
         shard = run.services.learner.shard == "base"
@@ -77,7 +75,7 @@ class LearnerActor:
         self._store: TCPStore | None = None
 
     def ready(self) -> ActorInfo:
-        """Says who it is, and how many parameters it trains."""
+        """Describe the actor, with the number of trained parameters."""
         trainer = self._trainer
         cold = trainer.config.learner_compiles is not None
         return replace(identity(trainer.device), trainable=trainer.trainable_parameters, cold=cold)
@@ -87,22 +85,23 @@ class LearnerActor:
         return self._turn.begin(self._trainer.offload)
 
     def end_turn(self) -> Moved:
-        """Leave the GPU to the rollout actors. Calls that need no frozen weights still work:
-        checkpoints, shards of the last export.
+        """Leave the GPU to the rollout actors.
+
+        Calls that need no frozen weights still work: checkpoints, and shards of the last export.
         """
         return self._turn.end(self._trainer.offload)
 
     def rendezvous(self, timeout_s: float) -> Rendezvous:
-        """Open a store where the replicas of this learner find each other; returns its address."""
+        """Open the store through which the replicas connect; return its address."""
         host = ray.util.get_node_ip_address()
         self._store, port = open_store(host, timeout_s)
         return Rendezvous(host, port, timeout_s)
 
     def join(self, rank: int, size: int, at: Rendezvous) -> None:
-        """Become replica ``rank`` of ``size``; returns when all hold the same weights.
+        """Become replica ``rank`` of ``size``; return when all replicas have the same weights.
 
         Raises:
-            GroupBroken: another replica kept the others waiting for longer than ``at.timeout_s``.
+            GroupBroken: another replica did not join within ``at.timeout_s`` seconds.
         """
         store = self._store if rank == 0 else reach_store(at.host, at.port, at.timeout_s)
         assert store is not None, "the first replica is asked for its rendezvous before it joins"
@@ -110,18 +109,18 @@ class LearnerActor:
         self._trainer.join(DistributedReplicas(rank, size, store, device, at.timeout_s))
 
     def quantization(self) -> list[dict[str, object]]:
-        """Rows of ``quantization.json``: what rollout actors run quantized, and why or why not."""
+        """Return the rows of ``quantization.json``: which modules are quantized, with reasons."""
         return self._trainer.exporter.table
 
     def generate(
         self, request: GenerateRequest, conditioning: Conditioning
     ) -> tuple[float, Images, Samples]:
-        """(seconds, images, samples [B, ...]) in full precision."""
+        """Generate at full precision; return (seconds, images, samples [B, ...])."""
         self._turn.require("generate")
         start = time.perf_counter()
         rows = conditioning.repeat(len(request.seeds) // len(conditioning))
-        # what is trained on is regenerated while rollout actors explore: threads that share their
-        # cores would wait for each other
+        # training samples are regenerated while rollout actors explore, so only with the threads
+        # that ``regenerate_threads`` allows: more would compete with theirs for cores
         service = self._service
         with threads(service.regenerating if request.weights is None else service.threads):
             samples, images = self._trainer.generator.generate(
@@ -136,22 +135,23 @@ class LearnerActor:
         return time.perf_counter() - start, images, samples
 
     def stand_by(self, request: GenerateRequest) -> None:
-        """Take part in the passes of other replicas that ``generate`` something like ``request``:
-        where the base is sharded, every pass takes all of them.
+        """Take part in the passes of other replicas that generate a request like ``request``.
+
+        If the base is sharded, every pass needs all replicas.
         """
         self._trainer.generator.stand_by(request.weights, request.solver)
 
     def update(self, request: UpdateRequest, told: AllRewards) -> dict[str, float]:
-        """One training iteration on this replica's part of it; returns its metrics.
+        """Train for one iteration on this replica's portions; return metrics by name.
 
-        Ray does not resolve references within a message, so the method fetches them itself, and
-        raises ObjectLostError where their objects went with a node.
+        Ray does not resolve references inside a message, so the method fetches their objects, and
+        raises ObjectLostError if these were lost with a node.
         """
         self._turn.require("update")
         rewards = told.by_prompt()
         groups = self._batch(request.portions, rewards)
         mine = {portion.prompt for portion in request.portions}
-        elsewhere = {prompt: found for prompt, found in rewards.items() if prompt not in mine}
+        elsewhere = {prompt: row for prompt, row in rewards.items() if prompt not in mine}
         return self._trainer.update(request.iteration, groups, elsewhere)
 
     def _batch(self, portions: Sequence[Portion], rewards: Mapping[int, Floats]) -> list[Group]:
@@ -175,9 +175,9 @@ class LearnerActor:
     ) -> Exported:
         """Pack the sampling policy; its shards are then fetched one by one.
 
-        ``backend`` is the precision that rollout actors run; None: that of the configuration.
-        ``weights`` names another adapter to pack. Where the base is sharded every replica is asked,
-        as each has rows of every weight; the first keeps what is packed.
+        ``backend`` is the precision that rollout actors use, None the configured one. ``weights``
+        names another adapter to pack. If the base is sharded, all replicas must be called, because
+        each has some rows of every weight; the first one keeps the packed shards.
         """
         self._turn.require("export")
         manifest, shards, statistics = self._trainer.export(version, backend, weights)
@@ -185,11 +185,11 @@ class LearnerActor:
         return Exported(manifest, statistics)
 
     def shard(self, index: int) -> tuple[int, Shard]:
-        """(bytes, one shard uint8 [bytes] of the last export)."""
+        """Return (number of bytes, one shard uint8 [bytes] of the last export)."""
         return self._shards[index].nbytes, self._shards[index]
 
     def probe(self, request: Probe, conditioning: Conditioning) -> Probed:
-        """What the last export makes of a few seeds here, to compare rollout actors with."""
+        """Generate a few seeds with the weights of the last export, to compare rollout actors."""
         self._turn.require("probe")
         return Probed(
             *self._trainer.exporter.probe(
@@ -202,12 +202,12 @@ class LearnerActor:
         self._trainer.save(path, dict(extra))
 
     def load(self, path: str) -> Mapping[str, object]:
-        """Restore a checkpoint; returns the extra state it was saved with."""
+        """Restore a checkpoint; return the extra state that was saved with it."""
         return self._trainer.load(path)
 
 
 def gather(parts: Sequence[SampleRows], fetched: Sequence[Samples]) -> Samples:
-    """The rows that ``parts`` name, in their order, of the samples fetched for each part."""
+    """Concatenate the rows of each part, taken from the samples fetched for that part."""
     return {
         name: np.concatenate(
             [samples[name][list(part.rows)] for part, samples in zip(parts, fetched, strict=True)]

@@ -1,9 +1,10 @@
 """The messages between processes, and the answers that clients return.
 
-Walk of one chunk: the driver sends an ``ExploreChunk`` to a rollout actor and gets references to
-its images and samples (``Explored``), hands the image reference to a reward actor, gets ``Scores``,
-and when all of a prompt's chunks are scored asks the selector for a ``Chosen``. Images, samples and
-weights travel by reference, from the actor that made them to the one that needs them.
+For each chunk the driver sends an ``ExploreChunk`` to a rollout actor and receives references to
+images and samples (``Explored``). It passes the reference to the images on to a reward actor and
+receives ``Scores``. When all chunks of a prompt are scored, the selector answers with ``Chosen``.
+Images, samples and weights are passed by reference from the actor that created them to the one that
+needs them; the driver never holds pixels.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:  # neither: the selector answers in messages, and starts without torch
+if TYPE_CHECKING:  # the selector uses this module and must start without Ray's or torch's types
     from ray import ObjectRef
 
     from policy.precision.manifest import Manifest
@@ -24,42 +25,42 @@ if TYPE_CHECKING:  # neither: the selector answers in messages, and starts witho
 Images: TypeAlias = NDArray[np.uint8]  # [B, 3, H, W], or clips: [B, F, 3, H, W]
 Floats: TypeAlias = NDArray[np.float32]
 Shard: TypeAlias = NDArray[np.uint8]  # [bytes], a piece of packed weights
-Metadata: TypeAlias = dict[str, object]  # of a prompt: all that its line has beside the text
+Metadata: TypeAlias = dict[str, object]  # of a prompt: the fields of its line except the text
 Samples: TypeAlias = dict[str, np.ndarray]
-"""Arrays with one row per sample: "latents" float32 [B, *latent], and what else the learner records
-for its objective. Nobody between its maker and the learner looks in.
+"""Arrays with one row per sample: "latents" float32 [B, *latent], and whatever else the learner
+records for its objective. Only the actor that created them and the learner read them.
 """
 
 
 @dataclass(frozen=True)
 class ActorInfo:
-    """What an actor says of itself once its models are loaded. None: not said by its kind."""
+    """An actor's description of itself, after its models are loaded. None: not applicable."""
 
     pid: int
     host: str
     node: str | None = None  # Ray's node id
-    backend: str | None = None  # precision that it explores in
-    why: str | None = None  # why in that one
-    runs: tuple[str, ...] = ()  # every precision that it could explore in
-    cold: bool | None = None  # whether its first task takes longer, because it compiles
-    trainable: int | None = None  # parameters
-    device: str | None = None  # as CUDA calls it, or "cpu"
+    backend: str | None = None  # precision in which it explores
+    why: str | None = None  # reason for that precision
+    runs: tuple[str, ...] = ()  # all precisions in which it could explore
+    cold: bool | None = None  # True if its first task takes longer because it compiles
+    trainable: int | None = None  # number of trained parameters
+    device: str | None = None  # CUDA's device name, or "cpu"
     capability: str | None = None  # CUDA's compute capability, such as "9.0"
-    torch: str | None = None  # versions, as are the next two
-    cuda: str | None = None  # that torch was built for
-    driver: str | None = None
-    gpu: str | None = None  # CUDA's UUID of the one that it is on
-    allocator: str | None = None  # what hands out its host memory: "jemalloc", "glibc 2.36"
+    torch: str | None = None  # version of torch
+    cuda: str | None = None  # CUDA version that torch was built for
+    driver: str | None = None  # version of the NVIDIA driver
+    gpu: str | None = None  # CUDA's UUID of its GPU
+    allocator: str | None = None  # allocator of host memory, such as "jemalloc" or "glibc 2.36"
 
     def event_fields(self) -> dict[str, str | int]:
-        """The fields of its ``actor_started`` event."""
-        told = ((part.name, getattr(self, part.name)) for part in fields(self))
-        return {name: value for name, value in told if isinstance(value, str | int)}
+        """Return the fields of the actor's ``actor_started`` event."""
+        values = ((part.name, getattr(self, part.name)) for part in fields(self))
+        return {name: value for name, value in values if isinstance(value, str | int)}
 
 
 @dataclass(frozen=True, order=True)
 class ChunkKey:
-    """Names a task of exploration. Same key, same result, on any actor and however often."""
+    """Identifies a task of exploration: the same key gives the same result on any actor."""
 
     iteration: int
     prompt: int  # position within the iteration, 0 .. prompts.per_iteration - 1
@@ -69,14 +70,14 @@ class ChunkKey:
 
 @dataclass(frozen=True)
 class ExploreChunk:
-    """Generate one image per seed with the rollout actor's current weights."""
+    """Request for one image per seed with the rollout actor's current weights."""
 
     key: ChunkKey
     seeds: tuple[int, ...]  # [B] 64-bit, one initial noise each
     steps: int
     solver: str
-    return_latents: bool  # True where the explored samples themselves are trained on
-    start: int | None = None  # seed of the one initial noise of all paths; None: each its own
+    return_latents: bool  # True if the explored samples themselves are trained on
+    start: int | None = None  # seed of an initial noise shared by all paths; None: one per seed
 
 
 @dataclass(frozen=True)
@@ -89,14 +90,14 @@ class Explored:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """Generate at full precision. R rows of conditioning serve B / R seeds each, in order."""
+    """Request for images at full precision. Each of R rows of conditioning serves B / R seeds."""
 
     seeds: tuple[int, ...]  # [B] 64-bit, one initial noise each
     steps: int
-    solver: str | None  # None: that of the objective
-    weights: str | None = None  # current, old, ema or base; None: the policy that is sampled
-    guidance: float | None = None  # classifier-free, 1: none; None: that of regenerating
-    start: int | None = None  # seed of the one initial noise of all paths; None: each its own
+    solver: str | None  # None: the solver of the objective
+    weights: str | None = None  # current, old, ema or base; None: the sampling policy
+    guidance: float | None = None  # classifier-free, 1 is off; None: ``guidance.regenerate``
+    start: int | None = None  # seed of an initial noise shared by all paths; None: one per seed
 
 
 @dataclass(frozen=True)
@@ -109,28 +110,29 @@ class Generated:
 
 @dataclass(frozen=True)
 class Scores:
-    """Raw scores of B images per scorer label. NaN marks an image whose scoring failed; it is never
-    a reward.
+    """Raw scores of B images per scorer label.
+
+    NaN marks an image whose scoring failed; it never becomes a reward.
     """
 
     values: dict[str, Floats]  # label -> [B]
     failures: tuple[str, ...] = ()  # one line per scorer that failed
     parts: dict[str, Floats] = field(default_factory=dict[str, Floats])  # "label/part" -> [B]
-    # label -> images, or frames, that its scorer was asked for, and the seconds that it took
+    # label -> number of images or frames that its scorer scored, and the seconds it took
     work: dict[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which of a prompt's N explored seeds to train on, and which to audit."""
+    """The selected ones of a prompt's N explored seeds: to train on, and to audit."""
 
     train: tuple[int, ...]  # [K] indices into the prompt's seeds, ascending
-    audit: tuple[int, ...] = ()  # random indices, some of ``train`` among them
+    audit: tuple[int, ...] = ()  # random indices, possibly also in ``train``
 
 
 @dataclass(frozen=True)
 class SampleRows:
-    """Samples of a training group: some rows of what one call returned."""
+    """Samples of a training group: some rows of the samples that one call returned."""
 
     samples: ObjectRef[Samples]
     rows: tuple[int, ...]
@@ -138,7 +140,7 @@ class SampleRows:
 
 @dataclass(frozen=True)
 class TrainingGroup:
-    """One prompt's K samples, with their rewards at the quality that is trained on."""
+    """One prompt's K samples with the rewards of the images that are trained on."""
 
     prompt: int  # position within the iteration
     rewards: Floats  # [K]
@@ -158,7 +160,7 @@ class Portion:
 
 @dataclass(frozen=True)
 class UpdateRequest:
-    """What one replica trains on."""
+    """The portions that one replica trains on."""
 
     iteration: int
     portions: tuple[Portion, ...]
@@ -166,8 +168,10 @@ class UpdateRequest:
 
 @dataclass(frozen=True)
 class AllRewards:
-    """The rewards of an iteration, which each replica gets beside its request: an advantage may
-    compare a reward with those of other prompts. One array for all prompts.
+    """The rewards of all prompts of an iteration, in one array.
+
+    Every replica receives them besides its request, because an advantage may compare a reward with
+    those of other prompts.
     """
 
     prompts: tuple[int, ...]  # ascending
@@ -175,30 +179,30 @@ class AllRewards:
     rewards: Floats  # [sum of counts], prompt after prompt
 
     def by_prompt(self) -> dict[int, Floats]:
-        """Rewards [K] by prompt."""
+        """Return the rewards [K] of each prompt."""
         parts = np.split(self.rewards, np.cumsum(self.counts)[:-1])
         return dict(zip(self.prompts, parts, strict=True))
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The policy, packed: its shards are then fetched one by one."""
+    """The packed policy; its shards are then fetched one by one."""
 
     manifest: Manifest
-    statistics: Mapping[str, float]  # compared with the version before, by metric name
+    statistics: Mapping[str, float]  # changes since the previous version, by metric name
 
 
 class WeightsId(NamedTuple):
     """Identifies published weights; a version packed in two precisions has two."""
 
     version: int
-    checksum: str  # of the manifest, hence of every shard
-    backend: str | None  # precision that they are packed for; None: rollout actors do not say
+    checksum: str  # of the manifest, which contains the checksums of all shards
+    backend: str | None  # precision they are packed for; None: the one that actors configure
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A few images that learner and rollout actors both generate from the same packed weights."""
+    """Request for a few images that learner and rollout actors generate from the same weights."""
 
     version: int
     seeds: tuple[int, ...]  # [B] 64-bit
@@ -211,14 +215,14 @@ class Probed:
     """The answer to a ``Probe``."""
 
     latents: Floats  # [B, *latent]
-    kind: str  # device and arithmetic: where these are equal, the latents must be so to the bit
-    bound: float = 0.0  # relative distance that rounding on another kind may make; of the learner
-    compiled: Floats | None = None  # of the first seed by compiled blocks, where there are any
+    kind: str  # device and arithmetic; if these are equal, the latents must be bit-identical
+    bound: float = 0.0  # relative difference allowed between kinds; set by the learner
+    compiled: Floats | None = None  # latents of the first seed by compiled blocks, if any
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What an actor moved between its GPU and host memory, as its turn began or ended."""
+    """Bytes that an actor moved between GPU and host memory when its turn began or ended."""
 
     nbytes: int
     seconds: float
@@ -226,8 +230,8 @@ class Moved:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where replicas of the learner find each other: an address of the first one's node."""
+    """Address, on the first replica's node, at which the replicas of the learner connect."""
 
     host: str
     port: int
-    timeout_s: float  # longest wait for another replica, now and later
+    timeout_s: float  # timeout of every wait for another replica

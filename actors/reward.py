@@ -20,9 +20,9 @@ from rewards.combine import WeightedScorer
 
 @on_device("reward", "evaluate.batch_size and explore.chunk_size")
 class RewardActor:
-    """Holds the scorers of one service: those that share ``reward``, or one of its own.
+    """Actor with the scorers of one service: those that share ``reward``, or a single one.
 
-    A scorer that fails marks its samples NaN and says why; the others' scores stand.
+    A scorer that fails gives NaN for its images and a message; other scores are unaffected.
     """
 
     def __init__(self, tree: Tree, kind: str = "reward"):
@@ -30,14 +30,14 @@ class RewardActor:
         labels = run.scorers_of(kind)
         import_scorers(run, labels)
         self._device = None
-        if run.services.of(kind).gpus or "torch" in sys.modules:  # scorers by rule need no torch
+        if run.services.of(kind).gpus or "torch" in sys.modules:  # rule-based scorers need no torch
             self._device = begin_torch(run, kind)
         device = "cpu" if self._device is None else str(self._device)
         self._scorer = WeightedScorer.from_config(run.rewards, labels, device)
         self._cache = ScoreCache(self._scorer)
 
     def ready(self) -> ActorInfo:
-        """Says who it is, once the scorers are loaded."""
+        """Describe the actor; the scorers are loaded by then."""
         return identity(self._device)
 
     def score(
@@ -48,22 +48,23 @@ class RewardActor:
         labels: tuple[str, ...] | None = None,
         cached: bool = False,
     ) -> Scores:
-        """Raw scores of images or clips; ``prompts`` and ``metadata`` have an entry per image.
+        """Score images or clips; ``prompts`` and ``metadata`` have one entry per image.
 
-        ``labels``: only these scorers. ``cached``: images that this actor has scored before for
-        the same prompt get the same scores again.
+        ``labels`` limits the scorers. With ``cached``, an image that this actor has already scored
+        for the same prompt gets the same scores again.
         """
-        made = (self._cache if cached else self._scorer).attempt(images, prompts, metadata, labels)
-        return Scores(made.scores, made.failures, made.parts, made.work)
+        scorer = self._cache if cached else self._scorer
+        result = scorer.attempt(images, prompts, metadata, labels)
+        return Scores(result.scores, result.failures, result.parts, result.work)
 
     def compare(
         self, prompt: str, metadata: Metadata, labels: tuple[str, ...], *images: Images
     ) -> Scores:
-        """Raw scores of all images of a prompt, given in parts, by scorers that compare them."""
+        """Score all images of a prompt, passed in parts, by scorers that compare them."""
         whole = np.concatenate(images)
         count = len(whole)
-        made = self._scorer.attempt(whole, [prompt] * count, [metadata] * count, labels)
-        return Scores(made.scores, made.failures, made.parts, made.work)
+        result = self._scorer.attempt(whole, [prompt] * count, [metadata] * count, labels)
+        return Scores(result.scores, result.failures, result.parts, result.work)
 
     def recheck(
         self,
@@ -72,20 +73,20 @@ class RewardActor:
         metadata: list[Metadata],
         labels: tuple[str, ...] | None = None,
     ) -> Scores:
-        """``score`` with the images in reverse and without the cache; scores in the order given.
+        """Score the images in reverse order without the cache; return scores in the given order.
 
-        A scorer that answers by position, or for the batch before, gives other numbers now.
+        This exposes a scorer whose scores depend on the position, or belong to an earlier batch.
         """
         reverse = slice(None, None, -1)
-        made = self._scorer.attempt(images[reverse], prompts[reverse], metadata[reverse], labels)
-        back = {label: values[reverse] for label, values in made.scores.items()}
-        return Scores(back, made.failures, {}, made.work)
+        result = self._scorer.attempt(images[reverse], prompts[reverse], metadata[reverse], labels)
+        scores = {label: values[reverse] for label, values in result.scores.items()}
+        return Scores(scores, result.failures, {}, result.work)
 
 
 def import_scorers(run: RunConfig, labels: Iterable[str]) -> None:
-    """Import the modules of the scorers, so that ``sys.modules`` tells whether they need torch.
+    """Import the modules of the scorers, so that ``sys.modules`` shows whether they need torch.
 
-    What cannot be imported is passed over: building the scorer says why, with advice.
+    A module that cannot be imported is skipped: building the scorer then raises with advice.
     """
     for scorer in run.rewards.everyone:
         if scorer.label in labels:

@@ -1,4 +1,4 @@
-"""The rollout service: quantized denoisers that turn seeds into proxy images."""
+"""The rollout service: generates proxy images of seeds with a quantized denoiser."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from policy.types import DTYPES, Conditioning
 
 @on_device("rollout", "explore.chunk_size")
 class RolloutActor:
-    """Explores with the weights that it loaded last; before it has loaded any it refuses."""
+    """Actor that explores with the weights it loaded last; it raises before the first load."""
 
     def __init__(self, tree: Tree):
         self._run = begin(tree)
@@ -75,7 +75,7 @@ class RolloutActor:
         )
 
     def ready(self) -> ActorInfo:
-        """Says who it is, which precision it explores in and why, and which others it could."""
+        """Describe the actor, its precision with the reason, and the other possible precisions."""
         runs, cold = available_backends(self._device), self._run.explore.compile
         who = identity(self._device)
         return replace(who, backend=self._own.name, why=self._why, runs=runs, cold=cold)
@@ -91,30 +91,32 @@ class RolloutActor:
     def load(
         self, backend: str | None, manifest: Manifest, sent: Sequence[int], *shards: Shard
     ) -> WeightsId:
-        """Copy published weights in place; returns what is loaded, as the acknowledgement.
+        """Copy published weights in place; return what is loaded, as the acknowledgement.
 
-        ``shards`` are those of the indices ``sent``; the actor has the others from the version
-        before. ``backend`` is the one that they are packed for, None the configured one; where the
-        actor runs another, it builds its denoiser again.
+        ``shards`` are those with the indices ``sent``; the actor has the others from the previous
+        version. ``backend`` is the precision they are packed for, None the configured one; if the
+        actor runs another one, it builds its denoiser again.
         """
         self._turn.require("load weights")
         wanted = self._own if backend is None else resolve_backend(backend, self._device)[0]
         if self._explorer is None or self._explorer.backend.name != wanted.name:
-            self._explorer = None  # two would need the memory of both
+            self._explorer = None  # free the old one first: there may not be memory for both
             self._explorer = self._build(wanted)
-            # a new denoiser begins in host memory, and it is this actor's turn
+            # a new denoiser starts in host memory, but it is this actor's turn
             self._turn.begin(self._explorer.offload)
-        arrived = dict(zip(sent, shards, strict=True))
-        all_of_it = [arrived.get(index) for index in range(len(manifest.shard_sizes))]
-        return WeightsId(*self._explorer.load(manifest, all_of_it), backend)
+        received = dict(zip(sent, shards, strict=True))
+        all_shards = [received.get(index) for index in range(len(manifest.shard_sizes))]
+        return WeightsId(*self._explorer.load(manifest, all_shards), backend)
 
     def explore(
         self, request: ExploreChunk, conditioning: Conditioning
     ) -> tuple[float, Images, Samples]:
-        """(seconds, images, samples). Samples are "latents" float32 [B, *latent], where asked for.
+        """Generate the images of a chunk; return (seconds, images, samples).
+
+        Samples contain "latents" float32 [B, *latent] if requested, else nothing.
 
         Raises:
-            RuntimeError: the weights here are not the version that the chunk asks for.
+            RuntimeError: the loaded weights are not the version that the chunk requires.
         """
         explorer = self._explorer_of(request.key.version, str(request.key))
         start = time.perf_counter()
@@ -132,13 +134,13 @@ class RolloutActor:
         return time.perf_counter() - start, images, samples
 
     def probe(self, request: Probe, conditioning: Conditioning) -> Probed:
-        """Latents of the first seed by the weights here, to be compared with those of the learner.
+        """Generate latents of the first seed, to be compared with those of the learner.
 
-        Where blocks are compiled it is drawn twice: eagerly, as the learner does, and among all
-        seeds, as many as blocks are compiled for.
+        With compiled blocks they are generated twice: eagerly, as by the learner, and compiled in a
+        batch of all seeds, the batch size for which blocks are compiled.
 
         Raises:
-            RuntimeError: the weights here are not the version that is asked for.
+            RuntimeError: the loaded weights are not the requested version.
         """
         explorer = self._explorer_of(request.version, "the identity check")
         compiles, compiled = self._run.explore.compile, None
@@ -150,7 +152,7 @@ class RolloutActor:
         return Probed(latents.numpy(), kind, compiled=compiled)
 
     def _explorer_of(self, version: int, who: str) -> Explorer:
-        """The explorer, if it holds ``version``; ``who`` asks for it."""
+        """Return the explorer if it has ``version``; ``who`` names the caller in the error."""
         self._turn.require(f"explore for {who}")
         explorer = self._explorer
         held = explorer.version if explorer else None

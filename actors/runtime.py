@@ -1,4 +1,4 @@
-"""What every actor does first: threads, device, and who it is."""
+"""Initialization that all actors share: configuration, threads, device and identity."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 def begin(tree: Tree) -> RunConfig:
-    """The run's configuration; seeds the global random generators. It comes as plain JSON types,
-    which unlike pydantic's models need no code to be read.
+    """Seed the global random generators; return the run's configuration.
 
-    Results must not depend on which process computes them: nothing should draw from a global
-    generator, and where something does by accident, every process draws the same.
+    ``tree`` has plain JSON types, because these, unlike pydantic's models, are unpickled without
+    running code. Results must not depend on the process that computes them: nothing should draw
+    from a global generator, and if something does by accident, all processes draw the same.
     """
     random.seed(0)
     np.random.seed(0)
@@ -38,14 +38,14 @@ def begin(tree: Tree) -> RunConfig:
 
 
 def begin_torch(run: RunConfig, kind: str) -> torch.device:
-    """Seed torch, fix its number of threads, and pick the device. An actor that needs no torch does
-    not call this, and starts in a fraction of the time.
+    """Seed torch, set its number of threads, and return the device.
 
-    The number of threads fixes the order of sums, so it is part of the configuration and does not
-    depend on the node. An actor may take its service's share of the GPU's memory, with two
-    exceptions: a layout has already fitted the actors of a GPU into its memory together, and where
-    rollout actors and learner take turns, each takes what the other has left. Raises RuntimeError
-    for a share of a GPU where there is no CUDA.
+    An actor that needs no torch does not call this and starts in a fraction of the time. The number
+    of threads determines the order of sums, so it is configured and does not depend on the node.
+    An actor's memory is limited to its service's share of the GPU, with two exceptions: a layout
+    has already fitted all actors of a GPU into its memory, and actors that take turns use the
+    memory that the others have left. Raises RuntimeError if the service has a share of a GPU but
+    CUDA is not available.
     """
     import torch
 
@@ -61,7 +61,7 @@ def begin_torch(run: RunConfig, kind: str) -> torch.device:
 
 
 def identity(device: torch.device | None = None) -> ActorInfo:
-    """Process, host, node and device of this actor; the caller adds what its kind tells."""
+    """Return process, host, node and device of this actor; services add their own fields."""
     node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else None
     who = ActorInfo(os.getpid(), os.uname().nodename, node, allocator=allocator())
     if device is None:
@@ -72,7 +72,7 @@ def identity(device: torch.device | None = None) -> ActorInfo:
 
 
 def allocator(mapped: Path = Path("/proc/self/maps")) -> str | None:
-    """The library that hands out this process's host memory, as "jemalloc" or "glibc 2.36"."""
+    """Return the allocator of this process's host memory, such as "jemalloc" or "glibc 2.36"."""
     if mapped.exists() and "libjemalloc" in mapped.read_text():
         return "jemalloc"
     return " ".join(platform.libc_ver()).strip() or None
@@ -82,8 +82,8 @@ Actor = TypeVar("Actor", bound=type)
 
 
 def on_device(kind: str, change: str) -> Callable[[Actor], Actor]:
-    """Decorates an actor's class: where its GPU has no more memory, its methods raise
-    OutOfMemoryError, in one line that names the service ``kind`` and the settings to ``change``.
+    """Decorate an actor's class so that its methods raise OutOfMemoryError if the GPU's memory is
+    exhausted, with one line that names the service ``kind`` and the settings to ``change``.
     """
 
     def wrapped(method: Callable[..., object]) -> Callable[..., object]:
@@ -92,7 +92,7 @@ def on_device(kind: str, change: str) -> Callable[[Actor], Actor]:
             try:
                 return method(*args, **named)
             except Exception as error:
-                if type(error).__name__ != OUT_OF_MEMORY:  # torch may not be there
+                if type(error).__name__ != OUT_OF_MEMORY:  # by name, as torch may not be imported
                     raise
                 from policy.device import out_of_memory
 

@@ -1,7 +1,7 @@
-"""The selector service: which seeds of a prompt to train on, as soon as all of them are scored.
+"""The selector service: chooses a prompt's seeds to train on when all of them are scored.
 
-It sorts a hundred numbers, so nothing here may import torch: the process starts in a fraction of
-the time, with a fraction of the memory.
+It sorts a hundred numbers. Nothing here may import torch, so that the process starts in a fraction
+of the time with a fraction of the memory.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from policy.sampling.noise import stream_seed
 
 
 class SelectorActor:
-    """A pure function behind an actor: same rewards, same choice."""
+    """Actor around a pure function: equal rewards give an equal selection."""
 
     def __init__(self, tree: Tree):
         self._run = begin(tree)
 
     def ready(self) -> ActorInfo:
-        """Says who it is."""
+        """Describe the actor."""
         return identity()
 
     def select(self, iteration: int, prompt: int, rewards: Floats) -> Chosen:
-        """Indices to train on and to audit, from a prompt's combined proxy rewards float32 [N].
+        """Select indices to train on and to audit by a prompt's combined proxy rewards [N].
 
-        A seed with a reward of NaN is dropped. The seeds to audit are drawn from all others, the
-        selected ones included: without the best and the worst, rankings would look worse than they
-        are.
+        Seeds whose reward is NaN are dropped. The seeds to audit are drawn from all others,
+        including the selected ones: without the best and the worst, rank agreement would be
+        underestimated.
         """
         rule = self._run.selection
         scored = np.flatnonzero(np.isfinite(rewards))

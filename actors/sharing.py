@@ -1,4 +1,4 @@
-"""Which replica of the learner trains on what. Pure functions, used by the driver."""
+"""Distribution of an iteration's samples over the replicas of the learner: pure functions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from records.errors import RunFailed
 def share(
     iteration: int, groups: Sequence[TrainingGroup], size: int, by: Share
 ) -> list[UpdateRequest]:
-    """What each of ``size`` replicas, by rank, is asked to train on.
+    """Return the requests of ``size`` replicas, by rank.
 
-    ``by`` prompts: prompt p goes to replica p modulo ``size``. ``by`` samples: all samples, prompt
-    after prompt, are cut into ``size`` runs whose lengths differ by at most one. Raises RunFailed
-    where a replica would have none.
+    By "prompts", prompt p goes to replica p modulo ``size``. By "samples", the samples of all
+    prompts in order are cut into ``size`` contiguous parts whose lengths differ by at most one.
+    Raises RunFailed if a replica would get no sample.
     """
     groups = sorted(groups, key=lambda group: group.prompt)
     portions: list[list[Portion]] = [[] for _ in range(size)]
@@ -40,7 +40,7 @@ def share(
 
 
 def all_rewards(groups: Sequence[TrainingGroup]) -> AllRewards:
-    """The rewards of all prompts, which every replica is told."""
+    """Return the rewards of all prompts, which every replica receives."""
     groups = sorted(groups, key=lambda group: group.prompt)
     prompts = tuple(group.prompt for group in groups)
     counts = tuple(len(group.rewards) for group in groups)
@@ -48,9 +48,10 @@ def all_rewards(groups: Sequence[TrainingGroup]) -> AllRewards:
 
 
 def _runs(first: int, count: int, total: int, size: int) -> Iterator[tuple[int, range]]:
-    """(rank, rows) of the replicas that share ``count`` samples, of which ``first`` come before.
+    """Yield (rank, rows) of the replicas that share a group of ``count`` samples.
 
-    Rank r has all from ``total r // size`` up to ``total (r + 1) // size``.
+    ``first`` is the group's position among all ``total`` samples. Rank r gets the samples from
+    ``total r // size`` up to ``total (r + 1) // size``.
     """
     rank = first * size // total
     while rank < size and (begin := total * rank // size) < first + count:
@@ -61,12 +62,12 @@ def _runs(first: int, count: int, total: int, size: int) -> Iterator[tuple[int, 
 
 
 def _portion(group: TrainingGroup, wanted: range) -> Portion:
-    """The rows ``wanted`` of the group, which are counted through its parts."""
-    found: list[SampleRows] = []
+    """Return the rows ``wanted`` of the group, numbered through all of its parts."""
+    parts: list[SampleRows] = []
     first = 0
     for part in group.samples:
-        start, stop = (max(0, at - first) for at in (wanted.start, wanted.stop))
+        start, stop = (max(0, row - first) for row in (wanted.start, wanted.stop))
         if rows := part.rows[start:stop]:
-            found.append(SampleRows(part.samples, rows))
+            parts.append(SampleRows(part.samples, rows))
         first += len(part.rows)
-    return Portion(group.prompt, wanted, group.conditioning, tuple(found))
+    return Portion(group.prompt, wanted, group.conditioning, tuple(parts))
