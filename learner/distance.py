@@ -1,4 +1,4 @@
-"""How far two arrays are apart. Imports no torch: the driver compares too."""
+"""Relative distance of two arrays. Does not import torch, as the driver uses it too."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 
 
 def relative_distance(a: np.ndarray, b: np.ndarray) -> float:
-    """|a - b| / |b| over all elements; 0 for equal bits, infinite where one is not finite."""
+    """Return |a - b| / |b| over all elements: 0 for equal bits, infinity for non-finite ones."""
     if a.shape != b.shape:
         return math.inf
     if a.tobytes() == b.tobytes():
         return 0.0
     gap = np.linalg.norm((a - b).astype(np.float64).ravel())
     size = np.linalg.norm(b.astype(np.float64).ravel())
-    found = float(gap / size) if size else math.inf
-    return found if math.isfinite(found) else math.inf
+    distance = float(gap / size) if size else math.inf
+    return distance if math.isfinite(distance) else math.inf

@@ -1,4 +1,4 @@
-"""Sampling at full precision, with any of the learner's adapters: to regenerate, to evaluate."""
+"""Sampling at full precision with any of the learner's adapters, to regenerate and to evaluate."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ COMPILE = "regenerate.compile"
 
 
 class Generator:
-    """Samples and images of seeds, by a denoiser with adapters.
+    """Generates samples and images of seeds by a denoiser with adapters.
 
-    Where the base is sharded, all ``replicas`` go through it together.
+    If the base is sharded, all ``replicas`` run every pass together.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Generator:
         self.config, self.family = config, family
         self.transformer, self.objective, self.adapters = transformer, objective, adapters
         self.replicas, self.sharded, self.device = Replicas(), sharded, device
-        self.updates = 0  # that were made: a window of a path's steps is a function of it
+        self.updates = 0  # number of updates, on which the window of a path's steps depends
         self._denoiser = (
             compiled(transformer, device, COMPILE) if config.regenerate.compile else transformer
         )
@@ -67,18 +67,18 @@ class Generator:
         guidance: float | None = None,
         start: int | None = None,
     ) -> tuple[Record, np.ndarray]:
-        """(samples, images of ``Family.decode``) of K seeds; samples has "latents" float32 [K,
-        *latent].
+        """Generate K seeds; return (samples, images as from ``Family.decode``).
 
-        With the objective's stochastic solver it also has "states" float32 [K, T + 1, *latent] and
-        "log_probs" float32 [K, T], and with a window "stochastic" float32 [K, T], 1 inside it. cond
-        has one row, for all seeds, or K. ``weights`` is "current", "old", "ema" or "base" (adapters
-        off); None is the sampling policy. What is not given is as in ``[regenerate]``. Paths begin
-        at the noise of the seed ``start``, or each at that of its own.
+        Samples have "latents" float32 [K, *latent]. With the objective's stochastic solver they
+        also have "states" float32 [K, T + 1, *latent] and "log_probs" float32 [K, T], and with a
+        window "stochastic" float32 [K, T], which is 1 inside of it. ``cond`` has one row for all
+        seeds, or K rows. ``weights`` is "current", "old", "ema" or "base" (adapters disabled); None
+        is the sampling policy. Other defaults are those of ``[regenerate]``. Paths start at the
+        noise of the seed ``start``, or each at the noise of its own seed.
 
-        The adapter is merged into the weights, in their precision. Not so for paths, whose density
-        is one of the policy that is trained: merging rounds it to another; nor where ``lora.base``
-        packs the weights.
+        The adapter is merged into the weights in their precision, with two exceptions: paths, whose
+        density must be that of the trained policy, which merging would round; and weights that
+        ``lora.base`` packs.
         """
         settings = self.config.regenerate
         size, scales = batch_size or settings.batch_size, self.config.guidance
@@ -88,20 +88,21 @@ class Generator:
         velocities = 2 if guided is not None and not guided.one_pass else 1
         with self._going(name, how, velocities * steps * -(-len(seeds) // size)):
             samples = self._sample(rows, list(seeds), steps, how, size, guided, start)
-        # once the merged weights are gone: both take memory
+        # only after the merged weights are freed, to limit the peak of memory
         with torch.no_grad(), compile_failures(COMPILE):
             images = self.family.decode(self._decoder, samples["latents"], batch_size=size)
         return {key: tensor.numpy() for key, tensor in samples.items()}, images.numpy()
 
     def stand_by(self, weights: str | None = None, solver: str | None = None) -> None:
-        """Go along while other replicas ``generate`` with these: where the base is sharded, they
-        cannot without this one.
+        """Take part in the passes while other replicas ``generate`` with these arguments.
+
+        With a sharded base they cannot run a pass without this replica.
         """
         with self._going(*self._way(weights, solver), 0):
             pass
 
     def _way(self, weights: str | None, solver: str | None) -> tuple[str, PathSolver | str]:
-        """(which weights, what samples with them), by the arguments of ``generate``."""
+        """Return (name of the weights, solver) for the arguments of ``generate``."""
         name = self.objective.sampling_adapter if weights is None else weights
         if name != "base" and name not in self.adapters:
             raise ValueError(
@@ -112,7 +113,7 @@ class Generator:
 
     @contextmanager
     def _going(self, name: str, how: PathSolver | str, passes: int) -> Iterator[None]:
-        """Within the block the denoiser has these weights; ``passes`` go through it."""
+        """Activate the weights ``name`` in the context, for ``passes`` calls of the denoiser."""
         merges = isinstance(how, str) and self.config.lora.base == "full"
         what = f"{name}, {'merged' if merges else 'beside'}"
         with (
@@ -134,7 +135,7 @@ class Generator:
         guided: Guided | None,
         start: int | None,
     ) -> dict[str, Tensor]:
-        """The samples of ``generate``."""
+        """Return the samples of ``generate``."""
         family, denoiser = self.family, self._denoiser
         if isinstance(solver, str):
             return {"latents": sample(family, denoiser, rows, seeds, steps, solver, size, guided)}
@@ -145,5 +146,5 @@ class Generator:
         drawn = sample_paths(
             family, denoiser, rows, starts, streams, steps, solver, size, guided, plan.window
         )
-        found = {"latents": drawn.latents, "states": drawn.states, "log_probs": drawn.log_probs}
-        return found if plan.window is None else found | {"stochastic": drawn.stochastic}
+        samples = {"latents": drawn.latents, "states": drawn.states, "log_probs": drawn.log_probs}
+        return samples if plan.window is None else samples | {"stochastic": drawn.stochastic}

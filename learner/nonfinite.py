@@ -1,4 +1,4 @@
-"""NaN and infinity in training: the error that stops an update, and where they came from."""
+"""NaN and infinity in training: the error that they raise, and the search for their origin."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 
 class CrossesProcesses(RuntimeError):
-    """An exception that arrives as it left, whatever its constructor takes."""
+    """An exception that can be sent between processes, whatever its constructor's arguments."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # by itself it would be made again from its arguments, and these are not the constructor's
-        again = copyreg.__newobj__  # type: ignore[attr-defined]
-        return again, (type(self), *self.args), self.__dict__
+        # by default ``args`` would be passed to the constructor, which takes other arguments
+        create = copyreg.__newobj__  # type: ignore[attr-defined]
+        return create, (type(self), *self.args), self.__dict__
 
 
 class NonFiniteTraining(CrossesProcesses):
-    """``what`` was not finite, in which ``module`` first, and where the data were ``saved``."""
+    """``what`` is not finite, first in ``module``; ``saved`` says where the data were saved."""
 
     def __init__(self, what: str, module: str | None = None, saved: str = "") -> None:
         self.what, self.module, self.saved = what, module, saved
@@ -28,22 +28,22 @@ class NonFiniteTraining(CrossesProcesses):
 
 
 def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The first name whose tensor holds a NaN or an infinity."""
+    """Return the first name whose tensor contains NaN or infinity, or None."""
     return next(
         (name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None
     )
 
 
 def first_nonfinite_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
-    """The first leaf module, in order of execution, whose output in ``forward`` is not finite."""
-    found: list[str] = []
+    """Run ``forward``; return the first leaf module to run whose output is not finite, or None."""
+    names: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, object, object], None]:
         def hook(module: nn.Module, inputs: object, output: object) -> None:
             outputs = output if isinstance(output, tuple | list) else [output]
             tensors = {str(i): part for i, part in enumerate(outputs) if isinstance(part, Tensor)}
-            if not found and first_nonfinite(tensors) is not None:
-                found.append(name)
+            if not names and first_nonfinite(tensors) is not None:
+                names.append(name)
 
         return hook
 
@@ -54,4 +54,4 @@ def first_nonfinite_module(model: nn.Module, forward: Callable[[], object]) -> s
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else None
+    return names[0] if names else None

@@ -1,4 +1,4 @@
-"""How much of a gradient is signal: the cosine between gradients of independent batches."""
+"""The share of signal in a gradient, by the cosine between gradients of independent batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from learner.trainer import Trainer
 
 @dataclass(frozen=True)
 class Cosine:
-    """The mean cosine over all pairs of batches; its standard error is a jackknife over batches."""
+    """Mean cosine over all pairs of batches, with a jackknife standard error over batches."""
 
     mean: float
     stderr: float
@@ -25,9 +25,10 @@ class Cosine:
 
 
 def gradient(trainer: Trainer, batch: int, groups: Sequence[Group]) -> Tensor:
-    """The gradient of one optimizer step on ``groups``, flat, float32 [D]; nothing is changed.
+    """Return the gradient of one optimizer step on ``groups``: flat, float32 [D].
 
-    ``batch`` names the random streams, as an iteration does. Raises NonFiniteTraining.
+    Changes nothing. ``batch`` identifies the random streams like the number of an iteration. Raises
+    NonFiniteTraining.
     """
     config = trainer.config
     values, _ = advantages([group.rewards for group in groups], config.resolved_advantages)
@@ -37,12 +38,13 @@ def gradient(trainer: Trainer, batch: int, groups: Sequence[Group]) -> Tensor:
 
 
 def mean_cosine(gradients: Sequence[Tensor]) -> Cosine:
-    """Of B >= 3 gradients [D] of independent batches.
+    """Return the mean cosine between B >= 3 gradients [D] of independent batches.
 
-    A gradient is signal s, common to all, and noise of its own; with |s|^2 / E|g|^2 = q the mean
-    cosine is about q: of a batch this share of the squared length is signal, and the gradient of n
-    batches together has n q / (1 + (n - 1) q). Pairs share batches, so the standard error leaves
-    out a batch at a time. Raises ValueError for fewer batches, and for a gradient of zero.
+    Each gradient g is the sum of a common signal s and independent noise. With q = |s|^2 / E|g|^2
+    the mean cosine is about q, the share of signal in the squared length of a batch's gradient; for
+    the gradient of n batches together this share is n q / (1 + (n - 1) q). As pairs share batches,
+    the standard error is a jackknife, which leaves out one batch at a time. Raises ValueError for
+    fewer than 3 batches, and for a gradient of zero.
     """
     count = len(gradients)
     if count < 3:

@@ -1,4 +1,4 @@
-"""The adapter that is trained: its weights and AdamW over them, saved and restored bit by bit."""
+"""The trained adapter: its weights and their AdamW optimizer, saved and restored exactly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from policy.lora import trainable
 
 
 class NothingLearned(RuntimeError):
-    """An update that left everything as it was. The message says what stood still."""
+    """An update changed nothing although it should have. The message says what did not change."""
 
 
 class TrainedAdapter:
@@ -54,8 +54,10 @@ class TrainedAdapter:
         return [[name for name, p in self.parameters.items() if id(p) in ids] for ids in found]
 
     def complete(self, total: int) -> None:
-        """Every parameter has a gradient, of ``total`` points. It is zero where there are none, and
-        of an expert that was not asked, as none of them is at its noise levels.
+        """Give every parameter a gradient after a backward pass over ``total`` points.
+
+        Missing gradients become zero if there are no points, or if none of the points is at the
+        noise levels of the parameter's expert. Raises RuntimeError for other missing gradients.
         """
         gradients = self.gradients()
         asked = [names for names in self._experts if any(name in gradients for name in names)]
@@ -70,13 +72,13 @@ class TrainedAdapter:
                 parameter.grad = torch.zeros_like(parameter)
 
     def step(self) -> float:
-        """One step along the gradients, clipped; their norm before that. Raises NonFiniteTraining.
+        """Clip the gradients and take a step; return their norm before clipping.
 
-        Weights that are not finite are left as they are: the caller restores what was.
+        Raises NonFiniteTraining. Non-finite weights are not restored; that is up to the caller.
         """
         gradients = self.gradients()
-        # apart from clipping: by a norm that is not finite it would spoil every gradient, and
-        # nobody could say any more which one was wrong
+        # separate from clipping, which would multiply every gradient by a non-finite norm, so that
+        # the faulty one could not be named any more
         norm = torch.nn.utils.get_total_norm(gradients.values())
         if not bool(torch.isfinite(norm)):
             if (name := first_nonfinite(gradients)) is not None:
@@ -92,8 +94,8 @@ class TrainedAdapter:
         return norm.item()
 
     def require_change(self, before: dict[str, Tensor], norm: float, learning_rate: float) -> None:
-        """Raises NothingLearned where all weights are those of ``before``, a ``state()``, although
-        the last gradient had this ``norm``: it would go on so, and nothing else would fail.
+        """Raise NothingLearned if all weights equal those of ``before``, a ``state()``, although
+        the last gradient had this ``norm``. Nothing else would report such a run.
         """
         same = (
             torch.equal(parameter.detach().cpu(), before[f"weight/{name}"])
@@ -107,18 +109,20 @@ class TrainedAdapter:
             )
 
     def state(self) -> dict[str, Tensor]:
-        """On the CPU: "weight/NAME" and of the optimizer "exp_avg/", "exp_avg_sq/", "step/NAME"."""
+        """Return a copy on the CPU: "weight/NAME", and the optimizer's "exp_avg/NAME",
+        "exp_avg_sq/NAME" and "step/NAME".
+        """
         tensors = {f"weight/{name}": parameter for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             tensors |= {
                 f"{key}/{name}": value
                 for key, value in self.optimizer.state.get(parameter, {}).items()
             }
-        # a copy on a CPU too, where the weights themselves would go on being trained
+        # on a CPU ``to`` alone would return the weights themselves, which training changes
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Restore ``state()`` bit by bit; parameters that it has no moments of start afresh."""
+        """Restore a ``state()`` exactly; parameters without moments in it start without moments."""
         moments: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
         for key, tensor in state.items():
             kind, _, name = key.partition("/")
@@ -130,7 +134,7 @@ class TrainedAdapter:
         for name, values in moments.items():
             parameter = self.parameters[name]
             self.optimizer.state[parameter] = {
-                # AdamW counts steps on the CPU, wherever the parameters are
+                # AdamW keeps its step counters on the CPU, whatever the parameters' device
                 kind: value.clone() if kind == "step" else value.to(parameter.device, copy=True)
                 for kind, value in values.items()
             }

@@ -1,7 +1,6 @@
-"""The learner: trains the LoRA, keeps averages, exports; its ``generator`` regenerates seeds.
+"""The learner without Ray: trains the LoRA, keeps averages, exports, and regenerates seeds.
 
-One process, no ray: the learner actor is a thin shell around ``Trainer``, and so is a plain
-training loop.
+The learner actor is a thin wrapper around ``Trainer``; a single-process training loop uses it too.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from policy.types import DTYPES
 
 
 class Trainer:
-    """Base model in ``regenerate.precision``, LoRA adapters in FP32, autoencoder in FP32.
+    """The learner: base model in ``regenerate.precision``, LoRA adapters and autoencoder in FP32.
 
-    Training, and paths to train on, compute with the adapters beside the weights, everything else
-    with them merged.
-    Iterations count from 1 as s in the papers: after the first ``update`` s = 1. All randomness is
-    drawn from the run seed, the iteration and the prompt, never from a global generator, so (run
-    seed, iterations done) is the whole random state.
+    Training passes, and the sampling of paths to train on, compute adapters beside the weights; all
+    other passes use merged weights. Iterations count from 1, as s in the papers: s = 1 after the
+    first ``update``. All randomness is derived from the run seed, the iteration and the prompt,
+    never from a global generator, so that run seed and number of updates are the whole random
+    state.
     """
 
     def __init__(
@@ -62,10 +61,12 @@ class Trainer:
         shard: bool = False,
         offload: bool = False,
     ) -> None:
-        """Loads what is not given. ``failure_dir`` takes the data of an iteration that fails.
-        ``shard``: ``join`` shards the base over the replicas; until then it lies on the host.
-        ``offload``: frozen weights and autoencoder begin in host memory, and ``offload.to_device``
-        brings them to ``device``; adapters and the optimizer's state are there all the time.
+        """Load the models that are not passed.
+
+        The data of a failed iteration are saved in ``failure_dir``. With ``shard``, ``join`` shards
+        the base over the replicas; until then it is in host memory. With ``offload``, frozen
+        weights and the autoencoder start in host memory, and ``offload.to_device`` moves them to
+        ``device``; adapters and optimizer state always stay on ``device``.
         """
         self.config, self.device = config, torch.device(device)
         self.family = family = family or family_for(config.model)
@@ -80,7 +81,7 @@ class Trainer:
         seed = stream_seed(config.seed, "lora")
         add_adapters(transformer, config.lora, family, self.adapters, seed)
         self.offload = self._offloaded() if offload else None
-        # it recomputes with "current" active
+        # after adding the adapters: blocks are recomputed with "current" active
         checkpoint_blocks(transformer, config.optimizer.recomputed)
         self.generator = Generator(
             config, family, transformer, self.vae, objective, self.adapters, self.device, shard
@@ -96,12 +97,12 @@ class Trainer:
         self.exporter = PolicyExporter(config, family, transformer, self.device)
         self.done = 0
         self.last_iteration: int | None = None
-        # samples and advantages of the last update, until rank 0 exports what came of it
+        # samples and advantages of the last update, kept by rank 0 until the result is exported
         self._trained: tuple[Sequence[Group], Mapping[int, np.ndarray]] | None = None
 
     @property
     def trainable_parameters(self) -> int:
-        """How many numbers are trained."""
+        """Number of trained parameters."""
         return sum(parameter.numel() for _, parameter in trainable(self.transformer))
 
     def _offloaded(self) -> Offload:
@@ -111,8 +112,10 @@ class Trainer:
         return Offload(frozen_tensors(self.transformer, self.vae), self.device)
 
     def _load(self, dtype: torch.dtype, home: torch.device) -> nn.Module:
-        """The base model, where it begins; one that is packed is so before it comes to the device,
-        which may have no room for it as it was.
+        """Load the base model to its first location.
+
+        A packed base is packed before it is moved to the device, which may not have enough memory
+        for the unpacked one.
         """
         base = self.config.lora.base
         if self.sharded:
@@ -124,7 +127,10 @@ class Trainer:
         return transformer.to(self.device)
 
     def join(self, replicas: Replicas) -> None:
-        """Train with others from now on. Raises GroupBroken, ReplicasDiffer for another state."""
+        """Train together with ``replicas`` from now on.
+
+        Raises GroupBroken, and ReplicasDiffer if their states differ.
+        """
         self.replicas = self.updater.replicas = self.generator.replicas = replicas
         replicas.require_alike(f"{self.done} updates, {self.checksum()}", "at the start")
         if self.sharded:
@@ -132,7 +138,7 @@ class Trainer:
                 shard_base(self.transformer, self.device)
 
     def checksum(self) -> str:
-        """xxh3-128 of all adapters, hex: equal checksums mean equal bits."""
+        """Return the xxh3-128 of all adapters in hex; equal checksums mean equal bits."""
         return self._state.checksum()
 
     def update(
@@ -141,22 +147,24 @@ class Trainer:
         groups: Sequence[Group],
         elsewhere: Mapping[int, np.ndarray] | None = None,
     ) -> dict[str, float]:
-        """Train on one iteration's samples, then move the averages; returns metrics.
+        """Train on one iteration's samples, then update the averages; return metrics.
 
-        ``iteration`` names the random streams and must rise from call to call. Groups are trained
-        on in prompt order, in whichever order they come. Among replicas each is given its own
-        groups, one at least or part of one, and the rewards [K] of all other prompts,
-        ``elsewhere``, by prompt index; every one takes the same step, that of one learner with all
-        groups but for the order of sums. All or nothing, everywhere. Raises NonFiniteTraining after
-        writing the iteration's data to ``failure_dir``, ValueError for groups that cannot be
-        trained on; among replicas also ReplicaFailed, ReplicasDiffer and GroupBroken.
+        ``iteration`` identifies the random streams and must increase from call to call. Groups are
+        trained on in the order of prompts, whatever order they are passed in. With several
+        replicas, each is passed its own groups (at least a part of one), and in ``elsewhere`` the
+        rewards [K] of all other prompts by prompt index. All replicas take the same steps, which
+        equal those of a single learner with all groups up to the order of sums.
+
+        If anything raises, no replica has changed. Raises NonFiniteTraining, after saving the
+        iteration's data in ``failure_dir``, and ValueError for groups that cannot be trained on;
+        with several replicas also ReplicaFailed, ReplicasDiffer and GroupBroken.
         """
         groups = sorted(groups, key=lambda group: group.prompt_index)
         (values, metrics), _ = self.replicas.together(
             lambda: self._advantages(iteration, groups, elsewhere or {})
         )
         rate = learning_rate(self.config.optimizer, self.done, self.config.iterations)
-        # copied before the averages move it
+        # copied now, because the averages change it below
         sampled_with = (
             adapter_state(self.transformer, self.objective.sampling_adapter)
             if PREVIOUS in self.adapters
@@ -189,7 +197,10 @@ class Trainer:
         return metrics | self.replicas.take_times()
 
     def _train(self, samples: TrainingSamples, rate: float, iteration: int) -> dict[str, float]:
-        """The optimizer steps, with the averages that follow each of them; all or nothing."""
+        """Take the optimizer steps, and update the averages that follow each step.
+
+        If anything raises, weights and averages are restored.
+        """
         shuffle = stream_seed(self.config.seed, "shuffle", iteration)
         if not self._averages.by_step:
             return self.updater.run(samples, self.sigmas, rate, shuffle)
@@ -204,7 +215,7 @@ class Trainer:
     def _advantages(
         self, iteration: int, groups: Sequence[Group], elsewhere: Mapping[int, np.ndarray]
     ) -> tuple[dict[int, np.ndarray], dict[str, float]]:
-        """(advantages float32 [K] by prompt, of all replicas; metrics). Raises ValueError."""
+        """Return (advantages [K] by prompt, of all replicas; metrics). Raises ValueError."""
         if self.last_iteration is not None and iteration <= self.last_iteration:
             raise ValueError(
                 f"iteration {iteration} was trained already, the last one was"
@@ -222,12 +233,12 @@ class Trainer:
     def export(
         self, version: int, backend: str | None = None, weights: str | None = None
     ) -> Export:
-        """The sampling policy, or the adapter ``weights``, merged, in the rollout actors' format.
+        """Merge and pack the sampling policy, or the adapter ``weights``, for rollout actors.
 
-        ``backend`` is the one that rollout actors run, where they know better than this process: on
-        their device "auto" may be another. Raises NonFiniteWeights naming the module, after writing
-        the data of the iteration that led there to ``failure_dir``, ValueError for an arm that
-        explores nothing.
+        ``backend`` is the one that rollout actors use; None resolves the configured one on this
+        process's device, where "auto" may differ from theirs. Raises NonFiniteWeights with the
+        module's name, after saving the data of the iteration that led to it in ``failure_dir``, and
+        ValueError for an arm that does not explore.
         """
         adapter = weights or self.objective.sampling_adapter
         try:
@@ -245,7 +256,7 @@ class Trainer:
     def _keep_evidence(
         self, iteration: int, groups: Sequence[Group], values: Mapping[int, np.ndarray], reason: str
     ) -> str:
-        """Save this replica's data of an iteration, and the adapters; says where, or why not."""
+        """Save this replica's data of an iteration, and the adapters; return where, or why not."""
         replica = f".replica-{self.replicas.rank}" if self.replicas.size > 1 else ""
         name = f"iteration_{iteration:06d}{replica}{ENDING}"
         path = self.failure_dir / name if self.failure_dir is not None else None
@@ -253,15 +264,18 @@ class Trainer:
         return keep_evidence(path, groups, values, self._state.adapters(), metadata)
 
     def save(self, path: str | Path, extra_state: Tree) -> None:
-        """Write a checkpoint directory atomically; keep ``checkpoint.keep_last`` of them.
+        """Write a checkpoint directory atomically; keep the last ``checkpoint.keep_last``.
 
-        ``extra_state`` is anything JSON can hold. Raises CheckpointError, leaving the checkpoints
-        before whole.
+        ``extra_state`` is any JSON value. Raises CheckpointError; earlier checkpoints are then
+        unchanged.
         """
         self._state.save(path, Counts(self.done, self.last_iteration), extra_state)
 
     def load(self, path: str | Path) -> Tree:
-        """Restore a checkpoint bit by bit; returns its extra state. All or CheckpointError."""
+        """Restore a checkpoint exactly; return its extra state.
+
+        Raises CheckpointError before anything has changed.
+        """
         counts, extra_state = self._state.load(path)
         self.done, self.last_iteration = counts
         self.generator.updates = self.done

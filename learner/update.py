@@ -1,4 +1,4 @@
-"""One iteration's update, of any objective and family: micro-batches, gradients, AdamW."""
+"""The update of one iteration, for any objective and family: micro-batches, gradients, AdamW."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMPILE = "optimizer.compile"
 
 
 class Updater:
-    """Holds the optimizer of a transformer's "current" adapter, and changes nothing but that."""
+    """Updates the adapter "current" of a transformer, and nothing else."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class Updater:
         shuffle_seed: int,
         after_step: Callable[[int], None] | None = None,
     ) -> dict[str, float]:
-        """``steps_per_iteration`` optimizer steps; metrics are means over all training points.
+        """Take ``steps_per_iteration`` optimizer steps; return means over all training points.
 
-        All or nothing: on any exception the weights and the optimizer are as before. The samples of
-        all replicas are dealt to the steps (``learner.dealing``), and each replica computes on its
-        own. ``after_step`` is called with 1, 2, ... after each. Raises NonFiniteTraining,
-        ReplicaFailed, GroupBroken.
+        If anything raises, weights and optimizer are restored. The samples of all replicas are
+        distributed over the steps (``learner.dealing``), and each replica computes on its own
+        samples. ``after_step`` is called with 1, 2, ... after each step. Raises NonFiniteTraining,
+        NothingLearned, ReplicaFailed and GroupBroken.
         """
         self.trained.set_rate(learning_rate)
         before = self.trained.state()
@@ -80,19 +80,19 @@ class Updater:
                 norms.append(norm)
                 if after_step is not None:
                     after_step(len(norms))
-            # before the check: a replica that raised there would leave the others waiting for its
+            # before the check below: if one replica raised there, the others would wait for its
             # sums
-            told = self.replicas.exchange(sums)
+            all_sums = self.replicas.exchange(sums)
             self._require_learned(samples, norms, before, learning_rate)
         except BaseException:
-            # an interrupted update would leave weights that no seed leads to again
+            # also if interrupted: otherwise the weights could not be reproduced
             self.trained.load_state(before)
             raise
         finally:
             self._alike = frozenset()
             self.trained.forget_gradients()
-        names = dict.fromkeys(name for each in told for name in each)
-        return {name: sum(each.get(name, 0.0) for each in told) / points for name in names} | {
+        names = dict.fromkeys(name for part in all_sums for name in part)
+        return {name: sum(part.get(name, 0.0) for part in all_sums) / points for name in names} | {
             "grad_norm": float(np.mean(norms)),
             "optimizer/learning_rate": learning_rate,
             "optimizer/points": float(points),
@@ -105,12 +105,12 @@ class Updater:
         before: dict[str, Tensor],
         learning_rate: float,
     ) -> None:
-        """Raises NothingLearned where steps with gradients of these norms, or of none, left the
-        weights at ``before`` although there was something to learn.
+        """Raise NothingLearned if the steps, with gradients of these norms, did not change the
+        weights ``before`` although there was something to learn.
         """
         if any(norms):
             self.trained.require_change(before, norms[-1], learning_rate)
-        # not among replicas: this one's samples may be alike while others' are not
+        # only for a single replica: advantages may be zero here but not in other replicas
         elif bool(samples.advantages.any()) and self.replicas.size == 1:
             raise NothingLearned(
                 "every gradient is zero although advantages are not: the loss does not depend on"
@@ -118,8 +118,8 @@ class Updater:
             )
 
     def gradient(self, samples: TrainingSamples, sigmas: Tensor) -> Tensor:
-        """The gradient of the mean loss over all points of ``samples``, flat, float32 [D] on the
-        CPU. Nothing is changed. Raises NonFiniteTraining.
+        """Return the gradient of the mean loss over all points of ``samples``: flat, float32 [D] on
+        the CPU. Changes nothing. Raises NonFiniteTraining.
         """
         self._alike = self._like_current()
         try:
@@ -136,11 +136,11 @@ class Updater:
     def _step(
         self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
     ) -> tuple[int, float]:
-        """One optimizer step on the mean loss over the points of ``part``, of all replicas.
+        """Take one optimizer step on the mean loss over the points of ``part`` in all replicas.
 
-        Returns (points of all, gradient norm before clipping). What is added over the replicas are
-        sums over points, divided by the points of all: a mean over points, however unequal the
-        parts.
+        Returns (number of points in all replicas, gradient norm before clipping). Replicas add up
+        sums over points and divide by the number of all points, which gives the mean over points
+        however unequal their parts are.
         """
         self.trained.forget_gradients()
         total = self._gradients(samples, part, sigmas, sums)
@@ -153,7 +153,7 @@ class Updater:
     def _gradients(
         self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
     ) -> int:
-        """Leave the gradient of this replica's part, add to ``sums``; how many points all have."""
+        """Compute the gradient of this replica's part; return the number of points of all."""
         _, counts = self.replicas.together(lambda: self._accumulate(samples, part, sigmas, sums))
         return sum(int(count or 0) for count in counts)
 
@@ -161,13 +161,16 @@ class Updater:
     def _accumulate(
         self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
     ) -> int:
-        """Leave the gradient of the summed losses of ``part``, add to ``sums``; how many points."""
+        """Accumulate the gradient of the summed losses of ``part``; return the number of points.
+
+        Metrics, summed over points, are added to ``sums``.
+        """
         total = 0
         for points in self._micro_batches(samples, part, sigmas):
             loss, metrics = self._forward(samples, points)
             if not bool(torch.isfinite(loss)):
                 raise self._diagnose(samples, points, f"the loss is {loss.item()}")
-            # the loss is a mean over its batch, and the last batch may be smaller: sums add up
+            # the loss is a mean over its batch; weight it, as the last batch may be smaller
             (loss * len(points)).backward()
             total += len(points)
             for name, value in metrics.items():
@@ -178,10 +181,10 @@ class Updater:
     def _micro_batches(
         self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor
     ) -> Iterator[Points]:
-        """Points of the samples ``part`` in batches of ``batch_size``; the last may be smaller.
+        """Yield the training points of the samples ``part`` in batches of ``batch_size``.
 
-        Each sample's points come from a seed of its own, so that how they are batched changes
-        nothing about them.
+        The last batch may be smaller. Each sample's points are drawn from a seed of its own, so
+        that they do not depend on the batching.
         """
         size = self.settings.batch_size
         waiting: list[Points] = []
@@ -201,7 +204,9 @@ class Updater:
             yield Points.cat(waiting).to(self.device)
 
     def _like_current(self) -> frozenset[str]:
-        """Adapters that equal "current" bit by bit: so do their velocities, until a step."""
+        """Return the adapters that are bit-identical to "current": until the first optimizer step
+        their velocities are, too.
+        """
         others = set(self.objective.policies) - {"current", "ref"}
         return frozenset(
             other
@@ -215,14 +220,14 @@ class Updater:
     def _forward(
         self, samples: TrainingSamples, points: Points
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective's loss and metrics, with gradient for the "current" policy alone.
+        """Return the objective's loss and metrics, with gradients for the policy "current" only.
 
-        A policy that still has the current weights gets the current velocities themselves: it saves
-        a pass, and the ratio of their log-probabilities is 1 to the last bit whatever kernels are
-        chosen with and without gradient.
+        A policy that still has the current weights reuses the current velocities. This saves a
+        pass, and makes the ratio of log-probabilities exactly 1 even if torch chooses different
+        kernels with and without gradients.
         """
         cond, velocities = self._conditioning(samples, points), {}
-        # "current" last: what its backward pass needs is not held during the other passes
+        # "current" last, so that its activations are not in memory during the other passes
         for policy in sorted(
             set(self.objective.policies) - self._alike, key=lambda name: (name == "current", name)
         ):
@@ -234,18 +239,20 @@ class Updater:
         )
 
     def _conditioning(self, samples: TrainingSamples, points: Points) -> Conditioning:
-        """A row per point."""
+        """Return the conditioning, one row per point."""
         return samples.cond.rows(samples.group[points.sample_index.cpu()]).to(self.device)
 
     def _velocity(
         self, denoiser: nn.Module, points: Points, cond: Conditioning, policy: str
     ) -> Tensor:
-        """``denoiser``: the transformer itself, or its compiled form."""
+        """Return the velocities of one policy by ``denoiser``, the transformer or its compiled
+        form.
+        """
         with use_adapter(self.transformer, None if policy == "ref" else policy):
             return velocity(self.family, denoiser, points.x_t, points.sigma, cond, self.guided)
 
     def _diagnose(self, samples: TrainingSamples, points: Points, what: str) -> NonFiniteTraining:
-        """Run the batch again, policy by policy; names the first module that is not finite."""
+        """Repeat the batch for each policy, to name the first module with a non-finite output."""
         for policy, module in self._first_modules(samples, points):
             if module is not None:
                 return NonFiniteTraining(
@@ -258,8 +265,9 @@ class Updater:
     def _first_modules(
         self, samples: TrainingSamples, points: Points
     ) -> Iterable[tuple[str, str | None]]:
-        """(policy, its first module that is not finite), a pass each, eager: compiled modules do
-        not say what they compute.
+        """Yield (policy, its first non-finite module or None), with an eager pass for each.
+
+        Compiled blocks have no modules that could be observed.
         """
         cond = self._conditioning(samples, points)
         for policy in self.objective.policies:
