@@ -142,7 +142,7 @@ def without_relation(scene: Scene) -> Scene:
 
 
 def match_matrix(scenes: list[Scene]) -> torch.Tensor:
-    """Return bool [B, B]: ``shows`` for every image (row) and caption (column)."""
+    """Return bool [B, B]: ``matches_caption`` for every image (row) and caption (column)."""
     numbers: dict[Scene, int] = {}
     meanings = torch.tensor(
         [numbers.setdefault(canonical_form(scene), len(numbers)) for scene in scenes]

@@ -1,6 +1,6 @@
 """GPU turns: rollout actors and the learner share GPUs by moving their weights off between turns.
 
-If the configuration has no such setting, both stay on the GPUs (``AllStay``). With it
+If the configuration has no such setting, both stay on the GPUs (``NoGpuTurns``). With it
 (``GpuTurns``) an iteration has two turns: exploring, then everything that needs the learner's
 weights. A turn ends when the other side requests the GPUs and no call of this side is in progress.
 Weights that leave have left before the other side arrives, so that no GPU ever holds both. Every
@@ -72,7 +72,7 @@ class GpuTurns(NoGpuTurns):
 
     @asynccontextmanager
     async def hold(self, side: Side) -> AsyncGenerator[None, None]:
-        """See ``AllStay``. Raises StateLost if the learner is lost while moving, or RunFailed."""
+        """See ``NoGpuTurns``. Raises StateLost if the learner is lost while moving, or RunFailed."""
         if not self._has_gpus(side):
             async with self._switching:
                 await self._switch_to(side)
@@ -85,7 +85,7 @@ class GpuTurns(NoGpuTurns):
                 self._idle.set()
 
     async def ensure_on_gpu(self, member: Member) -> None:
-        """See ``AllStay``. Raises ActorLost and RayError as ``ActorPool.ask`` does.
+        """See ``NoGpuTurns``. Raises ActorLost and RayError as ``ActorPool.ask`` does.
 
         Raises RunFailed outside the rollout actors' turn, which happens only to a task whose caller
         no longer waits.
@@ -98,7 +98,7 @@ class GpuTurns(NoGpuTurns):
             member.has_gpu = True
 
     def take_metrics(self) -> dict[str, float]:
-        """See ``AllStay``. Seconds are those of the slowest actor of each group, summed up."""
+        """See ``NoGpuTurns``. Seconds are those of the slowest actor of each group, summed up."""
         moves, self._moves = self._moves, [list[Moved]()]
         return {
             "memory/moved_s": sum(max((m.seconds for m in group), default=0.0) for group in moves),

@@ -131,7 +131,7 @@ def draw_times(sigmas: Tensor, samples: int, times: int, rng: np.random.Generato
 def diffuse(samples: Tensor, times: Tensor, rng: np.random.Generator) -> Points:
     """Return points x_t = (1 - t) x0 + t eps with new eps, of samples [S, *latent], times [S, T].
 
-    There are P = S * T points, ordered by sample. ``given`` holds x0 and eps, [P, *latent] each.
+    There are P = S * T points, ordered by sample. ``extras`` holds x0 and eps, [P, *latent] each.
     """
     import torch
 

@@ -131,7 +131,7 @@ def test_a_run_that_breaks_off_for_a_file_names_it(tiny_sd3_dir, tmp_path, monke
 
     config = write_toml(tiny_config(tiny_sd3_dir, tmp_path, "broken"), tmp_path)
     monkeypatch.setattr(train, "join_or_start_ray", lambda config: False)
-    monkeypatch.setattr(train, "on_this_cluster", lambda config, tell: config)
+    monkeypatch.setattr(train, "choose_cluster_layout", lambda config, tell: config)
     monkeypatch.setattr(train, "find_room", lambda config, tell: asyncio.sleep(0, []))
     monkeypatch.setattr(train, "check_store", lambda config, nodes: None)
     monkeypatch.setattr(train, "Session", Breaks)
@@ -201,7 +201,7 @@ def test_a_held_out_evaluation_without_the_right_to_read(
     trained, tiny_sd3_dir, tmp_path, nothing_starts, monkeypatch, capsys
 ):
     open_to_all(tiny_sd3_dir)
-    monkeypatch.setattr(train, "saved_at", lambda path: None)
+    monkeypatch.setattr(train, "read_driver_state", lambda path: None)
     config = write_toml(trained.configuration(), tmp_path)
     folder = trained.path / "evaluations"
     folder.mkdir()
@@ -222,7 +222,7 @@ def test_a_damaged_evaluation_is_told_before_ray_is_started(
     """It was a traceback at the first evaluation after the resume."""
     from cluster.driver import train
 
-    monkeypatch.setattr(train, "saved_at", lambda path: None)
+    monkeypatch.setattr(train, "read_driver_state", lambda path: None)
     monkeypatch.setattr(train, "join_or_start_ray", lambda config: pytest.fail("started"))
     file = trained.path / "evaluations" / "step_000000.json"
     file.parent.mkdir()
