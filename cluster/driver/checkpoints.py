@@ -139,7 +139,7 @@ def read_driver_state(path: Path) -> DriverState:
 
 
 def _has_valid_types(extra: Tree) -> bool:
-    """Return True if the fields have the types of ``DriverState``; older checkpoints may lack some."""
+    """Return True if the fields have the types of ``DriverState``; some may be missing."""
     if any(key in extra and not _is_valid(extra[key], kinds) for key, kinds in KINDS.items()):
         return False
     guard = cast(Tree, extra.get("guard", {}))

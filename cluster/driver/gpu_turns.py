@@ -72,7 +72,7 @@ class GpuTurns(NoGpuTurns):
 
     @asynccontextmanager
     async def hold(self, side: Side) -> AsyncGenerator[None, None]:
-        """See ``NoGpuTurns``. Raises StateLost if the learner is lost while moving, or RunFailed."""
+        """See ``NoGpuTurns``. Raises RunFailed, and StateLost if the learner is lost meanwhile."""
         if not self._has_gpus(side):
             async with self._switching:
                 await self._switch_to(side)
