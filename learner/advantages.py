@@ -1,4 +1,4 @@
-"""From the rewards of the samples that are trained on to advantages."""
+"""Advantages from the rewards of the samples that are trained on."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from configs.rewards import Advantages
 def advantages(
     groups: Sequence[np.ndarray], settings: Advantages
 ) -> tuple[list[np.ndarray], dict[str, float]]:
-    """(A = (r - mean of the group) / (std + eps), float32 [K_g] for each group [K_g]; metrics).
+    """Return (A = (r - mean of the group) / (std + eps), float32 [K_g] per group [K_g]; metrics).
 
     ``settings`` are resolved (``RunConfig.resolved_advantages``). ``std`` is the standard deviation
-    of all rewards of the iteration ("global", arXiv 2604.06916) or of the group ("group", GRPO); of
-    the population, or where it is ``unbiased`` with n - 1 in the place of n. A group whose rewards
-    are all equal has zero advantages and counts in ``zero_std_ratio``. Sums are in float64.
-    Clipping is the objective's. Raises ValueError for an empty group or a reward that is not
-    finite: a failed reward never enters an advantage.
+    of all rewards of the iteration ("global", arXiv 2604.06916) or of the group ("group", GRPO),
+    computed with n, or with n - 1 if ``unbiased``. A group whose rewards are all equal has zero
+    advantages and counts in ``zero_std_ratio``. Sums are in float64. Objectives clip advantages
+    themselves. Raises ValueError for an empty group or a reward that is not finite: a failed reward
+    never enters an advantage.
     """
     if settings.std is None or settings.eps is None:
         raise ValueError(

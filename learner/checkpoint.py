@@ -1,5 +1,7 @@
-"""Checkpoint directories that are whole or absent: written beside, flushed to the disk, renamed.
-Safetensors and JSON only.
+"""Checkpoint directories, written atomically, with safetensors and JSON files only.
+
+They are written under another name, flushed to the disk and renamed, so that a checkpoint is either
+complete or absent.
 """
 
 from __future__ import annotations
@@ -33,21 +35,23 @@ class CheckpointError(RuntimeError):
 
 
 def step_directory(root: str | Path, step: int) -> Path:
-    """``root/step_000010`` for step 10."""
+    """Return ``root/step_000010`` for step 10."""
     return Path(root) / f"step_{step:06d}"
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
-    """The whole checkpoint of the highest step under ``root``, or None. What was left unfinished
-    has another name. Raises CheckpointError where nobody can know.
+    """Return the complete checkpoint with the highest step under ``root``, or None.
+
+    Raises CheckpointError if the directory cannot be read.
     """
-    found = _whole(Path(root))
-    return found[-1] if found else None
+    whole = _whole(Path(root))
+    return whole[-1] if whole else None
 
 
 def find(rundir: RunDirectory, step: int | None) -> Path:
-    """The checkpoint of ``step``, or the last one, of a run. Raises ConfigError: there is none, or
-    nobody can know.
+    """Return the checkpoint of ``step``, or the last one, of a run.
+
+    Raises ConfigError if there is none, or if the directory cannot be read.
     """
     root = rundir.checkpoints
     try:
@@ -57,30 +61,30 @@ def find(rundir: RunDirectory, step: int | None) -> Path:
     if step is None:
         path = whole[-1] if whole else None
     else:
-        # also one that a kill left under the name ``.replaced``
+        # not by name: after a kill it may have the suffix ``.replaced``
         path = next(
-            (found for found in whole if step_of(found) == step), step_directory(root, step)
+            (other for other in whole if step_of(other) == step), step_directory(root, step)
         )
     if path is None or not path.is_dir():
-        there = ", ".join(str(step_of(found)) for found in whole) or "none"
+        there = ", ".join(str(step_of(other)) for other in whole) or "none"
         wanted = "no checkpoint yet" if step is None else f"no checkpoint {step}"
         raise ConfigError(f"{rundir.path}: {wanted}; there are: {there}")
     return path
 
 
 def step_of(path: Path) -> int:
-    """10 of ``step_000010``, and of ``step_000010.replaced``."""
+    """Return 10 for ``step_000010`` and for ``step_000010.replaced``."""
     return int(path.name.removeprefix("step_").removesuffix(".replaced"))
 
 
 def write(
     path: str | Path, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
 ) -> None:
-    """Write the directory ``path``: a safetensors file per entry of ``files`` (without ending), and
-    ``state`` as JSON.
+    """Write the checkpoint directory ``path`` atomically.
 
-    A kill or a full disk at any instant leaves either nothing or all of it at ``path``, and never
-    harms another checkpoint. Raises CheckpointError.
+    It has a safetensors file for each entry of ``files`` (named without suffix), and ``state`` as
+    JSON. After a kill or on a full disk ``path`` is either complete or absent, and other
+    checkpoints are unharmed. Raises CheckpointError.
     """
     path = Path(path)
     try:
@@ -111,9 +115,9 @@ def write(
 
 
 def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], Tree]:
-    """(files, state) as given to ``write``, tensors on the CPU, every sha256 compared.
+    """Read (files, state) as passed to ``write``, with tensors on the CPU.
 
-    Raises CheckpointError.
+    Verifies the sha256 of every file. Raises CheckpointError.
     """
     path = Path(path)
     try:
@@ -152,13 +156,14 @@ def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], Tree]:
 
 
 def prune(root: str | Path, keep_last: int) -> None:
-    """Remove all but the ``keep_last`` highest steps under ``root``, oldest first. Needs
-    ``keep_last`` >= 1.
+    """Remove all but the ``keep_last`` highest steps under ``root``, oldest first.
+
+    Raises ValueError if ``keep_last`` is below 1.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}: the last checkpoint must stay")
     for old in _whole(Path(root))[:-keep_last]:
-        # renamed first: a kill must not leave part of one under a checkpoint's name
+        # renamed first, so that a kill cannot leave an incomplete directory under this name
         doomed = atomic.unfinished(old)
         os.rename(old, doomed)
         shutil.rmtree(doomed)
@@ -167,19 +172,19 @@ def prune(root: str | Path, keep_last: int) -> None:
 def save_tensors(
     path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """One safetensors file, whole or absent. Raises OSError."""
+    """Write one safetensors file atomically. Raises OSError."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write_bytes(path, _bytes_of(tensors, dict(metadata)))
 
 
 def _bytes_of(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    there = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-    return safetensors.torch.save(there, metadata)
+    on_host = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    return safetensors.torch.save(on_host, metadata)
 
 
 def require_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str) -> None:
-    """Raise CheckpointError, naming the first, unless names, shapes and dtypes agree."""
+    """Raise CheckpointError for the first tensor whose name, shape or dtype differs."""
     for name in sorted({*found, *wanted}):
         a, b = found.get(name), wanted.get(name)
         if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
@@ -194,14 +199,15 @@ def require_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what
 
 
 def _whole(root: Path) -> list[Path]:
-    """Whole checkpoints, lowest step first. A replaced one counts only while its replacement is not
-    in place. Raises CheckpointError where they cannot be looked at: a run without the right to
-    would go back to its beginning.
+    """Return the complete checkpoints, lowest step first.
+
+    A replaced one counts only until its replacement is in place. Raises CheckpointError if the
+    directory cannot be read, as a run that saw no checkpoints would start again from the beginning.
     """
     steps: dict[int, Path] = {}
     try:
-        # not ``glob``, which passes over what it has no right to. Backwards: "step_000001.replaced"
-        # before "step_000001", which then takes its place
+        # not ``glob``, which skips what it may not read. In reverse order, so that "step_000001"
+        # overwrites the entry of "step_000001.replaced"
         for name in sorted(os.listdir(root), reverse=True):
             match = STEP.fullmatch(name)
             if match and (root / name / STATE).is_file():
@@ -216,6 +222,6 @@ def _whole(root: Path) -> list[Path]:
 
 
 def _clear_unfinished(root: Path) -> None:
-    """Remove what earlier processes left unfinished; one process at a time writes checkpoints."""
+    """Remove unfinished directories of earlier processes; only one process writes checkpoints."""
     for path in root.glob(".step_*.unfinished-*"):
         shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The sampling policy in the rollout actors' format: backend, modules, and the packing."""
+"""Export of the sampling policy in the rollout actors' format: choice of backend, and packing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PolicyExporter:
     def table(self) -> list[dict[str, object]]:
         """A row (name, shape, quantized, why, backend) per module with a weight matrix.
 
-        As of the last export; empty where nobody explores.
+        It describes the last export, and is empty for arms that do not explore.
         """
         if not self.config.plan.explore:
             return []
@@ -44,9 +44,10 @@ class PolicyExporter:
         return [{**asdict(row), "backend": backend.name} for row in self._rows]
 
     def export(self, adapter: str, version: int, backend: str | None = None) -> Export:
-        """``adapter`` merged and packed for ``backend``; None: as before, at first as configured.
+        """Merge ``adapter`` and pack it for ``backend``; None: the last, or the configured one.
 
-        Raises NonFiniteWeights naming the module, ValueError for an arm that explores nothing.
+        Raises NonFiniteWeights with the module's name, and ValueError for an arm that does not
+        explore.
         """
         chosen, explore = self._chosen(backend), self.config.explore
         if self._publisher is None:
@@ -64,10 +65,10 @@ class PolicyExporter:
     def probe(
         self, cond: Conditioning, version: int, seeds: Sequence[int], steps: int, solver: str
     ) -> tuple[np.ndarray, str, float]:
-        """What the packed weights of the last export make of a few seeds on this device:
-        (latents float32 [B, *latent], kind of arithmetic, bound), as ``learner.identity`` says.
+        """Generate a few seeds with the packed weights of the last export on this device.
 
-        Raises ValueError when the last export was another version.
+        Returns (latents float32 [B, *latent], kind of arithmetic, bound) as ``recomputed`` of
+        ``learner.identity``. Raises ValueError if the last export was another version.
         """
         if self._exported is None or self._exported[0].version != version or not self._backend:
             raise ValueError(f"version {version} is not the one that was exported last")
@@ -82,14 +83,14 @@ class PolicyExporter:
         return Guided.at(self.config.guidance, explored.guidance) if explored else None
 
     def _chosen(self, backend: str | None) -> Backend:
-        """The rollout actors' backend, ``backend`` from now on where it is given."""
+        """Return the rollout actors' backend; switch to ``backend`` if it is not None."""
         plan = self.config.plan.explore
         if plan is None:
             raise ValueError(
                 f"arm {self.config.arm!r} explores nothing, so there is nothing to export"
             )
         if self._backend is None:
-            # until rollout actors say what they took: what they would take where a GPU is seen here
+            # a guess until rollout actors report their choice: that on a GPU if there is one here
             on_gpu = self.config.services.rollout.gpus and torch.cuda.is_available()
             self._use(packing_backend(plan.backend, "cuda" if on_gpu else "cpu"))
         if backend is not None and self._backend is not None and backend != self._backend.name:
@@ -105,5 +106,5 @@ class PolicyExporter:
             )
         unquantized = self.config.explore.modules_to_not_convert
         self._rows = quantize_plan(self.transformer, self.family, unquantized, backend)
-        # statistics compare exports of one format only, so the next one starts afresh
+        # a new publisher, because statistics compare exports of one format only
         self._backend, self._publisher = backend, None

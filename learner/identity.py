@@ -1,8 +1,8 @@
-"""The learner's side of the policy identity check: its own images from the weights it published.
+"""The learner's part of the policy identity check: latents from the weights that it published.
 
-A rollout actor acknowledges checksums of bytes that arrived. That its denoiser computes with them
-is shown by what it computes: latents of given seeds must be those that the learner computes from
-the same bytes, to the bit where device and kernels are the same.
+A rollout actor acknowledges the checksum of the bytes that it received, which does not prove that
+its denoiser computes with them. Therefore its latents of a few seeds are compared with those that
+the learner computes from the same bytes; they must be bit-identical if device and kernels are.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from policy.sharding import sharded
 from policy.types import DTYPES, Conditioning
 
 SAFETY = 8.0
-"""Factor over the expected distance: one image in few steps is a small sample of roundings."""
+"""Safety factor on the expected distance, as one image in few steps samples few roundings."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is generated: one row of conditioning, B seeds."""
+    """What to generate: one row of conditioning, B seeds."""
 
     cond: Conditioning
     seeds: Sequence[int]
@@ -54,19 +54,20 @@ def recomputed(
     shards: Sequence[np.ndarray],
     asked: Asked,
 ) -> tuple[np.ndarray, str, float]:
-    """(latents float32 [B, *latent], kind of arithmetic, bound) from packed weights.
+    """Generate from packed weights; return (latents [B, *latent], kind of arithmetic, bound).
 
-    ``transformer`` is the learner's own, with adapters; it stays as it is. What is needed beside it
-    on ``device`` is the packed weights, until this returns. ``bound`` is the relative distance that
-    other kernels may make of rounding: the sums of S steps through L layers are rounded S L times,
-    twice as often with guidance, independently, each at most as far as a change of the conditioning
-    by the machine epsilon carries, which is measured here; times ``SAFETY``.
+    ``transformer`` is the learner's own, with adapters, and is not changed. While this runs, the
+    packed weights are on ``device`` beside it. ``bound`` limits the relative distance of latents
+    computed by other kernels, whose rounding differs: S steps through L layers round S L times
+    independently (twice as often with guidance), and each rounding is assumed to have at most the
+    effect of changing the conditioning by the machine epsilon, which is measured here. The result
+    is multiplied by ``SAFETY``.
     """
     runs = backend if backend.unavailable_reason(device) is None else _emulation(backend, device)
     loaded = DTYPES[config.regenerate.precision]
     width = runs.dtype or loaded
     own = (
-        family.load_transformer("cpu", width)  # of which the learner has a share only
+        family.load_transformer("cpu", width)  # loaded again, as the learner has a shard only
         if any(sharded(parameter) is not None for parameter in transformer.parameters())
         else bare_copy(transformer, loaded, width)
     )
@@ -118,7 +119,7 @@ def bare_copy(transformer: nn.Module, loaded: torch.dtype, wanted: torch.dtype) 
 
 
 def _own_weights(transformer: nn.Module, names: set[str]) -> None:
-    """Give modules whose weights will be copied into memory of their own: it was the learner's."""
+    """Allocate new weights for the named modules, which share the learner's memory so far."""
     for name, module in transformer.named_modules():
         weight = getattr(module, "weight", None)
         if name in names and isinstance(weight, nn.Parameter):
@@ -126,7 +127,7 @@ def _own_weights(transformer: nn.Module, names: set[str]) -> None:
 
 
 def _emulation(backend: Backend, device: torch.device) -> Backend:
-    """A backend of the same format that runs on ``device``. Raises ValueError where none does."""
+    """Return a backend of the same format that runs on ``device``. Raises ValueError if none."""
     for other in BACKENDS.values():
         if other.wire_format == backend.wire_format and other.unavailable_reason(device) is None:
             return other
@@ -137,7 +138,7 @@ def _emulation(backend: Backend, device: torch.device) -> Backend:
 
 
 def _nudged(cond: Conditioning, eps: float) -> Conditioning:
-    """Every number of the conditioning larger or smaller by one part in 1 / ``eps``, at random."""
+    """Return the conditioning with every number multiplied by 1 + eps or 1 - eps at random."""
     generator = torch.Generator().manual_seed(0)
 
     def moved(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Replicas that hold a share of the base each: every pass through the denoiser takes all of them.
+"""Lockstep passes of replicas with a sharded base: every pass of the denoiser needs all of them.
 
-So all make the same number of passes, in the same order. How many each has to make differs: prompts
-have different numbers of samples, and a replica may have nothing to generate. Those that have fewer
-go through the denoiser for the others, and what comes of it is dropped.
+All replicas must run the same number of passes in the same order. The number that each needs
+differs, because prompts have different numbers of samples and a replica may have nothing to
+generate. Replicas that need fewer run additional passes, whose results are dropped.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from records.errors import first_line
 
 
 class OutOfStep(RuntimeError):
-    """Replicas that should go through the denoiser together were asked for different things."""
+    """Replicas that must run passes together got different requests."""
 
 
 @contextmanager
 def collective(replicas: Replicas, doing: str) -> Iterator[None]:
-    """Raises GroupBroken for a replica that is lost within the block."""
+    """Raise GroupBroken if another replica is lost within the context."""
     try:
         yield
     except RuntimeError as error:
@@ -44,51 +44,51 @@ def collective(replicas: Replicas, doing: str) -> Iterator[None]:
 
 
 def _of_the_group(error: RuntimeError) -> bool:
-    """Whether torch.distributed raised it: gloo has no class of its own."""
+    """Return True if torch.distributed raised ``error``; gloo has no error class of its own."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 class Passes:
-    """Generating in lock step, without gradients."""
+    """Passes of generating in lockstep, without gradients."""
 
     def __init__(self, family: Family, transformer: nn.Module, device: torch.device) -> None:
         self.family, self.transformer, self.device = family, transformer, device
 
     @contextmanager
     def together(self, replicas: Replicas, what: str, own: int) -> Iterator[None]:
-        """Within the block this replica makes ``own`` passes, and as many as the busiest one when
-        it ends. ``what`` must be the same on all: which weights they go through. Raises OutOfStep,
-        GroupBroken.
+        """Run ``own`` passes within the context, then as many as the busiest replica is ahead.
+
+        ``what``, the active weights, must be equal on all replicas. Raises OutOfStep, GroupBroken.
         """
-        told = replicas.exchange([what, own])
-        if len({name for name, _ in told}) > 1:
-            names = ", ".join(name for name, _ in told)
+        requests = replicas.exchange([what, own])
+        if len({name for name, _ in requests}) > 1:
+            names = ", ".join(name for name, _ in requests)
             raise OutOfStep(f"replicas were asked to go through different weights: {names}")
-        made: list[object] = []
-        # counted on the denoiser itself: a solver may take more passes than steps
-        hook = self.transformer.register_forward_hook(lambda *_: made.append(None))
+        calls: list[object] = []
+        # counted on the denoiser itself, as a solver may need more passes than steps
+        hook = self.transformer.register_forward_hook(lambda *_: calls.append(None))
         try:
             with collective(replicas, "generating"):
                 yield
-                if len(made) != own:
-                    raise OutOfStep(f"{len(made)} passes were made, {own} were announced")
-                for _ in range(max(count for _, count in told) - own):
+                if len(calls) != own:
+                    raise OutOfStep(f"{len(calls)} passes were made, {own} were announced")
+                for _ in range(max(count for _, count in requests) - own):
                     self._one()
         finally:
             hook.remove()
 
     @torch.no_grad()
     def _one(self) -> None:
-        """A pass of one image; nobody looks at it."""
+        """Run a pass of one image and drop its result."""
         dtype = next(self.transformer.parameters()).dtype
         cond = conditioning_like(self.family, 1, dtype, self.device)
-        # one image, whatever the batches of the others: what blocks gather does not depend on it
+        # one image, whatever the batch sizes of others: gathered weights do not depend on it
         x = torch.zeros(1, *self.family.latent_shape, device=self.device)
         self.family.velocity(self.transformer, x, torch.tensor(0.5, device=self.device), cond)
 
 
 class LockstepUpdater(Updater):
-    """An updater that goes through as many micro-batches on every replica."""
+    """An updater that runs the same number of micro-batches on every replica."""
 
     def _gradients(
         self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
@@ -101,10 +101,10 @@ class LockstepUpdater(Updater):
             idle = self._any_points(samples, sigmas)
             most = max(self.replicas.exchange(len(batches)))
             total, bad = self._turns(samples, batches, most, idle, sums)
-            # a diagnosis takes passes too, so all make one where any has to
+            # a diagnosis needs passes too, so all replicas run one if any has to
             if any(self.replicas.exchange(bad is not None)):
-                found = self._diagnose(samples, *(bad or (idle, "")))
-                error = found if bad else None
+                diagnosis = self._diagnose(samples, *(bad or (idle, "")))
+                error = diagnosis if bad else None
 
         def outcome() -> int:
             if error is not None:
@@ -123,8 +123,10 @@ class LockstepUpdater(Updater):
         idle: Points,
         sums: dict[str, float],
     ) -> tuple[int, tuple[Points, str] | None]:
-        """(points learned from, the first with a loss that is not finite and what it is) of
-        ``most`` turns: those without a batch of their own, and those after such a loss, are idle.
+        """Run ``most`` micro-batches; return (number of points, first batch with a bad loss).
+
+        Turns without a batch of this replica, and those after a loss that is not finite, use the
+        point ``idle`` and drop its gradients.
         """
         total, bad = 0, None
         for turn in range(most):
@@ -132,7 +134,7 @@ class LockstepUpdater(Updater):
             points = batches[turn] if mine else idle
             with nullcontext() if mine else self._dropped():
                 loss, metrics = self._forward(samples, points)
-                # idle or not: in the backward pass, too, every block gathers its weights
+                # always, because blocks gather their weights in the backward pass too
                 (loss * len(points)).backward()
             if mine and not bool(torch.isfinite(loss)):
                 bad = (points, f"the loss is {loss.item()}")
@@ -143,7 +145,7 @@ class LockstepUpdater(Updater):
         return total, bad
 
     def _any_points(self, samples: TrainingSamples, sigmas: Tensor) -> Points:
-        """A point of this replica's first sample."""
+        """Return one point of this replica's first sample."""
         rng = np.random.Generator(np.random.Philox(key=samples.seeds[0]))
         first = {name: rows[:1] for name, rows in samples.data.items()}
         points = self.objective.points(first, sigmas, rng).of_samples(0)
@@ -151,9 +153,9 @@ class LockstepUpdater(Updater):
 
     @contextmanager
     def _dropped(self) -> Iterator[None]:
-        """Gradients of the block are let go of; those from before stay."""
+        """Drop the gradients computed within the context, and keep earlier ones."""
         kept = [parameter.grad for parameter in self.trained.parameters.values()]
-        # which sets them to None, and writes nothing into the tensors that are kept
+        # this sets them to None and does not write to the tensors in ``kept``
         self.trained.forget_gradients()
         yield
         for parameter, gradient in zip(self.trained.parameters.values(), kept, strict=True):
@@ -162,5 +164,5 @@ class LockstepUpdater(Updater):
     def _first_modules(
         self, samples: TrainingSamples, points: Points
     ) -> list[tuple[str, str | None]]:
-        """All: a replica that has found what is wrong still goes through the others' passes."""
+        """Run all passes: a replica with a finding must still take part in those of the others."""
         return list(super()._first_modules(samples, points))

@@ -1,8 +1,7 @@
-"""Learners that train one LoRA: each has the gradient of its samples, all take the summed step.
+"""Data-parallel replicas of the learner: gradients are summed, and all take the same step.
 
-Data-parallel in torch.distributed's sense: NCCL on GPUs, gloo on the CPU. Two operations, both of
-which every replica must call in the same order: ``add`` of tensors, and ``exchange`` of small
-messages as JSON.
+It uses torch.distributed, with NCCL on GPUs and gloo on CPUs. There are two operations, which every
+replica must call in the same order: ``add`` of tensors, and ``exchange`` of small JSON messages.
 """
 
 from __future__ import annotations
@@ -27,40 +26,39 @@ Value = TypeVar("Value")
 
 
 class GroupBroken(RuntimeError):
-    """Another replica is gone, silent or unreachable: this one is of no use without it."""
+    """Another replica is lost, silent or unreachable, so that this one cannot continue."""
 
 
 class ReplicaFailed(RuntimeError):
-    """The update failed on another replica, so it was taken back here too."""
+    """The update failed on another replica, so it was rolled back here too."""
 
 
 class ReplicasDiffer(RuntimeError):
-    """Replicas that must be equal bit by bit are not."""
+    """Replicas that must be bit-identical are not."""
 
 
 class Replicas:
-    """The group of a learner that is alone: adding changes nothing, not even the last bit."""
+    """The trivial group of a single learner: sums over replicas change nothing, not even a bit."""
 
     rank = 0
     size = 1
 
     def exchange(self, message: Any) -> list[Any]:
-        """The messages of all replicas, by rank. A message is anything that JSON can hold."""
+        """Return the messages of all replicas, by rank. A message is any JSON value."""
         return [message]
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Put into every tensor, in place, its sum over the replicas: the same bits on each."""
+        """Replace every tensor, in place, by its sum over the replicas, bit-identical on all."""
 
     def take_times(self) -> dict[str, float]:
-        """Seconds spent with the others since the last call, by metric name; alone: nothing."""
+        """Return the seconds spent in communication since the last call, by metric name."""
         return {}
 
     def together(self, work: Callable[[], Value]) -> tuple[Value, list[float | None]]:
-        """(what ``work`` returns here; what it returns on each replica, None for no number).
+        """Run ``work`` on all replicas; return (its result here, its numeric result on each).
 
-        Where it raises on one replica it raises on all, so that none waits for another in vain:
-        there the error itself, elsewhere NonFiniteTraining again or ReplicaFailed, which name the
-        replica.
+        If it raises on one replica, this method raises on all, so that none waits in vain: on that
+        replica the error itself, on the others NonFiniteTraining or ReplicaFailed with its rank.
         """
         error: Exception | None = None
         mine: list[Value] = []
@@ -68,11 +66,11 @@ class Replicas:
         try:
             mine = [work()]
             message = {"value": mine[0] if isinstance(mine[0], int | float) else None}
-        except NonFiniteTraining as found:
-            error, message = found, {"what": found.what, "module": found.module}
-        except Exception as found:  # whatever it is, the others must learn of it
-            error, message = found, {"error": f"{type(found).__name__}: {found}"}
-        # whatever happened here: the others wait for this word before they go on
+        except NonFiniteTraining as caught:
+            error, message = caught, {"what": caught.what, "module": caught.module}
+        except Exception as caught:  # any error must be reported to the others
+            error, message = caught, {"error": f"{type(caught).__name__}: {caught}"}
+        # in any case, as the others wait for this message before they continue
         answers = self.exchange(message)
         if error is not None:
             raise error
@@ -84,26 +82,26 @@ class Replicas:
         return mine[0], [other["value"] for other in answers]
 
     def require_alike(self, checksum: str, when: str) -> None:
-        """Raises ReplicasDiffer unless every replica gives the same ``checksum``."""
-        found = self.exchange(checksum)
-        if len(set(found)) > 1:
+        """Raise ReplicasDiffer unless all replicas pass the same ``checksum``."""
+        checksums = self.exchange(checksum)
+        if len(set(checksums)) > 1:
             raise ReplicasDiffer(
-                f"the replicas of the learner differ {when}: checksums {', '.join(found)}; run them"
-                " on one kind of device with one version of torch, and start again from the last"
-                " checkpoint"
+                f"the replicas of the learner differ {when}: checksums {', '.join(checksums)};"
+                " run them on one kind of device with one version of torch, and start again from"
+                " the last checkpoint"
             )
 
 
 class DistributedReplicas(Replicas):
-    """One of several processes, each with a device of its own. One such group per process."""
+    """One of several replicas, each a process with its own device. One group per process."""
 
     def __init__(
         self, rank: int, size: int, store: dist.Store, device: torch.device, timeout_s: float
     ) -> None:
-        """Joins the others at ``store``; ``timeout_s`` limits every wait. Raises GroupBroken."""
+        """Join the others through ``store``; every wait has ``timeout_s``. Raises GroupBroken."""
         self.rank, self.size, self.device = rank, size, device
         self._times = {"time/allreduce_s": 0.0, "time/replica_wait_s": 0.0}
-        # a process can be in one group only, and may have been in one that broke
+        # a process can be in one group only, and may still be in one that broke
         leave()
         with self._naming("joining them"):
             dist.init_process_group(
@@ -123,20 +121,20 @@ class DistributedReplicas(Replicas):
             length = torch.tensor([len(data)], device=self.device)
             lengths = [torch.empty_like(length) for _ in range(self.size)]
             dist.all_gather(lengths, length)
-            longest = max(int(each) for each in lengths)
+            longest = max(int(count) for count in lengths)
             padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
             padded[: len(data)] = data
-            found = [torch.empty_like(padded) for _ in range(self.size)]
-            dist.all_gather(found, padded)
+            gathered = [torch.empty_like(padded) for _ in range(self.size)]
+            dist.all_gather(gathered, padded)
         return [
             json.loads(bytes(part[: int(count)].cpu().numpy()))
-            for part, count in zip(found, lengths, strict=True)
+            for part, count in zip(gathered, lengths, strict=True)
         ]
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """One all-reduce of everything, flat, in the tensors' own precision."""
+        """Sum all tensors by a single all-reduce, flattened, in their own precision."""
         with self._naming("adding gradients"), self._timed("time/allreduce_s"):
-            # one call: a LoRA has hundreds of small tensors, and each would wait for the network
+            # one call, as a LoRA has hundreds of small tensors with a network latency for each
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             dist.all_reduce(flat, op=dist.ReduceOp.SUM)
             for tensor, part in zip(
@@ -150,7 +148,7 @@ class DistributedReplicas(Replicas):
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        # kernels are only queued by then: without this the next wait would have their time
+        # wait for queued kernels: otherwise their time would be counted as communication
         synchronize(self.device)
         start = time.perf_counter()
         yield
@@ -161,9 +159,9 @@ class DistributedReplicas(Replicas):
     def _naming(self, doing: str) -> Iterator[None]:
         try:
             yield
-        except torch.OutOfMemoryError:  # a RuntimeError too, and no fault of the others
+        except torch.OutOfMemoryError:  # also a RuntimeError, but unrelated to other replicas
             raise
-        # what torch.distributed raises for a lost peer and for silence
+        # torch.distributed raises RuntimeError for a lost peer and for a timeout
         except RuntimeError as error:
             reason = first_line(error)
             raise GroupBroken(
@@ -172,9 +170,12 @@ class DistributedReplicas(Replicas):
 
 
 def open_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
-    """(store, port) for the rendezvous, open on ``host`` alone as long as the object lives."""
+    """Open the store of the rendezvous on ``host``; return (store, port).
+
+    It is open as long as the store object exists.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # our own socket: the store by itself would listen on every address of the machine
+    # our own socket, as the store by itself would listen on all addresses of the machine
     listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
     store = dist.TCPStore(
@@ -189,7 +190,7 @@ def open_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
 
 
 def reach_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """The store that another replica opened. Raises GroupBroken."""
+    """Connect to the store that another replica opened. Raises GroupBroken."""
     try:
         return dist.TCPStore(
             host,
@@ -206,6 +207,6 @@ def reach_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 def leave() -> None:
-    """Let go of the group that this process was in, if any."""
+    """Leave the group that this process is in, if any."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What depends on the iteration: learning rate, decay of the sampling policy, stopping early."""
+"""Schedules over iterations: learning rate, decay of averages, and early stopping."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from configs.training import Ema, OldPolicy, Optimizer
 
 
 def learning_rate(settings: Optimizer, done: int, iterations: int) -> float:
-    """Learning rate of the iteration after ``done`` finished ones, of ``iterations`` in all.
+    """Return the learning rate of the iteration after ``done`` of ``iterations``.
 
     Warm-up rises linearly and reaches ``lr`` in the last of ``warmup_iterations``. ``linear`` then
     falls from ``lr`` in the first iteration after the warm-up by equal steps that would reach zero
@@ -24,17 +24,16 @@ def learning_rate(settings: Optimizer, done: int, iterations: int) -> float:
 
 
 def ema_decay(settings: Ema, s: int) -> float:
-    """d in theta_ema <- d theta_ema + (1 - d) theta after s = 1, 2, ... iterations or steps."""
+    """Return d of theta_ema <- d theta_ema + (1 - d) theta after s = 1, 2, ... (see ``Ema``)."""
     # the warm-up of diffusers' EMAModel
     return min((1 + s) / (10 + s), settings.decay) if settings.warmup else settings.decay
 
 
 def old_policy_decay(settings: OldPolicy, s: int) -> float:
-    """d in theta_old <- d theta_old + (1 - d) theta after iteration s = 1, 2, ... (DiffusionNFT,
-    arXiv 2509.16117).
+    """Return d of theta_old <- d theta_old + (1 - d) theta after iteration s = 1, 2, ...
 
-    ``settings`` are resolved (``RunConfig.resolved_old_policy``). Raises ValueError where they name
-    no schedule.
+    From DiffusionNFT, arXiv 2509.16117. ``settings`` are resolved
+    (``RunConfig.resolved_old_policy``). Raises ValueError if they have no schedule.
     """
     match settings.schedule:
         case "constant":
@@ -50,11 +49,11 @@ def old_policy_decay(settings: OldPolicy, s: int) -> float:
 
 
 def stop_reason(stop: Stop, metrics: Mapping[str, float], minutes: float) -> str | None:
-    """Why the run should end now, cleanly, or None. ``metrics`` of the last update, ``minutes`` of
-    training so far.
+    """Return why the run should stop now, or None.
 
-    A run with ``stop.max_kl`` measures loss/kl in every update; when it is missing nothing was
-    updated and it does not stop.
+    ``metrics`` are those of the last update, ``minutes`` the duration of training so far. A run
+    with ``stop.max_kl`` measures loss/kl in every update; if it is missing, nothing was updated and
+    the run continues.
     """
     kl = metrics.get("loss/kl")
     if stop.max_kl is not None and kl is not None and kl > stop.max_kl:

@@ -1,4 +1,4 @@
-"""Which K of a prompt's N explored seeds to train on: pure functions of the rewards, no torch."""
+"""Selection of the K of a prompt's N explored seeds to train on: pure functions, without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Selected:
-    """Chosen candidate indices. Iterating gives ``indices``."""
+    """Selected candidate indices. Iteration yields ``indices``."""
 
     # K of them, ascending, so that the order of training does not depend on the rewards
     indices: tuple[int, ...]
@@ -38,12 +38,12 @@ def best_worst(rewards: np.ndarray, keep: int, keys: np.ndarray) -> np.ndarray:
 
 
 def random(rewards: np.ndarray, keep: int, keys: np.ndarray) -> np.ndarray:
-    """``keep`` at random, whatever their rewards: the arm without selection pressure."""
+    """Select ``keep`` at random, independently of their rewards: no selection pressure."""
     return np.argsort(keys, kind="stable")[:keep]
 
 
 def mean_deviation(rewards: np.ndarray, keep: int, keys: np.ndarray) -> np.ndarray:
-    """The ``keep`` furthest from the pool's mean on either side: the largest advantages."""
+    """Select the ``keep`` farthest from the mean reward, which have the largest advantages."""
     return np.argsort(-np.abs(rewards - rewards.mean()), kind="stable")[:keep]
 
 
@@ -64,15 +64,14 @@ def select(
     seed: int = 0,
     candidates: Sequence[int] | np.ndarray | None = None,
 ) -> Selected:
-    """Choose ``keep`` of the scored candidates of one prompt.
+    """Select ``keep`` of the scored candidates of one prompt.
 
-    rewards [M], all finite; ``candidates`` [M] are their indices in the pool (default 0 .. M-1),
-    distinct, in any order: M is smaller than the pool where samples were dropped. The result is a
-    function of the set of (candidate, reward) pairs and of ``seed``, and ties go to the lower
-    candidate index. Random keys belong to a candidate, so a dropped sample does not reshuffle the
-    others.
+    ``rewards`` [M] are finite. ``candidates`` [M] are their distinct indices in the pool, in any
+    order (default 0 .. M-1); M is smaller than the pool if samples were dropped. The result depends
+    only on the set of (candidate, reward) pairs and on ``seed``; ties go to the lower candidate
+    index. Random keys belong to candidates, so that a dropped sample does not reshuffle the others.
 
-    Raises ValueError when M < keep, for a reward that is not finite, and for an unknown rule.
+    Raises ValueError if M < keep, for a reward that is not finite, and for an unknown rule.
     """
     values = np.asarray(rewards, dtype=np.float64)
     indices = (
@@ -94,7 +93,7 @@ def select(
 
 
 def _check(values: np.ndarray, indices: np.ndarray, keep: int, rule: str) -> None:
-    """Raises what ``select`` does."""
+    """Raise the errors of ``select``."""
     if values.ndim != 1 or values.shape != indices.shape or len(np.unique(indices)) != len(indices):
         raise ValueError(
             f"rewards {list(values.shape)} and candidates {list(indices.shape)}: need one reward"
@@ -118,7 +117,7 @@ def _check(values: np.ndarray, indices: np.ndarray, keep: int, rule: str) -> Non
 
 
 def _key(seed: int, index: int) -> int:
-    """A random 64-bit number for a candidate, the same on every platform and library version."""
+    """Return a random 64-bit number for a candidate, equal on all platforms and versions."""
     return int.from_bytes(
         hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little"
     )
