@@ -18,7 +18,6 @@ from actors.calls import Caller, Task, resolved
 from actors.encoder import EncoderActor
 from actors.learner import LearnerActor
 from actors.messages import (
-    Chosen,
     ExploreChunk,
     Explored,
     Exported,
@@ -28,8 +27,9 @@ from actors.messages import (
     Images,
     Metadata,
     Probe,
-    Probed,
+    ProbeResult,
     Scores,
+    SelectedSeeds,
     Shard,
     TrainingGroup,
 )
@@ -152,9 +152,9 @@ class SelectorClient:
 
     pool: Caller
 
-    async def select(self, iteration: int, prompt: int, rewards: Floats) -> Chosen:
+    async def select(self, iteration: int, prompt: int, rewards: Floats) -> SelectedSeeds:
         """Select from a prompt's proxy rewards float32 [N] what to train on and what to audit."""
-        task: Task[Chosen] = Task(("select", iteration, prompt), (iteration, prompt))
+        task: Task[SelectedSeeds] = Task(("select", iteration, prompt), (iteration, prompt))
         return await self.pool.call(task, SelectorActor.select, iteration, prompt, rewards)
 
 
@@ -213,9 +213,9 @@ class LearnerClient:
         _, shard = await self.first.call_parts(task, 2, LearnerActor.shard, index)
         return shard
 
-    async def probe(self, request: Probe, conditioning: ObjectRef[Conditioning]) -> Probed:
+    async def probe(self, request: Probe, conditioning: ObjectRef[Conditioning]) -> ProbeResult:
         """Generate latents of a few seeds with the weights of the last export."""
-        task = Task[Probed](("probe", request.version))
+        task = Task[ProbeResult](("probe", request.version))
         return await self.first.call(task, LearnerActor.probe, request, resolved(conditioning))
 
     async def quantization(self) -> list[dict[str, object]]:

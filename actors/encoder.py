@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from actors.messages import ActorInfo, Images
-from actors.runtime import begin, begin_torch, identity, on_device
+from actors.runtime import identity, load_config, on_device, setup_torch
 from configs.section import Tree
 from policy.families import family_for
 from policy.types import DTYPES, Conditioning
@@ -19,10 +19,10 @@ class EncoderActor:
     """Actor with the family's text encoders, and with its autoencoder if it edits images."""
 
     def __init__(self, tree: Tree):
-        run = begin(tree)
+        run = load_config(tree)
         dtype = DTYPES[run.regenerate.precision]
         negative = run.guidance.negative_prompt if run.guidance.stages else None
-        self._device = begin_torch(run, "encoder")
+        self._device = setup_torch(run, "encoder")
         self._text = family_for(run.model).load_text(self._device, dtype, negative)
 
     def ready(self) -> ActorInfo:

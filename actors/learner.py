@@ -21,14 +21,14 @@ from actors.messages import (
     Moved,
     Portion,
     Probe,
-    Probed,
+    ProbeResult,
     Rendezvous,
     SampleRows,
     Samples,
     Shard,
     UpdateRequest,
 )
-from actors.runtime import begin, begin_torch, identity, on_device
+from actors.runtime import identity, load_config, on_device, setup_torch
 from actors.turns import Turn
 from configs.section import Tree
 from learner.replicas import DistributedReplicas, open_store, reach_store
@@ -58,8 +58,8 @@ class LearnerActor:
 
     def __init__(self, tree: Tree, failure_dir: str, fetch: Fetch = ray.get):
         """``fetch`` resolves references; the default is Ray's own function."""
-        run = begin(tree)
-        device = begin_torch(run, "learner")
+        run = load_config(tree)
+        device = setup_torch(run, "learner")
         # it imports peft and diffusers, which takes seconds; the driver needs only method names
         from learner.trainer import Trainer
 
@@ -188,10 +188,10 @@ class LearnerActor:
         """Return (number of bytes, one shard uint8 [bytes] of the last export)."""
         return self._shards[index].nbytes, self._shards[index]
 
-    def probe(self, request: Probe, conditioning: Conditioning) -> Probed:
+    def probe(self, request: Probe, conditioning: Conditioning) -> ProbeResult:
         """Generate a few seeds with the weights of the last export, to compare rollout actors."""
         self._turn.require("probe")
-        return Probed(
+        return ProbeResult(
             *self._trainer.exporter.probe(
                 conditioning, request.version, request.seeds, request.steps, request.solver
             )

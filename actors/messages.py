@@ -123,7 +123,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SelectedSeeds:
     """The selected ones of a prompt's N explored seeds: to train on, and to audit."""
 
     train: tuple[int, ...]  # [K] indices into the prompt's seeds, ascending
@@ -211,7 +211,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResult:
     """The answer to a ``Probe``."""
 
     latents: Floats  # [B, *latent]

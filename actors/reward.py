@@ -10,7 +10,7 @@ from contextlib import suppress
 import numpy as np
 
 from actors.messages import ActorInfo, Images, Metadata, Scores
-from actors.runtime import begin, begin_torch, identity, on_device
+from actors.runtime import identity, load_config, on_device, setup_torch
 from configs.schema import RunConfig
 from configs.section import Tree
 from rewards import resolve
@@ -26,12 +26,12 @@ class RewardActor:
     """
 
     def __init__(self, tree: Tree, kind: str = "reward"):
-        run = begin(tree)
+        run = load_config(tree)
         labels = run.scorers_of(kind)
         import_scorers(run, labels)
         self._device = None
         if run.services.of(kind).gpus or "torch" in sys.modules:  # rule-based scorers need no torch
-            self._device = begin_torch(run, kind)
+            self._device = setup_torch(run, kind)
         device = "cpu" if self._device is None else str(self._device)
         self._scorer = WeightedScorer.from_config(run.rewards, labels, device)
         self._cache = ScoreCache(self._scorer)

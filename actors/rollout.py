@@ -12,12 +12,12 @@ from actors.messages import (
     Images,
     Moved,
     Probe,
-    Probed,
+    ProbeResult,
     Samples,
     Shard,
     WeightsId,
 )
-from actors.runtime import begin, begin_torch, identity, on_device
+from actors.runtime import identity, load_config, on_device, setup_torch
 from actors.turns import Turn
 from configs.section import Tree
 from policy.decoders import load_decoder
@@ -37,8 +37,8 @@ class RolloutActor:
     """Actor that explores with the weights it loaded last; it raises before the first load."""
 
     def __init__(self, tree: Tree):
-        self._run = begin(tree)
-        self._device = begin_torch(self._run, "rollout")
+        self._run = load_config(tree)
+        self._device = setup_torch(self._run, "rollout")
         exploration = self._run.plan.explore
         if exploration is None:
             raise RuntimeError(
@@ -133,7 +133,7 @@ class RolloutActor:
         samples = {"latents": latents} if request.return_latents else {}
         return time.perf_counter() - start, images, samples
 
-    def probe(self, request: Probe, conditioning: Conditioning) -> Probed:
+    def probe(self, request: Probe, conditioning: Conditioning) -> ProbeResult:
         """Generate latents of the first seed, to be compared with those of the learner.
 
         With compiled blocks they are generated twice: eagerly, as by the learner, and compiled in a
@@ -149,7 +149,7 @@ class RolloutActor:
         if compiles:
             compiled = explorer.latents(conditioning, request.seeds, *how)[:1].numpy()
         kind = computing(self._device, explorer.backend.name)
-        return Probed(latents.numpy(), kind, compiled=compiled)
+        return ProbeResult(latents.numpy(), kind, compiled=compiled)
 
     def _explorer_of(self, version: int, who: str) -> Explorer:
         """Return the explorer if it has ``version``; ``who`` names the caller in the error."""

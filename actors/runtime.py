@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def begin(tree: Tree) -> RunConfig:
+def load_config(tree: Tree) -> RunConfig:
     """Seed the global random generators; return the run's configuration.
 
     ``tree`` has plain JSON types, because these, unlike pydantic's models, are unpickled without
@@ -37,7 +37,7 @@ def begin(tree: Tree) -> RunConfig:
     return parse(tree)
 
 
-def begin_torch(run: RunConfig, kind: str) -> torch.device:
+def setup_torch(run: RunConfig, kind: str) -> torch.device:
     """Seed torch, set its number of threads, and return the device.
 
     An actor that needs no torch does not call this and starts in a fraction of the time. The number

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from actors.messages import ActorInfo, Chosen, Floats
-from actors.runtime import begin, identity
+from actors.messages import ActorInfo, Floats, SelectedSeeds
+from actors.runtime import identity, load_config
 from configs.section import Tree
 from learner.selection import select
 from policy.sampling.noise import stream_seed
@@ -19,13 +19,13 @@ class SelectorActor:
     """Actor around a pure function: equal rewards give an equal selection."""
 
     def __init__(self, tree: Tree):
-        self._run = begin(tree)
+        self._run = load_config(tree)
 
     def ready(self) -> ActorInfo:
         """Describe the actor."""
         return identity()
 
-    def select(self, iteration: int, prompt: int, rewards: Floats) -> Chosen:
+    def select(self, iteration: int, prompt: int, rewards: Floats) -> SelectedSeeds:
         """Select indices to train on and to audit by a prompt's combined proxy rewards [N].
 
         Seeds whose reward is NaN are dropped. The seeds to audit are drawn from all others,
@@ -39,4 +39,4 @@ class SelectorActor:
         draw = np.random.default_rng(stream_seed(self._run.seed, "audit", iteration, prompt))
         count = min(self._run.audit.random_seeds, len(scored))
         audit = tuple(int(i) for i in sorted(draw.choice(scored, count, replace=False)))
-        return Chosen(train, audit)
+        return SelectedSeeds(train, audit)

@@ -27,11 +27,11 @@ SECONDS, HELD = 12.0, 1600.0  # goals, on two idle cores; MB
 TEMPLATE = "cluster.runtime.template"
 COMMAND = """
 import json, sys
-from cluster.runtime import anew
+from cluster.runtime import reexec
 from configs.load import parse
-anew.begin()
+reexec.begin()
 config = parse(json.load(open(sys.argv[1])))
-anew.fork_template(config)
+reexec.fork_template(config)
 from cluster.driver.train import train
 train(config, resume=False)
 """

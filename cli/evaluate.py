@@ -19,12 +19,12 @@ def declare(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the scores of every set of weights."""
-    from cluster.runtime import anew
+    from cluster.runtime import reexec
 
     if options.own_process:
-        anew.begin()
+        reexec.reexec()
     rundir, config = open_run(options.run)
-    anew.fork_template(config)
+    reexec.fork_template(config)
     from cluster.driver.offline import evaluate_run
 
     for line in evaluate_run(rundir, config, options.checkpoint, options.prompts):

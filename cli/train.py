@@ -19,12 +19,12 @@ def declare(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train, and print how the held-out reward changed."""
-    from cluster.runtime import anew
+    from cluster.runtime import reexec
 
     if options.own_process:
-        anew.begin()
+        reexec.reexec()
     config = load(options.config, options.overrides)
-    anew.fork_template(config)
+    reexec.fork_template(config)
     from cluster.driver.train import train
 
     rundir = train(config, options.resume)

@@ -18,13 +18,13 @@ from pydantic import Field, field_validator, model_validator
 from configs.aliases import current
 from configs.arms import Arm, ArmPlan
 from configs.objectives import DEFAULT_OBJECTIVE, SETTINGS, Objective
-from configs.possible import check_possible
 from configs.rewards import Advantages, Rewards
 from configs.running import Audit, Checkpoint, Logging, Publish, Stop
 from configs.section import PathText, Section
 from configs.sections import Evaluate, Explore, Guidance, Model, Prompts, Regenerate, Selection
 from configs.services import Layout, Services
 from configs.training import Ema, Lora, OldPolicy, Optimizer
+from configs.validation import check_possible
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 UNEVEN = 0.05

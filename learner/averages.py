@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from configs.schema import RunConfig
 from learner.objectives.base import Objective
 from learner.schedules import ema_decay, old_policy_decay
-from learner.trained import NothingLearned
+from learner.trained_adapter import NothingLearned
 from policy.lora import adapter_state, blend, load_adapter_state
 
 PREVIOUS = "previous"

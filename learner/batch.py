@@ -91,7 +91,7 @@ def check_groups(
             )
 
 
-def joined(
+def join_groups(
     groups: Sequence[Group],
     advantages: Mapping[int, np.ndarray],
     seed: int,

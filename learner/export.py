@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from configs.schema import RunConfig
-from learner.identity import Asked, recomputed
+from learner.identity import ProbeInputs, recompute
 from learner.publish import Export, Publisher
 from policy.families import Family
 from policy.precision.backends import Backend, packing_backend
@@ -73,9 +73,9 @@ class PolicyExporter:
         if self._exported is None or self._exported[0].version != version or not self._backend:
             raise ValueError(f"version {version} is not the one that was exported last")
         manifest, shards, _ = self._exported
-        return recomputed(
+        return recompute(
             self.config, self.family, self.transformer, self._backend, self.device,
-            manifest, shards, Asked(cond, seeds, steps, solver, self._guided()),
+            manifest, shards, ProbeInputs(cond, seeds, steps, solver, self._guided()),
         )  # fmt: skip
 
     def _guided(self) -> Guided | None:

@@ -34,7 +34,7 @@ SAFETY = 8.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProbeInputs:
     """What to generate: one row of conditioning, B seeds."""
 
     cond: Conditioning
@@ -44,7 +44,7 @@ class Asked:
     guided: Guided | None = None
 
 
-def recomputed(
+def recompute(
     config: RunConfig,
     family: Family,
     transformer: nn.Module,
@@ -52,7 +52,7 @@ def recomputed(
     device: torch.device,
     manifest: Manifest,
     shards: Sequence[np.ndarray],
-    asked: Asked,
+    asked: ProbeInputs,
 ) -> tuple[np.ndarray, str, float]:
     """Generate from packed weights; return (latents [B, *latent], kind of arithmetic, bound).
 

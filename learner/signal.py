@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from learner.advantages import advantages
-from learner.batch import Group, joined
+from learner.batch import Group, join_groups
 from learner.trainer import Trainer
 
 
@@ -33,7 +33,7 @@ def gradient(trainer: Trainer, batch: int, groups: Sequence[Group]) -> Tensor:
     config = trainer.config
     values, _ = advantages([group.rewards for group in groups], config.resolved_advantages)
     of_prompt = {group.prompt_index: part for group, part in zip(groups, values, strict=True)}
-    samples = joined(groups, of_prompt, config.seed, batch, trainer.device)
+    samples = join_groups(groups, of_prompt, config.seed, batch, trainer.device)
     return trainer.updater.gradient(samples, trainer.sigmas)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from configs.schema import RunConfig
 from configs.section import Tree
 from learner import checkpoint
-from learner.trained import TrainedAdapter
+from learner.trained_adapter import TrainedAdapter
 from policy.lora import adapter_state, load_adapter_state
 from policy.lora_files import adapter_file
 

@@ -17,9 +17,9 @@ from configs.schema import RunConfig
 from configs.section import Tree
 from learner.advantages import advantages
 from learner.averages import PREVIOUS, Averages, adapters_of
-from learner.batch import Group, TrainingSamples, check_groups, joined, keep_evidence
+from learner.batch import Group, TrainingSamples, check_groups, join_groups, keep_evidence
 from learner.export import PolicyExporter
-from learner.generating import Generator
+from learner.generator import Generator
 from learner.lockstep import LockstepUpdater, collective
 from learner.nonfinite import NonFiniteTraining
 from learner.objectives import build_objective
@@ -172,7 +172,7 @@ class Trainer:
         )
         try:
             samples, _ = self.replicas.together(
-                lambda: joined(groups, values, self.config.seed, iteration, self.device)
+                lambda: join_groups(groups, values, self.config.seed, iteration, self.device)
             )
             metrics |= self._train(samples, rate, iteration)
         except NonFiniteTraining as error:

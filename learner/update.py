@@ -15,7 +15,7 @@ from learner.dealing import Dealing
 from learner.nonfinite import NonFiniteTraining, first_nonfinite_module
 from learner.objectives.base import Objective, Points
 from learner.replicas import Replicas
-from learner.trained import NothingLearned, TrainedAdapter
+from learner.trained_adapter import NothingLearned, TrainedAdapter
 from policy.attention import without_cudnn_attention
 from policy.families.base import Family
 from policy.lora import trainable, use_adapter

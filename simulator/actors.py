@@ -24,7 +24,7 @@ from actors.messages import (
     Metadata,
     Moved,
     Probe,
-    Probed,
+    ProbeResult,
     Rendezvous,
     Scores,
     UpdateRequest,
@@ -45,7 +45,7 @@ class Token:
 
 TOKEN = Token()
 ONE_STEP = Dealing()
-SAME = Probed(np.zeros((1, 1), np.float32), "simulated")
+SAME = ProbeResult(np.zeros((1, 1), np.float32), "simulated")
 
 
 @dataclass(frozen=True)

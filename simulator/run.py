@@ -13,7 +13,7 @@ from rich.console import Console
 from cluster.driver.iteration import Metrics
 from cluster.driver.loop import Ring
 from cluster.runtime import clock
-from cluster.runtime.garbage import collected_rarely
+from cluster.runtime.garbage import fewer_collections
 from configs.prompts import Prompt
 from configs.schema import RunConfig
 from records.progress import Progress
@@ -81,7 +81,7 @@ def simulate(
     Takes no time but that of the driver's own code. ``around`` each of them a context is entered;
     ``record`` is told what every actor did, as it is done.
     """
-    with collected_rarely(), asyncio.Runner(loop_factory=clock.VirtualLoop) as runner:
+    with fewer_collections(), asyncio.Runner(loop_factory=clock.VirtualLoop) as runner:
         return runner.run(_simulate(config, hardware, count, around, record))
 
 

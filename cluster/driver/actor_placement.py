@@ -91,7 +91,7 @@ class ActorPlacement:
 
         ``running``: names of the actors that are alive.
         """
-        self._watch.know(addresses())
+        self._watch.set_addresses(addresses())
         # Ray still lists a node that the watch has found lost for up to half a minute, and would
         # start actors there
         free = [node for node in free_nodes() if node.id not in self._watch.lost]

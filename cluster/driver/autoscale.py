@@ -61,7 +61,7 @@ class Meter:
         """Start measuring an iteration."""
         self._busy_s = {pool.kind: pool.supervisor.busy_s for pool in self._pools}
         for pool in self._pools:
-            pool.queue.deepest = len(pool.queue)
+            pool.queue.max_length = len(pool.queue)
 
     def row(self, seconds: float) -> dict[str, float]:
         """Return the metrics of an iteration that took ``seconds``.
@@ -77,7 +77,7 @@ class Meter:
             for pool in self._pools
         }
         busy = {f"busy/{kind}": min(1.0, share) for kind, share in shares.items()}
-        return {**busy, **{f"queue/{pool.kind}": pool.queue.deepest for pool in self._pools}}
+        return {**busy, **{f"queue/{pool.kind}": pool.queue.max_length for pool in self._pools}}
 
 
 class Autoscaler:

@@ -17,7 +17,7 @@ from ray import ObjectRef
 
 from actors.calls import resolved
 from actors.clients import EncoderClient, LearnerClient
-from actors.messages import Probe, Probed
+from actors.messages import Probe, ProbeResult
 from actors.rollout import RolloutActor
 from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
@@ -38,7 +38,7 @@ class ProbeReference:
 
     request: Probe
     conditioning: ObjectRef[Conditioning]
-    answer: Probed
+    answer: ProbeResult
 
 
 class PolicyIdentity:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 from ray import ObjectRef
 
-from actors.messages import Chosen, SampleRows, Samples, TrainingGroup
+from actors.messages import SampleRows, Samples, SelectedSeeds, TrainingGroup
 from cluster.driver.scoring import Scored, Scoring
 from cluster.runtime import clock
 from configs.prompts import Prompt
@@ -32,7 +32,7 @@ class Candidates:
     scored: Scored
     samples: list[ObjectRef[Samples]]  # one per chunk
     chunk_size: int
-    chosen: Chosen
+    chosen: SelectedSeeds
 
     def agreement(self, full: Mapping[int, float]) -> Agreement:
         """Return the rank agreement of proxy rewards with ``full`` ones, given by seed index.

@@ -25,7 +25,7 @@ from cluster.driver.learner_group import LearnerGroup
 from cluster.driver.scoring import RewardService
 from cluster.driver.weights import WeightChannel, incompatibility
 from cluster.runtime import template
-from cluster.runtime.nodes import holding
+from cluster.runtime.nodes import started_actors
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.tasks import run_together
 from cluster.runtime.transport import RAY, Handle, Transport
@@ -179,7 +179,7 @@ class ActorServices:
         wanted = {f"{self.config.name}/{name}" for name in names}
         # an actor that dies from here on can be replaced in the room that it left: all others hold
         # theirs within a second or two
-        while not wanted <= holding():
+        while not wanted <= started_actors():
             await asyncio.sleep(HOLDING_S)
 
     async def stop(self) -> None:
@@ -275,7 +275,7 @@ class ActorServices:
         service = self.config.services.of(kind)
         env = service.runtime_env if isinstance(service, ScorerService) else {}
         env = env or template.runtime_env(self.config, kind)
-        env_vars = environment(service) | template.waiting(self.config)
+        env_vars = environment(service) | template.openmp_wait_variables(self.config)
         options: dict[str, Any] = {
             "num_cpus": service.cpus,
             "num_gpus": service.gpus,

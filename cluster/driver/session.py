@@ -24,7 +24,7 @@ from cluster.driver.services import ActorServices
 from cluster.driver.status import Reporter
 from cluster.driver.stop_signals import Stopping
 from cluster.jobs.board import Link
-from cluster.runtime.garbage import collected_rarely
+from cluster.runtime.garbage import fewer_collections
 from cluster.runtime.tasks import cancel_all
 from configs.prompts import Prompt
 from configs.schema import RunConfig
@@ -85,7 +85,7 @@ class Session:
         linked = asyncio.create_task(link.live())
         self.live_report.begin()
         try:
-            with self.progress, collected_rarely():
+            with self.progress, fewer_collections():
                 await self._train(checkpoint)
             self.rundir.event("run_finished", iterations=self.position.next_iteration)
         except asyncio.CancelledError:

@@ -133,7 +133,7 @@ def board() -> ActorProxy[Board]:
         get_if_exists=True,
         num_cpus=0,
         scheduling_strategy=this_node,
-        runtime_env=template.forked(),
+        runtime_env=template.fork_runtime_env(),
     )
     return actor.remote()
 

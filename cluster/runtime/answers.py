@@ -41,7 +41,9 @@ class Answers:
     record: Callable[[Span], None]
     why_lost: Callable[[RayError], Awaitable[str | None]]  # as ``ActorPool.lost_by``
 
-    async def of(self, member: Member, key: object, attempt: int, ref: ObjectRef[Answer]) -> Answer:
+    async def wait_for(
+        self, member: Member, key: object, attempt: int, ref: ObjectRef[Answer]
+    ) -> Answer:
         """Return the value of ``ref``, a call for the task ``key`` sent to the member's actor.
 
         Raises the same as ``answer_of``, and ActorLost if ``why_lost`` says that what the method

@@ -15,7 +15,7 @@ THRESHOLDS = (50_000, 20, 100)
 
 
 @contextmanager
-def collected_rarely() -> Iterator[None]:
+def fewer_collections() -> Iterator[None]:
     """Exclude existing objects from collection in the context, and collect others less often."""
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     if not frozen:  # otherwise ``unfreeze`` would also release what somebody else has frozen

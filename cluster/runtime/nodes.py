@@ -69,7 +69,7 @@ def object_stores() -> dict[str, float]:
     return {row["NodeID"]: row["Resources"].get("object_store_memory", 0.0) for row in _alive()}
 
 
-def holding() -> set[str]:
+def started_actors() -> set[str]:
     """Return names (without incarnation and attempt) of this job's actors that hold resources.
 
     Their processes exist, though they may still load models for minutes.

@@ -27,7 +27,7 @@ from cluster.runtime.answers import Answers
 from cluster.runtime.member import ActorLost, Member, Vacant
 from cluster.runtime.outcomes import Outcomes
 from cluster.runtime.queue import PendingTask
-from cluster.runtime.sending import Sender
+from cluster.runtime.sender import Sender
 from cluster.runtime.starting import Gone, Spawn, cause
 from cluster.runtime.supervisor import Supervisor
 from cluster.runtime.tasks import BackgroundTasks
@@ -91,12 +91,12 @@ class ActorPool(Caller):
             event,
             start_deadline_s,
             serve=self._serve,
-            changed=self.queue.look_again,
-            fail=self._outcomes.end,
-            released=released,
+            on_change=self.queue.schedule_assignment,
+            on_failure=self._outcomes.end,
+            on_release=released,
             accepts=lambda info: self.accepts(info),
             gone=gone,
-            stranded=self._stranded,
+            on_node_lost=self._stranded,
         )
         self._replacements = BackgroundTasks()  # replacements that no slot waits for
 
@@ -188,7 +188,7 @@ class ActorPool(Caller):
         """
         call = Call(method.__name__, args, named)
         refs = self._transport.send(member.handle, call)
-        return cast(R, await self._answers.of(member, (method.__name__,), 0, refs[0]))
+        return cast(R, await self._answers.wait_for(member, (method.__name__,), 0, refs[0]))
 
     def put(self, value: R) -> ObjectRef[R]:
         """Put ``value`` into the object store, to pass it to many calls by reference."""

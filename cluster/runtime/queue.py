@@ -69,7 +69,7 @@ class TaskQueue:
         self._more: Slots = {}
         self._order = itertools.count()
         self._looking: asyncio.Handle | None = None
-        self.deepest = 0  # largest number of waiting tasks since this was last reset
+        self.max_length = 0  # largest number of waiting tasks since this was last reset
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -78,10 +78,10 @@ class TaskQueue:
         """Add a task: a new one, or one to be retried."""
         # the number in the middle is unique, so that tasks themselves are never compared
         bisect.insort(self._waiting, (pending.task.priority, next(self._order), pending))
-        self.deepest = max(self.deepest, len(self._waiting))
-        self.look_again()
+        self.max_length = max(self.max_length, len(self._waiting))
+        self.schedule_assignment()
 
-    def look_again(self) -> None:
+    def schedule_assignment(self) -> None:
         """Schedule another assignment of tasks to slots, as after an actor came or went.
 
         Assignment runs once, after the present iteration of the event loop, so that all tasks that
@@ -135,7 +135,7 @@ class TaskQueue:
             _, holder = slots.pop(taker)
             if taker.done():  # cancelled in this iteration of the event loop
                 left.append(row)
-                self.look_again()
+                self.schedule_assignment()
             else:
                 taker.set_result(row[2])
                 served.add(holder)

@@ -33,12 +33,12 @@ class Supervisor:
     event: Event
     start_deadline_s: float
     serve: Callable[[Member], Coroutine[None, None, None]]  # what each ``in_flight`` slot runs
-    changed: Callable[[], None]  # called after an actor was added, replaced or removed
-    fail: Callable[[RunFailed], None]  # called when no actor is left
-    released: Callable[[str], None]  # called with the name of an actor that leaves for good
+    on_change: Callable[[], None]  # called after an actor was added, replaced or removed
+    on_failure: Callable[[RunFailed], None]  # called when no actor is left
+    on_release: Callable[[str], None]  # called with the name of an actor that leaves for good
     accepts: Callable[[ActorInfo], str | None]  # why an actor does not match the others, or None
     gone: Gone
-    stranded: Callable[[Member, int, str], None]  # called when an incarnation's node is lost
+    on_node_lost: Callable[[Member, int, str], None]  # called when an incarnation's node is lost
     members: list[Member] = field(init=False)  # by rising index
     starting: int = field(default=0, init=False)  # additional actors that are being started
     lost: int = field(default=0, init=False)  # actors that died or hung since the pool exists
@@ -111,7 +111,7 @@ class Supervisor:
                 await self._fill(member, joins=True)
             except BaseException:
                 # otherwise the node would stay reserved for an actor that does not exist
-                self.released(self.name(member))
+                self.on_release(self.name(member))
                 raise
             finally:
                 self.starting -= 1
@@ -142,9 +142,9 @@ class Supervisor:
         self.members.remove(member)
         # keep its busy time: otherwise a pool that shrinks would seem to have been idle
         self._removed_busy_s += member.busy_s
-        self.released(self.name(member))
+        self.on_release(self.name(member))
         self._record("actor_removed", member, units=member.answered)
-        self.changed()
+        self.on_change()
 
     # ---- replacement
 
@@ -199,15 +199,15 @@ class Supervisor:
         # further reports of this loss name the old incarnation and are ignored
         member.incarnation += 1
         self.lost += 1
-        self.changed()
+        self.on_change()
 
     def _bench(self, member: Member, why: str) -> None:
         member.benched = True
-        self.released(self.name(member))
+        self.on_release(self.name(member))
         self.event(
             "actor_benched", kind=self.kind, actor=member.index, restarts=member.restarts, why=why
         )
-        self.changed()
+        self.on_change()
         self._end_if_none_is_left(why)
 
     def _end_if_none_is_left(self, why: str) -> None:
@@ -215,7 +215,7 @@ class Supervisor:
         if self.alive or self.starting:
             return
         advice = f"raise services.{self.kind}.max_restarts or fix the cause"
-        self.fail(
+        self.on_failure(
             RunFailed(
                 f"no {self.kind} actor is left, last: {why}; {advice}, then continue with --resume"
             )
@@ -255,13 +255,13 @@ class Supervisor:
             "actor_replaced" if member.incarnation else "actor_added" if joins else "actor_started"
         )
         self._record(name, member, **info.event_fields())
-        self.changed()
+        self.on_change()
 
     def _node_lost(self, member: Member, incarnation: int, why: asyncio.Future[str]) -> None:
         """Replace the actor immediately, even if idle, so that the next task need not wait."""
         member.alarm.wake()  # whoever waits for answers of this member, whichever actor it has now
         if not why.cancelled() and member.handle and member.incarnation == incarnation:
-            self.stranded(member, incarnation, why.result())
+            self.on_node_lost(member, incarnation, why.result())
 
     def _record(self, name: str, member: Member, **fields: object) -> None:
         """Record an event about the member's present actor."""

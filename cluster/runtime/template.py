@@ -30,7 +30,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from cluster.runtime import launcher
-from cluster.runtime.asked import Asked, accept
+from cluster.runtime.fork_request import ForkRequest, accept
 
 if TYPE_CHECKING:
     from typing import IO
@@ -51,7 +51,7 @@ when their raylet ends.
 # ---- the driver's side
 
 
-def waiting(config: RunConfig) -> dict[str, str]:
+def openmp_wait_variables(config: RunConfig) -> dict[str, str]:
     """Return the variables that set how OpenMP threads wait in the processes of a run.
 
     By default they would spin for milliseconds on cores that other actors need, so they sleep at
@@ -67,9 +67,9 @@ def waiting(config: RunConfig) -> dict[str, str]:
     return variables
 
 
-def threads(config: RunConfig) -> dict[str, str]:
+def openmp_variables(config: RunConfig) -> dict[str, str]:
     """Return OpenMP's variables for a template; an actor sets its own number of threads later."""
-    return {"OMP_NUM_THREADS": "1", **waiting(config)}
+    return {"OMP_NUM_THREADS": "1", **openmp_wait_variables(config)}
 
 
 def start(config: RunConfig, fork: bool = False) -> None:
@@ -77,7 +77,7 @@ def start(config: RunConfig, fork: bool = False) -> None:
 
     With ``fork`` the template is a fork of this process and serves the first Ray that makes a
     request. This process must not have threads or a Ray yet, and must have the memory allocator
-    that the forks are to use (``cluster.runtime.anew``).
+    that the forks are to use (``cluster.runtime.reexec``).
     """
     some = any(not config.services.of(kind).gpus for kind in MODELS)
     if sys.platform == "linux" and some and not _running:
@@ -86,10 +86,10 @@ def start(config: RunConfig, fork: bool = False) -> None:
 
 def runtime_env(config: RunConfig, kind: str) -> Tree:
     """Return the ``runtime_env`` for an actor of this service; empty if it is not forked."""
-    return forked() if not config.services.of(kind).gpus else {}
+    return fork_runtime_env() if not config.services.of(kind).gpus else {}
 
 
-def forked() -> Tree:
+def fork_runtime_env() -> Tree:
     """Return the ``runtime_env`` with which Ray forks an actor; empty without a template."""
     if not _running:
         return {}
@@ -132,7 +132,7 @@ class Template:
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                **threads(config),  # read when libraries are loaded
+                **openmp_variables(config),  # read when libraries are loaded
                 **allocator.variables(),  # forks keep the library, whatever environment Ray sets
             },
         )
@@ -257,7 +257,7 @@ def _fork() -> int | None:
         return None
 
 
-def _ray_variables(request: Asked) -> dict[str, str]:
+def _ray_variables(request: ForkRequest) -> dict[str, str]:
     environment = request.request["environment"]
     return {name: value for name, value in environment.items() if name.startswith(RAY)}
 

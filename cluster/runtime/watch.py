@@ -44,7 +44,7 @@ class NodeWatch:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.lost: set[str] = set()
 
-    def know(self, addresses: Mapping[str, Address]) -> None:
+    def set_addresses(self, addresses: Mapping[str, Address]) -> None:
         """Set the addresses of the nodes that Ray considers alive; all other nodes are lost."""
         self._addresses = dict(addresses)
         for node in self._gone:

@@ -16,7 +16,7 @@ from cluster.driver.learner_group import LearnerGroup
 from cluster.runtime import template
 from cluster.runtime.outcomes import Outcomes
 from cluster.runtime.pool import ActorPool
-from cluster.runtime.sending import Sender
+from cluster.runtime.sender import Sender
 from configs.arms import Arm
 from configs.load import load
 from configs.services import LearnerService, RolloutService, Service
@@ -92,15 +92,17 @@ def test_threads_that_wait_sleep_beside_rollout_actors(monkeypatch):
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     sleep = {"OMP_WAIT_POLICY": "PASSIVE"}
-    assert template.waiting(load("quickstart", ["explore_ahead=1"])) == sleep
+    assert template.openmp_wait_variables(load("quickstart", ["explore_ahead=1"])) == sleep
     for arm in get_args(Arm):
-        found = template.waiting(load("quickstart", [f"arm={arm}"]))
+        found = template.openmp_wait_variables(load("quickstart", [f"arm={arm}"]))
         assert found == sleep | {"GOMP_SPINCOUNT": "10000"}
     for count, spins in ((2, True), (3, False)):  # two threads each, on four cores
         crowd = [f"services.learner.replicas={count}", "services.learner.threads=2"]
-        assert ("GOMP_SPINCOUNT" in template.waiting(load("quickstart", crowd))) == spins
+        assert (
+            "GOMP_SPINCOUNT" in template.openmp_wait_variables(load("quickstart", crowd))
+        ) == spins
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    assert template.waiting(load("quickstart"))["GOMP_SPINCOUNT"] == "7"
+    assert template.openmp_wait_variables(load("quickstart"))["GOMP_SPINCOUNT"] == "7"
 
 
 def told_threads(*args: object, **named: object) -> tuple[dict[str, int], None]:

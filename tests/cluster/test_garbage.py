@@ -2,18 +2,18 @@
 
 import gc
 
-from cluster.runtime.garbage import THRESHOLDS, collected_rarely
+from cluster.runtime.garbage import THRESHOLDS, fewer_collections
 
 
 def test_nothing_is_left_of_it_and_what_was_frozen_before_stays_so():
     before = gc.get_threshold()
     assert gc.get_freeze_count() > 0  # tests/conftest.py
-    with collected_rarely():
+    with fewer_collections():
         assert gc.get_threshold() == THRESHOLDS != before
     assert gc.get_threshold() == before and gc.get_freeze_count() > 0
     gc.unfreeze()
     try:
-        with collected_rarely():
+        with fewer_collections():
             assert gc.get_freeze_count() > 0
         assert gc.get_freeze_count() == 0
     finally:

@@ -96,7 +96,7 @@ def test_addresses_are_reached_as_the_rules_say(network):
 def test_a_node_behind_a_cut_is_lost_and_comes_back(network):
     async def main() -> list[set[str]]:
         watch = NodeWatch(1.0)
-        watch.know({"two": (network.addresses["two"], PORT)})
+        watch.set_addresses({"two": (network.addresses["two"], PORT)})
         gone = watch.gone("two")
         await asyncio.sleep(0.5)
         seen = [set(watch.lost)]

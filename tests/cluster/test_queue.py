@@ -31,7 +31,7 @@ def test_what_is_put_in_one_turn_is_given_out_by_priority():
             queue.put(pending(priority))
         await settle()
         assert (await first).task.key == (1,) and (await second).task.key == (2,)
-        assert len(queue) == 1 and queue.deepest == 3
+        assert len(queue) == 1 and queue.max_length == 3
         assert (await queue.take(anything)).task.key == (3,)
 
     asyncio.run(run())
@@ -121,7 +121,7 @@ def test_a_slot_that_may_not_take_it_leaves_it_until_it_may():
         await settle()
         assert not slot.done() and len(queue) == 1
         able = True
-        queue.look_again()
+        queue.schedule_assignment()
         assert (await slot).task.key == (1,) and not len(queue)
 
     asyncio.run(run())

@@ -180,7 +180,7 @@ def test_which_actors_are_forks(monkeypatch):
     assert template.runtime_env(config, "rollout") == {} or template._running
     monkeypatch.setattr(template, "_running", [type("Made", (), {"path": "/here"})])
     assert template.runtime_env(config, "rollout")["env_vars"] == {SOCKET: "/here"}
-    assert template.runtime_env(config, "selector") == template.forked() != {}
+    assert template.runtime_env(config, "selector") == template.fork_runtime_env() != {}
     assert template.runtime_env(config, "encoder") == {}
     on_gpus = load("quickstart", [f"services.{kind}.gpus=1" for kind in MODELS])
     monkeypatch.setattr(template, "_running", [])

@@ -43,7 +43,7 @@ def refusing() -> tuple[str, int]:
 
 async def watched(**addresses: tuple[str, int]) -> NodeWatch:
     watch = NodeWatch(SILENCE_S)
-    watch.know(addresses)
+    watch.set_addresses(addresses)
     for node in addresses:
         watch.gone(node)
     return watch
@@ -82,7 +82,7 @@ def test_a_node_that_answers_again_is_no_longer_lost():
 def test_what_ray_gives_up_is_lost_at_once_and_watched_no_more():
     async def main(address: tuple[str, int]) -> None:
         watch = await watched(node=address)
-        watch.know({})
+        watch.set_addresses({})
         assert watch.gone("node").result() == "Ray has given its node up"
         await asyncio.sleep(2 * SILENCE_S)
         assert watch.lost == {"node"}
@@ -120,7 +120,7 @@ def test_failures_must_follow_each_other(monkeypatch, failure, count):
 def test_without_a_limit_nothing_is_watched():
     async def main() -> None:
         watch = NodeWatch(0.0)
-        watch.know({"node": refusing()})
+        watch.set_addresses({"node": refusing()})
         assert not watch.gone("node").done() and not watch._tasks
 
     asyncio.run(main())
@@ -134,7 +134,7 @@ def test_one_that_is_closed_while_it_pauses_leaves_no_error_behind():
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
         watch = NodeWatch(5 * 60.0)  # a minute's pause
-        watch.know({"node": refusing()})
+        watch.set_addresses({"node": refusing()})
         watch.gone("node")
         for _ in range(100):  # turns of the loop, in which the refusal comes
             await asyncio.sleep(0)

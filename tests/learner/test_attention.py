@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import learner.generating
+import learner.generator
 import learner.update
 from learner.trainer import Trainer
 from policy.attention import without_cudnn_attention
@@ -24,7 +24,7 @@ def allowed() -> bool:
 def as_on_a_gpu(monkeypatch) -> Iterator[None]:
     before = allowed()
     torch.backends.cuda.enable_cudnn_sdp(True)
-    for module in (learner.update, learner.generating):
+    for module in (learner.update, learner.generator):
         monkeypatch.setattr(
             module, "without_cudnn_attention", lambda device: without_cudnn_attention(CUDA)
         )

@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from configs.training import Lora
-from learner.trained import NothingLearned
+from learner.trained_adapter import NothingLearned
 from learner.trainer import Trainer
 from policy import lora, lora_files
 from policy.families.sd3 import SD3

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner import generating
+from learner import generator
 from learner.distance import relative_distance
 from learner.identity import SAFETY, _nudged
 from policy.decoders import decoder_on
@@ -70,7 +70,7 @@ def test_regenerating_and_evaluating_are_compiled_and_training_is_not(tiny_sd3_d
 def test_on_a_gpu_what_is_regenerated_is_decoded_by_a_graph_too(tiny_sd3_dir, graphs, monkeypatch):
     """With a CPU in the GPU's place: the denoiser's two graphs, and one more."""
     there = torch.device("cuda")
-    monkeypatch.setattr(generating, "decoder_on", lambda _, *what: decoder_on(there, *what))
+    monkeypatch.setattr(generator, "decoder_on", lambda _, *what: decoder_on(there, *what))
     eager, trainer = regenerating(tiny_sd3_dir)
     cond = tiny_groups(1)[0].cond
     wanted, found = (each.generator.generate(cond, [1, 2])[1] for each in (eager, trainer))

@@ -235,8 +235,8 @@ def test_an_explorer_reports_it(gpu, monkeypatch, compile, ends):
         guidance=Guidance(),
         services=Services(),
     )
-    monkeypatch.setattr(rollout, "begin", lambda tree: run)
-    monkeypatch.setattr(rollout, "begin_torch", lambda run, kind: torch.device("cuda"))
+    monkeypatch.setattr(rollout, "load_config", lambda tree: run)
+    monkeypatch.setattr(rollout, "setup_torch", lambda run, kind: torch.device("cuda"))
     monkeypatch.setattr(rollout, "identity", lambda device: ActorInfo(1, "here"))
     monkeypatch.setattr(rollout.RolloutActor, "_build", lambda self, backend: None)
     why = rollout.RolloutActor({}).ready().why

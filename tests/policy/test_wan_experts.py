@@ -13,7 +13,7 @@ from torch import nn
 from configs.load import ConfigError, load
 from configs.sections import Guidance
 from configs.training import Lora
-from learner.trained import TrainedAdapter
+from learner.trained_adapter import TrainedAdapter
 from planning.make import make_plan
 from planning.preflight import check_model, layers_on_disk
 from policy.experts import Experts, experts_of

@@ -9,19 +9,19 @@ import time
 import psutil
 import pytest
 
-from cluster.runtime import allocator, anew
+from cluster.runtime import allocator, reexec
 from cluster.runtime.template import RAYLET
 from tests.cluster.test_template import launch
 
 COMMAND = """
 import json, os, sys
-from cluster.runtime import anew, template
+from cluster.runtime import reexec, template
 from configs.load import load
 
-anew.begin()
+reexec.begin()
 settled = dict(os.environ)
 template.import_for = lambda config: None  # there at once
-anew.fork_template(load("quickstart", sys.argv[1:]))
+reexec.fork_template(load("quickstart", sys.argv[1:]))
 made = template._running
 print(json.dumps({
     "settled": settled, "environment": dict(os.environ), "arguments": sys.argv[1:],
@@ -109,15 +109,15 @@ def test_it_is_started_anew_once(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", "sol-rl", "train"])
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    anew.begin()
+    reexec.reexec()
     ((program, arguments, environment),) = found
     assert (program, arguments) == (
         sys.executable,
         [sys.executable, "-X", "dev", "sol-rl", "train"],
     )
     assert environment["OMP_NUM_THREADS"] == "1"
-    before = json.loads(environment[anew.BEFORE])
+    before = json.loads(environment[reexec.BEFORE])
     assert before == {"OMP_NUM_THREADS": "4", **dict.fromkeys(allocator.variables())}
-    monkeypatch.setenv(anew.BEFORE, environment[anew.BEFORE])
-    anew.begin()
+    monkeypatch.setenv(reexec.BEFORE, environment[reexec.BEFORE])
+    reexec.reexec()
     assert len(found) == 1

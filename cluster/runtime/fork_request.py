@@ -22,7 +22,7 @@ PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class ForkRequest:
     """A request for a process, with its standard streams and the connection for the answer."""
 
     request: dict[str, Any]
@@ -56,7 +56,7 @@ class Asked:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def accept(listener: socket.socket) -> Asked | None:
+def accept(listener: socket.socket) -> ForkRequest | None:
     """Return the next request, or None if its launcher did not send all of it.
 
     Ray kills launchers that it no longer needs; this must not end the template.
@@ -70,7 +70,7 @@ def accept(listener: socket.socket) -> Asked | None:
         while len(body) < size and (more := connection.recv(size - len(body))):
             body += more
         if len(head) == launcher.LENGTH and len(body) == size:
-            return Asked(json.loads(body), files, connection)
+            return ForkRequest(json.loads(body), files, connection)
     except OSError:
         pass  # the launcher was killed or sends nothing
     connection.close()

@@ -19,7 +19,7 @@ BEFORE = "SOL_RL_ENVIRONMENT_BEFORE"
 """Variable with the former values of the changed variables, as JSON; null for those unset."""
 
 
-def begin() -> None:
+def reexec() -> None:
     """Execute this command again in the same process, with the environment of a template.
 
     Returns in the process that was re-executed, and at once if there will be no template: on other
@@ -42,7 +42,7 @@ def fork_template(config: RunConfig) -> None:
     if BEFORE not in os.environ:
         return
     before: dict[str, str | None] = json.loads(os.environ.pop(BEFORE))
-    more = template.threads(config)
+    more = template.openmp_variables(config)
     before = {name: os.environ.get(name) for name in more} | before
     os.environ.update(more)
     import learner.trainer  # noqa: F401

@@ -25,7 +25,7 @@ class Sender:
     async def attempt(self, member: Member, pending: PendingTask) -> Answer:
         """Return the answer of the member's actor.
 
-        Raises the same as ``Answers.of``, and Vacant if the member has no actor.
+        Raises the same as ``Answers.wait_for``, and Vacant if the member has no actor.
         """
         # a task that is sent alone holds this lock until it is answered, so that nothing is sent
         # after it; other tasks hold it only while they are sent, so that the actor can queue them
@@ -54,5 +54,5 @@ class Sender:
         self, member: Member, pending: PendingTask, refs: Sequence[ObjectRef[Answer]]
     ) -> Answer:
         # the first value shows how the call ended; the others remain references
-        first = await self.answers.of(member, pending.task.key, pending.retries, refs[0])
+        first = await self.answers.wait_for(member, pending.task.key, pending.retries, refs[0])
         return (first, *refs[1:]) if pending.call.returns > 1 else first
