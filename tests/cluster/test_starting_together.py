@@ -65,7 +65,9 @@ def made(monkeypatch, tmp_path) -> Any:
             monkeypatch.setattr(actor_placement, look, lambda: [node])
         monkeypatch.setattr(actor_placement, "addresses", lambda: {node.id: ("127.0.0.1", 9)})
         monkeypatch.setattr(actor_placement, "find_room", find_room)
-        monkeypatch.setattr(services, "started_actors", lambda: {f"shares/{actor}" for actor in held})
+        monkeypatch.setattr(
+            services, "started_actors", lambda: {f"shares/{actor}" for actor in held}
+        )
         monkeypatch.setattr(services, "HOLDING_S", 0.0)
         remote = SimpleNamespace(options=options)
         context = SimpleNamespace(get_job_id=lambda: "1")
