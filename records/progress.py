@@ -1,7 +1,7 @@
-"""What a run is doing: a live display on a terminal, one line per iteration in a log.
+"""Progress of a run: a live display on a terminal, or one line per iteration in a log.
 
-Iterations are counted from 0 by the program and from 1 for people. Totals of stages that are not
-told in advance are learned from the iteration before.
+Iterations count from 0 in the program and from 1 in output. Unknown totals of stages are estimated
+from the previous iteration.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ UNITS = {
     "updated": "samples",
     "published": "version",
 }
-"""What is counted of each stage, in the order of an iteration."""
+"""Unit of each stage's count, in the order of an iteration."""
 STAGES = tuple(UNITS)
 RECENT = 5
-"""The time left is the median of so many iterations times the number of those to come."""
+"""Number of recent iterations whose median duration predicts the time left."""
 
 
 class Progress:
-    """A context manager; ``note`` at any time, ``start`` once the first iteration is known.
+    """Context manager that displays progress.
 
-    On a terminal the display refreshes itself four times a second; elsewhere one plain line is
-    printed per iteration, evaluation and note. ``clock`` is in seconds. Where nobody reads standard
-    output any more, ``on_closed`` is told why, once, and what is printed later goes nowhere.
+    ``note`` may be called at any time, ``start`` once the first iteration is known. On a terminal
+    the display is refreshed four times a second; elsewhere one plain line is printed per iteration,
+    evaluation and note. ``clock`` returns seconds. If standard output is closed, ``on_closed`` is
+    called once with the reason, and later output is dropped.
     """
 
     def __init__(
@@ -54,8 +55,7 @@ class Progress:
         self.title, self._clock = title, clock
         self.on_closed: Callable[[str], None] = lambda why: None
         self.console = console or Console()
-        # the reader of a pipe ends, a terminal is closed, a disk is full: the run is worth more
-        # than its lines
+        # a closed pipe or terminal, or a full disk, must not end the run
         self.console.file = cast(
             IO[str], Outliving(self.console.file, lambda why: self.on_closed(why))
         )
@@ -72,7 +72,7 @@ class Progress:
         self._durations: deque[float] = deque(maxlen=RECENT)
         self._finished = 0
         self._phase = ""
-        self._actors: tuple[int, int] | None = None  # started, of how many
+        self._actors: tuple[int, int] | None = None  # (started actors, all actors)
 
     def __enter__(self) -> Progress:
         if self.live:
@@ -89,21 +89,21 @@ class Progress:
             self._live.stop()
             self._live = None
 
-    # ---- what the loop says
+    # ---- called by the loop
 
     def starting(self, actors: int) -> None:
-        """The run starts so many actors."""
+        """The run starts this number of actors."""
         self._actors, self._began = (0, actors), self._clock()
         if not self.live:
             self.note("starting actors")
 
     def actor_started(self) -> None:
-        """One more of them answers; has no effect once the run has started."""
+        """One more actor is ready; has no effect once the run has started."""
         if self._actors is not None:
             self._actors = self._actors[0] + 1, self._actors[1]
 
     def start(self, total_iterations: int, start_iteration: int = 0) -> None:
-        """Training starts, or continues, at an iteration counted from 0."""
+        """Training starts or continues at ``start_iteration``, counted from 0."""
         self.total, self.first, self.iteration = total_iterations, start_iteration, start_iteration
         self._actors = None
         self._finished, self._began = 0, self._clock()
@@ -112,7 +112,7 @@ class Progress:
     def iteration_started(
         self, i: int, groups: int, images: int, totals: Mapping[str, int] | None = None
     ) -> None:
-        """Iteration ``i`` begins: ``groups`` prompts, ``images`` to explore, other ``totals``."""
+        """Iteration ``i`` starts, with the number of prompts, of images to explore, and totals."""
         before = {stage: count for stage, count in self.counts.items() if count}
         self.totals = {
             **before,
@@ -126,7 +126,7 @@ class Progress:
         self._phase = f"{groups} prompt{'s' if groups != 1 else ''}"
 
     def advanced(self, stage: str, n: int = 1) -> None:
-        """``n`` more went through ``stage``, one of ``STAGES`` or another."""
+        """Add ``n`` to the count of ``stage``, one of ``STAGES`` or another."""
         self.counts[stage] = self.counts.get(stage, 0) + n
 
     def iteration_finished(self, metrics: Mapping[str, object]) -> None:
@@ -166,10 +166,10 @@ class Progress:
         else:
             print(" ".join(text.splitlines()), file=self.console.file, flush=True)
 
-    # ---- what is shown
+    # ---- display
 
     def time_left(self) -> float | None:
-        """Seconds until the last iteration ends; None before one has shown how long it takes."""
+        """Return the seconds until the last iteration ends; None before the first has finished."""
         if not self._durations:
             return None
         one = statistics.median(self._durations)

@@ -1,4 +1,4 @@
-"""What a run leaves behind, written so that a kill at any instant leaves it whole."""
+"""The run directory: its files are written so that a kill at any time leaves them readable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from records import extremes, lock, timeline
 from records.atomic import write_json, write_text
 from records.errors import RunFailed
 
-Row = dict[str, Any]  # of a JSON-lines file
+Row = dict[str, Any]  # one line of a JSON-lines file
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "pydantic", "numpy", "safetensors")
 ANOTHER_RUN = (
     "stop it, or wait until it ends, and continue it with --resume; --set name=... starts another"
@@ -27,7 +27,7 @@ ANOTHER_RUN = (
 
 
 class Event(Protocol):
-    """Writes down what happened: its name, and what there is to say of it."""
+    """Function that records an event with its name and fields."""
 
     def __call__(self, name: str, /, **fields: object) -> None: ...
 
@@ -43,19 +43,19 @@ class RunDirectory:
         self.config_file = path / "config.json"
         self.selections_file, self.timeline_file = path / "selections.jsonl", path / timeline.FILE
         self.lock_file = path / "lock"
-        # why the file system cannot keep a second driver out; None: it can
+        # why the file system cannot lock out a second driver; None if it can
         self.unlocked: str | None = None
 
     @classmethod
     def of(cls, config: RunConfig) -> RunDirectory:
-        """The directory of ``config``; not yet created."""
+        """Return the run directory of ``config`` without creating it."""
         return cls((Path(config.run_root or "runs") / config.name).absolute())
 
     def create(self, config: RunConfig) -> None:
-        """Make a new run, in place of one of this name that computed nothing.
+        """Create the directory of a new run; replace a run of this name that computed nothing.
 
-        Raises ConfigError when a run of this name has computed something, or may do so right now,
-        or the directory cannot be written.
+        Raises ConfigError if a run of this name has computed something or may be running, or if the
+        directory cannot be written.
         """
         there = self.config_file.exists()
         if there and (self.computed() or self.unlocked):
@@ -75,12 +75,14 @@ class RunDirectory:
             raise self._unwritable(error) from None
 
     def require_new(self) -> None:
-        """Raises ConfigError where a run of this name has computed something. Called before
-        anything is started; ``create`` checks again, as another driver may be quicker.
+        """Raise ConfigError if a run of this name has computed something.
+
+        Called before anything is started. ``create`` checks again, as another driver may have
+        created the run in the meantime.
         """
         try:
             if self.config_file.exists() and self.computed():
-                with self.held():  # another driver at work is the better reason
+                with self.held():  # raises if another driver is running, which is the better reason
                     raise self._taken()
         except OSError as error:
             raise self._unwritable(error) from None
@@ -92,13 +94,13 @@ class RunDirectory:
         )
 
     def computed(self) -> bool:
-        """Whether there is a checkpoint, whole or not, or a row of metrics."""
+        """Return True if there is a checkpoint, complete or not, or a row of metrics."""
         return any(self.checkpoints.glob("*")) or (
             self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
         )
 
     def _clear(self) -> None:
-        """Remove what a run that computed nothing may have left."""
+        """Remove the files of a run that computed nothing."""
         for file in (
             self.events_file,
             self.selections_file,
@@ -111,8 +113,9 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep every other driver out. Raises ConfigError where one is at work here, or the
-        directory cannot be written.
+        """Lock the directory within the context.
+
+        Raises ConfigError if another driver holds the lock, or the directory cannot be written.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -130,14 +133,14 @@ class RunDirectory:
         )
 
     def configuration(self) -> RunConfig:
-        """The configuration of the run. Raises ConfigError: this is no run directory."""
+        """Return the run's configuration. Raises ConfigError if this is no run directory."""
         try:
             kept = json.loads(self.config_file.read_text())
             tree = kept["config"]
             if not isinstance(tree, dict):
                 raise TypeError(tree)
             return self._parsed(tree, kept.get("versions"))
-        # ValueError: no JSON, or no text
+        # ValueError: neither JSON nor text
         except (RecursionError, OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(
                 f"{self.path}: no readable run here ({type(error).__name__}); give a directory"
@@ -145,24 +148,26 @@ class RunDirectory:
             ) from None
 
     def _parsed(self, tree: dict[str, object], made: object) -> RunConfig:
-        """``tree`` as a configuration. Raises ConfigError, which names the version of Sol-RL that
-        made the run where it is not this one.
+        """Parse the configuration ``tree``.
+
+        Raises ConfigError, which names the version of Sol-RL that created the run if it is another.
         """
         try:
             return parse(tree)
         except ConfigError as error:
             before = made.get("sol-rl") if isinstance(made, dict) else None
-            here = versions()["sol-rl"]
-            if not isinstance(before, str) or before == here:
+            current = versions()["sol-rl"]
+            if not isinstance(before, str) or before == current:
                 raise
             raise ConfigError(
-                f"{self.path}: made by Sol-RL {before}, which reads it; this is {here}:"
+                f"{self.path}: made by Sol-RL {before}, which reads it; this is {current}:"
                 f" {error.lines[0]}"
             ) from None
 
     def prompts(self) -> dict[str, str]:
-        """Digests of the prompts that the run was started with; none of an old run. Raises
-        ConfigError where they are none.
+        """Return the digests of the prompts that the run was started with; empty for old runs.
+
+        Raises ConfigError if the recorded value is not a table of digests.
         """
         try:
             kept = json.loads(self.config_file.read_text()).get("prompts", {})
@@ -176,42 +181,42 @@ class RunDirectory:
         return kept
 
     def metric(self, row: Mapping[str, object]) -> None:
-        """Append one object to metrics.jsonl; a number that is not finite becomes null."""
+        """Append a row to metrics.jsonl; numbers that are not finite become null."""
         _append(self.metrics_file, {key: _plain(value) for key, value in row.items()})
 
     def selection(
         self, iteration: int, version: int, groups: Sequence[Mapping[str, object]]
     ) -> None:
-        """Append the selected pool indices per prompt, and the version that explored them."""
+        """Append the selected indices per prompt, with the policy version that explored them."""
         _append(
             self.selections_file, {"iteration": iteration, "version": version, "groups": groups}
         )
 
     def event(self, name: str, **fields: object) -> None:
-        """Append one object to events.jsonl."""
+        """Append an event to events.jsonl."""
         _append(self.events_file, {"time": round(time.time(), 3), "event": name, **fields})
 
     def metrics(self) -> list[Row]:
-        """All rows of metrics.jsonl."""
+        """Return all rows of metrics.jsonl."""
         return list(rows_of(self.metrics_file))
 
     def events(self) -> list[Row]:
-        """All rows of events.jsonl."""
+        """Return all rows of events.jsonl."""
         return list(rows_of(self.events_file))
 
     def truncate(self, iteration: int, moment: float) -> None:
-        """Forget metrics and images from ``iteration`` on, and events and work after ``moment``."""
+        """Remove metrics and images from ``iteration`` on, and events and spans after a moment."""
 
         def keep(file: Path, wanted: Callable[[Row], bool]) -> None:
             rows = [json.dumps(row) + "\n" for row in rows_of(file) if wanted(row)]
             write_text(file, "".join(rows))
 
-        # the evaluation before an iteration has its number
         def number(row: Row, key: str) -> float:
-            """A row that does not say when it is from is forgotten."""
-            found = finite(row.get(key))
-            return math.inf if found is None else found
+            """Return the number in a row; infinity, so that the row is removed, without one."""
+            value = finite(row.get(key))
+            return math.inf if value is None else value
 
+        # an evaluation has the number of the iteration after it
         def due(row: Row) -> int:
             return iteration + (row.get("kind") == "evaluation")
 
@@ -224,7 +229,7 @@ class RunDirectory:
 
 
 def make_output(out: Path) -> None:
-    """Make the directory of ``--out``. Raises ConfigError where it cannot be written."""
+    """Create the directory of ``--out``. Raises ConfigError if it cannot be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -235,7 +240,7 @@ def make_output(out: Path) -> None:
 
 @contextlib.contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Raises RunFailed where what was measured cannot be written to ``out``."""
+    """Raise RunFailed if results cannot be written to ``out`` within the context."""
     try:
         yield
     except OSError as error:
@@ -245,24 +250,24 @@ def writing(out: Path) -> Iterator[None]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of this code and of the packages that results depend on."""
-    found = {}
+    """Return the versions of this code and of the packages that results depend on."""
+    installed = {}
     for name in ("sol-rl", *PACKAGES):
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            installed[name] = "not installed"
+    return installed
 
 
 def _append(path: Path, row: Mapping[str, object]) -> None:
-    # closed after each row, so that a kill loses none that was written
+    # closed after each row, so that a kill loses no complete row
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row, default=str) + "\n")
 
 
 def rows_of(path: Path) -> Iterator[Row]:
-    """Rows of a JSON-lines file; a line cut short by a kill, or damaged, is passed over."""
+    """Yield the rows of a JSON-lines file; skip lines that are truncated or damaged."""
     if not path.exists():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -275,12 +280,12 @@ def rows_of(path: Path) -> Iterator[Row]:
 
 
 def finite(value: object) -> float | None:
-    """``value`` as a float when it is a finite number, else None."""
+    """Return ``value`` as a float if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         number = float(value)
-    except OverflowError:  # an int of more digits than a float holds
+    except OverflowError:  # an int that is too large for a float
         return None
     return number if math.isfinite(number) else None
 

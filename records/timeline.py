@@ -1,9 +1,8 @@
-"""``timeline.jsonl``: a line per task that an actor had in hand, written by the driver, at the
-latest at the end of the iteration.
+"""``timeline.jsonl``: one line per task of an actor, written by the driver.
 
-The driver sees when it sends a task and when the answer comes. An actor has up to ``in_flight``
-tasks sent ahead and does one after the other, so a task starts when it was sent or when the actor
-was done with the one before, whichever is later.
+The driver knows when it sent a task and when the answer arrived. An actor has up to ``in_flight``
+tasks queued and runs them in order, so a task started when it was sent or when the actor finished
+the previous one, whichever was later.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from records import atomic
 log = logging.getLogger(__name__)
 FILE = "timeline.jsonl"
 LATEST_S = 1e12
-"""Later than any clock: what says so is damaged."""
+"""Limit of a plausible time in seconds since the epoch; later ones are damaged."""
 HELD_S = 1.0
-"""Lines are written when the last writing was so long ago, and at the end of an iteration."""
+"""Interval at which lines are written; also at the end of an iteration."""
 MOST_BYTES = 64 << 20
-"""Of a longer file only the end, of so many bytes, is read."""
+"""Largest number of bytes to read; of a longer file only the end is read."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """How a kind of work is shown: in words, and by a colour 1 to 9 of charts."""
+    """How a kind of work is displayed: its label, and its color 1 to 9 in charts."""
 
     label: str
     colour: int
@@ -54,17 +53,17 @@ WORKS = {
     "end_turn": Work("move", 9),
 }
 RENAMED = {"chunk": "shard"}
-"""Works of version 0.1.0, by what they are called since."""
+"""Present names of kinds of work by their names in version 0.1.0."""
 OTHER = Work("evaluate, save, load", 8)
 
 
 class Span(NamedTuple):
-    """A task in one actor's hands; times are seconds of the epoch, ``attempt`` counts from 0.
+    """The time during which an actor had a task; in seconds since the epoch.
 
-    ``work`` is what is done (explore, score, regenerate ...), ``unit`` which: the rest of the
-    task's key, such as iteration, prompt, chunk. ``version`` is the policy version that a chunk
-    names. ``outcome``: done; lost, with the actor; failed, the method raised; stopped, with the
-    run.
+    ``work`` is the kind of work (explore, score, regenerate ...) and ``unit`` the rest of the
+    task's key, such as iteration, prompt, chunk. ``version`` is the policy version of a chunk.
+    ``attempt`` counts from 0. ``outcome`` is "done", "lost" (with the actor), "failed" (the method
+    raised) or "stopped" (with the run).
     """
 
     service: str
@@ -80,12 +79,12 @@ class Span(NamedTuple):
 
     @property
     def who(self) -> str:
-        """The actor as events name it: ``rollout-1``."""
+        """The actor's name as in events, for example ``rollout-1``."""
         return f"{self.service}-{self.actor}"
 
     @property
     def shown(self) -> Work:
-        """How it is drawn; a learner loads a checkpoint, a rollout actor a published policy."""
+        """How it is displayed; "load" is a checkpoint for learners, and a policy for others."""
         return (
             OTHER
             if self.service == "learner" and self.work == "load"
@@ -103,7 +102,7 @@ def span_of(
     ended: float,
     outcome: str,
 ) -> Span:
-    """The span of a task by its key: (word, number ...), or a chunk of exploration."""
+    """Return the span of a task with this key: (word, number ...), or a ``ChunkKey``."""
     work, *unit = _words(key)
     version = getattr(key, "version", None)
     return Span(
@@ -121,7 +120,7 @@ def span_of(
 
 
 def _words(key: object) -> list[int | str]:
-    """A key in words: ``("score", ChunkKey(0, 1, 2, 0))`` is score, explore, 0, 1, 2."""
+    """Flatten a key: ``("score", ChunkKey(0, 1, 2, 0))`` gives score, explore, 0, 1, 2."""
     if isinstance(key, tuple):
         words: list[int | str] = []
         for part in key:
@@ -134,33 +133,34 @@ def _words(key: object) -> list[int | str]:
 
 @functools.cache
 def _fields(kind: type) -> tuple[str, ...]:
-    """Names of a dataclass's fields, without the version; none of another type."""
+    """Return the names of a dataclass's fields except the version; empty for other types."""
     if not dataclasses.is_dataclass(kind):
         return ()
     return tuple(part.name for part in dataclasses.fields(kind) if part.name != "version")
 
 
 class Timeline:
-    """Appends spans to a file, those of a second together: with a thousand actors, to open the file
-    for each span would take the driver longer than the rest of a call.
+    """Appends spans to a file about once a second.
 
-    Where the file cannot be written, the timeline ends, ``ended`` is told why, and the run goes on.
+    With a thousand actors, opening the file for every span would take the driver longer than the
+    rest of a call. If the file cannot be written, the timeline ends, ``ended`` is called with the
+    reason, and the run continues.
     """
 
     def __init__(self, path: Path, ended: Callable[[str], None] = lambda why: None):
         self._path, self._ended = path, ended
         self._held: list[Span] = []  # not written yet
-        self._written = 0.0  # when, monotonic
+        self._written = 0.0  # monotonic time of the last write
         self.problem: str | None = None
 
     def record(self, span: Span) -> None:
-        """Append one line, now or with one that comes later."""
+        """Append a span, now or together with later ones."""
         self._held.append(span)
         if time.monotonic() - self._written >= HELD_S:
             self.write()
 
     def write(self) -> None:
-        """Write all that is held back."""
+        """Write all spans that have not been written."""
         held, self._held, self._written = self._held, [], time.monotonic()
         if self.problem is not None or not held:
             return
@@ -173,12 +173,12 @@ class Timeline:
                 f"{self._path}: {error.strerror or error}; the timeline ends here, training goes on"
             )
             log.warning(self.problem)
-            with contextlib.suppress(OSError):  # a full disk has no room for an event either
+            with contextlib.suppress(OSError):  # on a full disk the event cannot be written either
                 self._ended(error.strerror or str(error))
 
 
 def read_spans(path: Path, remarks: list[str] | None = None) -> list[Span]:
-    """Spans by their start; ``remarks`` is told what was left out. Other lines are passed over."""
+    """Return the spans sorted by start; skip damaged lines, and append omissions to ``remarks``."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -186,7 +186,7 @@ def read_spans(path: Path, remarks: list[str] | None = None) -> list[Span]:
             lines = (
                 file.read()
                 .decode("utf-8", errors="replace")
-                .splitlines()[1 if size > MOST_BYTES else 0 :]  # the first is cut
+                .splitlines()[1 if size > MOST_BYTES else 0 :]  # the first line is truncated
             )
     except OSError:
         return []
@@ -202,7 +202,7 @@ def read_spans(path: Path, remarks: list[str] | None = None) -> list[Span]:
 
 
 def forget_after(path: Path, moment: float) -> None:
-    """Drop spans that began after ``moment``, as a resumed run does them again."""
+    """Remove spans that started after ``moment``; a resumed run repeats them."""
     if not path.exists():
         return
     with (
