@@ -145,7 +145,7 @@ def passes(guidance: float) -> int:
 
 
 def training_points(config: RunConfig) -> tuple[int, float]:
-    """Return (training points per sample, forward passes per point of policies not trained).
+    """Return (training points per sample, forward passes per point besides the trained one).
 
     If the sampling policy is a copy of the trained one, its pass is saved up to the first optimizer
     step of an iteration.

@@ -33,7 +33,7 @@ SIMPLER = {"sol_rl": ("naive_scaling",), "naive_quant": ("naive_scaling",)}
 
 @dataclass(frozen=True)
 class Ratios:
-    """Speedups of sol_rl over naive_scaling: predicted ones, and those of the paper if it has any."""
+    """Speedups of sol_rl over naive_scaling: predicted, and as published if the paper has them."""
 
     rollout: float
     whole: float

@@ -13,8 +13,8 @@ from planning.layouts.numbers import TAKE_TURNS, Group, Numbers, completed
 from rewards import may_use_gpu
 
 LEARNER, ROLLOUT = 0.52, 0.36
-"""GPU shares in a shared layout. Two learners never fit on one GPU (NCCL does not allow it), and two
-rollout actors fit on a GPU without a learner. The rest is for scorers and the encoder.
+"""GPU shares in a shared layout: two learners must not fit on one GPU (NCCL), two rollout actors
+fit on a GPU without a learner. The rest is for scorers and the encoder.
 """
 ROLLOUT_ALONE = 0.8
 Replicas = tuple[int, Share]
@@ -178,11 +178,10 @@ def with_turns(config: RunConfig, numbers: Numbers) -> Iterator[Numbers]:
     """
     if numbers.mode != "shared" or numbers.ahead or "rollout" not in numbers.groups:
         return
-    learner_may_leave = config.services.learner.shard == "none" and config.lora.base == "full"
+    # the weights of a sharded or packed base stay on the GPU
+    both = config.services.learner.shard == "none" and config.lora.base == "full"
     seen = {numbers.leaves}
-    for leaves in (
-        (("rollout",), ("learner",), TAKE_TURNS) if learner_may_leave else (("rollout",),)
-    ):
+    for leaves in (("rollout",), ("learner",), TAKE_TURNS) if both else (("rollout",),):
         variant = completed(config, replace(numbers, leaves=leaves))
         if variant.leaves not in seen:
             seen.add(variant.leaves)
