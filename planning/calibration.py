@@ -182,6 +182,7 @@ def _scatter(config: RunConfig, spans: Sequence[Span], work: Mapping[Span, float
 
 
 def _durations(config: RunConfig, spans: Sequence[Span], work: Mapping[Span, float]) -> Durations:
+    """Fit a line to the work of each kind of call."""
     points = _points(config, spans, work)
 
     def line(service: str, name: str) -> Line:

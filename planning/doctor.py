@@ -142,6 +142,7 @@ def _machine(facts: Facts) -> Check:
 
 
 def _alike(facts: Sequence[Facts]) -> Check:
+    """Compare Python and package versions of all nodes with those of the first."""
     first, differences = facts[0], list[str]()
     for other in facts[1:]:
         expected, actual = ({"python": each.python, **each.packages} for each in (first, other))
@@ -157,6 +158,7 @@ def _alike(facts: Sequence[Facts]) -> Check:
 
 
 def _gpus(config: RunConfig | None, facts: Sequence[Facts]) -> Check:
+    """Compare the number of GPUs with the configured shares; report missing packing kernels."""
     count = sum(sum(each.gpus.values()) for each in facts)
     missing = [f"{each.host}: {each.kernels}" for each in facts if each.kernels]
     wanted = (

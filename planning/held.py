@@ -85,6 +85,7 @@ _built: dict[str, int] = {}
 
 
 def _rollout(config: RunConfig, counts: Counts, backend: str) -> dict[str, int | None]:
+    """Return the bytes of a rollout actor, by purpose."""
     unquantized = backend == config.regenerate.precision
     gpus = on_gpus(config, config.services.rollout)
     precision = "bf16" if proxy_dtype(config, gpus) == torch.bfloat16 else "fp32"
@@ -103,6 +104,7 @@ def _rollout(config: RunConfig, counts: Counts, backend: str) -> dict[str, int |
 def _learner(
     config: RunConfig, counts: Counts, family: Family, dtype: torch.dtype
 ) -> dict[str, int | None]:
+    """Return the bytes of the learner replica with the most prompts, by purpose."""
     objective = build_objective(config.objective, config.stop.max_kl is not None)
     adapters = adapters_of(config, objective)
     images, points = config.regenerate.batch_size, config.optimizer.batch_size
@@ -150,6 +152,7 @@ def _prompts(config: RunConfig) -> int:
 
 
 def _packed(config: RunConfig, family: Family, dtype: torch.dtype) -> tuple[int, int]:
+    """Return (bytes saved by packing the base, bytes of its largest weight unpacked), or zeros."""
     base, patterns = config.lora.base, config.explore.modules_to_not_convert
     return (0, 0) if base == "full" else sizes.packed_base(family, base, patterns, dtype)
 

@@ -145,6 +145,7 @@ def place(
 def _greedy(
     needs: Sequence[Need], nodes: Sequence[Node], held: Mapping[str, tuple[Need, str]], tight: bool
 ) -> dict[str, str]:
+    """Place one actor after the other; ``tight`` ignores ``spread`` and fills nodes one by one."""
     load: dict[str, list[Need]] = {node.id: [] for node in nodes}
     for need, where in held.values():
         # earlier placements may be on nodes that are not in ``nodes``: new ones, or lost ones
@@ -170,6 +171,7 @@ def _greedy(
 
 
 def _rank(node: Node, need: Need, load: Sequence[Need], tight: bool) -> tuple[float, ...]:
+    """Return the sort key of a node for an actor; the node with the smallest key is chosen."""
     same = sum(other.kind == need.kind for other in load)
     free_gpus = node.gpus - sum(other.gpus for other in load)
     free_cpus = node.cpus - sum(other.cpus for other in load)
@@ -206,6 +208,7 @@ def fits(node: Node, load: Sequence[Need]) -> bool:
 
 
 def _share(share: float) -> int:
+    """Return a share in units of 1/10,000, which add up without rounding errors."""
     return round(share * WHOLE)
 
 

@@ -117,6 +117,7 @@ def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stag
 
 
 def _exploring(config: RunConfig, counts: Counts) -> Stage:
+    """Return the explore stage of a configuration that explores."""
     explore, rollout = config.plan.explore, config.services.rollout
     assert explore is not None
     images = config.prompts.per_iteration * explore.pool_size

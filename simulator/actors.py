@@ -130,7 +130,7 @@ class Rollout(TakesTurns):
 
 
 class Reward(Simulated):
-    """Simulated ``RewardActor`` with random scores."""
+    """Simulated ``RewardActor``; scores are random and all different."""
 
     def __init__(
         self, durations: Durations, index: int, replicas: int, backend: str | None, kind: str

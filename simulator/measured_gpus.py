@@ -130,6 +130,7 @@ def plan_from(
     config = _recomputing_as(config, ran)
     require_same(config, ran)
     given = replace(given, accelerator=gpus.kind)
+    # a first plan with computed durations supplies the time of summing gradients
     counted = make_plan(config, given, nodes).scenarios
     if counted is None:
         raise ConfigError(f"--from: {config.name} has no layout on GPUs, as the run has")
@@ -169,6 +170,7 @@ def _without(span: Span, summed: float) -> Span:
 
 
 def _moves(spans: Sequence[Span]) -> dict[str, float]:
+    """Return the median seconds in which weights leave a GPU or return, by service."""
     seconds: dict[str, list[float]] = {}
     for span in spans:
         if span.work in ("begin_turn", "end_turn") and span.outcome == "done":

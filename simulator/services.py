@@ -73,9 +73,9 @@ class Board:
         hardware = self.hardware
         if hardware.cores:
             return self.parts[0][0], hardware.any_durations
-        mine = self._of.get(service, [])
-        if index < len(mine):
-            part, kind = mine[index]
+        own_parts = self._of.get(service, [])
+        if index < len(own_parts):
+            part, kind = own_parts[index]
             return part, hardware.durations[kind]
         return Shared(f"{service}-{index}"), hardware.any_durations
 

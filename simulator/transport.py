@@ -87,6 +87,7 @@ class SimulatedTransport:
             self._begin(actor)
 
     def _begin(self, actor: Actor) -> None:
+        """Start the next waiting call of an idle actor, if there is one."""
         if not actor.waiting:
             return
         call, refs = actor.waiting.popleft()

@@ -110,13 +110,13 @@ def _no_host_memory(
 
     None also if the host memory of the nodes is not known.
     """
-    room = {each.kind: each.host_gb for each in gpus}
-    for each in laid:
-        needed, available = costs.host_gb(each, numbers), room[each.kind]
+    room = {part.kind: part.host_gb for part in gpus}
+    for part in laid:
+        needed, available = costs.host_gb(part, numbers), room[part.kind]
         if available is not None and needed > available:
             return (
                 f"{' and '.join(numbers.leaves)} between turns: {needed:.1f} GB of host memory for"
-                f" each {each.kind}, a node has {available:.1f} GB for each"
+                f" each {part.kind}, a node has {available:.1f} GB for each"
             )
     return None
 
@@ -142,14 +142,23 @@ def _may_be(config: RunConfig, candidate: Candidate, gpus: Sequence[Gpus]) -> bo
 
 
 def _best_of_each(considered: Sequence[Candidate]) -> list[Candidate]:
+    """Return the best candidate of each kind of layout, the fastest first."""
     best: dict[tuple[str, int, str, bool], Candidate] = {}
-    for each in considered:
-        groups = each.numbers.groups.values()
+    for candidate in considered:
+        groups = candidate.numbers.groups.values()
         kinds = "/".join(sorted({group.accelerator or "" for group in groups if group.gpus}))
-        key = (each.numbers.mode, each.numbers.ahead, kinds, bool(each.numbers.leaves))
-        if key not in best or (each.seconds, each.short) < (best[key].seconds, best[key].short):
-            best[key] = each
-    return sorted(best.values(), key=lambda each: each.seconds)
+        key = (
+            candidate.numbers.mode,
+            candidate.numbers.ahead,
+            kinds,
+            bool(candidate.numbers.leaves),
+        )
+        if key not in best or (candidate.seconds, candidate.short) < (
+            best[key].seconds,
+            best[key].short,
+        ):
+            best[key] = candidate
+    return sorted(best.values(), key=lambda candidate: candidate.seconds)
 
 
 def _considered(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> list[Candidate]:

@@ -85,8 +85,8 @@ def bound(tasks: Mapping[str, Tasks], gpus: Sequence[Gpus]) -> float:
 def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) -> Prediction:
     """Predict an iteration in a layout with actors on ``laid``; ``tasks`` is by kind of GPU."""
     any_tasks, replicas = next(iter(tasks.values())), numbers.groups["learner"].actors
-    part_of = part_at_a_time(numbers, any_tasks)
-    tasks = {kind: each.gathered(replicas, part_of) for kind, each in tasks.items()}
+    task_share = part_at_a_time(numbers, any_tasks)
+    tasks = {kind: each.gathered(replicas, task_share) for kind, each in tasks.items()}
     parts = _by_prompts(laid, any_tasks.prompts, numbers.share)
     actors = {kind: sum(p.count * p.actors.get(kind, 0) for p in parts) for kind in numbers.groups}
     score = [_scoring(part, tasks[part.kind], actors) for part in parts]
@@ -99,10 +99,12 @@ def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) 
     loads = [sum(each) for each in zip(score, regeneration, delayed_by, strict=True)]
     chunks = [part.actors.get("rollout", 0) * tasks[part.kind].chunk for part in parts]
     slots = [part.count * part.actors.get("rollout", 0) for part in parts]
+    # explored: when exploring ends if only scoring uses the same GPUs; ended: when its last chunk
+    # ends if regenerating (and, if exploring ahead, updates) use them too
     explored, _ = fill(list(zip(slots, score, chunks, strict=True)), any_tasks.chunks)
     ended, done = fill(list(zip(slots, loads, chunks, strict=True)), any_tasks.chunks)
     # the prompt that is explored last has still to be regenerated, at best by the fastest GPU
-    last = [tasks[p.kind].regenerate * part_of for p in parts if p.prompts]
+    last = [tasks[p.kind].regenerate * task_share for p in parts if p.prompts]
     rollout = max(ended, *loads, explored + (min(last, default=0.0) if any_tasks.chunks else 0.0))
     encode = max((tasks[p.kind].encode for p in parts if "encoder" in p.actors), default=0.0)
     if numbers.leaves:
