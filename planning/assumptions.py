@@ -1,6 +1,4 @@
-"""What a dry run cannot know and has to assume: which GPUs, how quick they are, how much of that is
-reached.
-"""
+"""Assumptions of a dry run: the kind of GPU, its peak rates, and how much of them is reached."""
 
 from __future__ import annotations
 
@@ -20,18 +18,20 @@ if TYPE_CHECKING:
     from planning.durations import Durations
 
 LINK_SHARE = 0.75
-"""Of what NVLink carries, what gathering reaches. Not measured."""
+"""Share of the NVLink bandwidth that gathering reaches. Not measured."""
 
 
 def host_link(accelerator: str) -> float:
-    """Bytes per second between host memory and a GPU of this kind, one way."""
+    """Return the bytes per second between host memory and a GPU of this kind, one way."""
     known = ACCELERATORS.get(accelerator)
     return 1e9 * (known.host_gb_s if known else HOST_LINK_GB_S)
 
 
 def peer_link(accelerator: str) -> float:
-    """Bytes per second that each GPU of a node gathers from the others; without NVLink through
-    the host's memory, in and out.
+    """Return the bytes per second that each GPU of a node gathers from the other GPUs.
+
+    Without NVLink the bytes pass through host memory, in and out: half the bandwidth of
+    ``host_link``.
     """
     known = ACCELERATORS.get(accelerator)
     if known and known.nvlink_gb_s:
@@ -40,38 +40,42 @@ def peer_link(accelerator: str) -> float:
 
 
 ON_CPUS = 0.4
-"""Share of a peak that is given for CPUs, where nothing else is known of them."""
+"""Share of the given peak that CPUs are assumed to reach if no utilisation is given."""
 BESIDE = 0.4
-"""Share of a GPU's peak that scorers and text encoders are taken to reach. On an H200 a scorer in
-FP32 (ViT-H, 24 images) reached 0.36 beside exploring.
+"""Share of a GPU's peak that scorers and text encoders are assumed to reach. On an H200 a scorer in
+FP32 (ViT-H, 24 images) reached 0.36 while rollout actors explored.
 """
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a dry run cannot know. Peaks are dense TFLOP/s of one GPU, the bandwidth of its memory
-    TB/s; None: those of ``accelerator``. ``utilisation``: the share of peaks that products reach;
-    None: what was measured (``policy.precision.cost``), on CPUs ``ON_CPUS``.
+    """Hardware parameters that a dry run has to assume.
+
+    Peaks are dense TFLOP/s of one GPU, ``bandwidth`` is that of its memory in TB/s; None: the
+    values of ``accelerator``. ``utilisation`` is the share of the peaks that matrix products reach;
+    None: the measured shares (``policy.precision.cost``), or ``ON_CPUS`` for CPUs.
     """
 
-    # None: the first that services.rollout.accelerator allows, or B200
+    # None: the first one that services.rollout.accelerator allows, or B200
     accelerator: str | None = None
     peak_tflops: float | None = None
     quantized_peak_tflops: float | None = None
     bandwidth: float | None = None
     utilisation: float | None = None
     gpu_memory_gb: float | None = None
-    gpus: int | None = None  # None: those of [layout], or one node's
+    gpus: int | None = None  # None: the number in [layout], or the GPUs of one node
     node_gpus: int = 8
     node_cpus: int = 96
-    # what calls took in a run, by kind of GPU; None: what is counted
+    # durations of calls measured in a run, by kind of GPU; None: computed from operation counts
     measured: Mapping[str, Durations] | None = None
 
 
 @dataclass(frozen=True)
 class Device:
-    """The assumptions, resolved for a configuration. ``form``: what quantized layers compute in.
-    The bandwidth is infinite where it is not known: then bytes take no time.
+    """The assumptions, resolved for a configuration.
+
+    ``form`` is the format in which quantized layers compute. An unknown bandwidth is infinite, so
+    that moving bytes takes no time.
     """
 
     name: str
@@ -83,20 +87,22 @@ class Device:
     form: str = "bf16"
 
     def rates(self, quantized: bool = False) -> Rates:
-        """What it reaches, with quantized layers or without."""
+        """Return the rates that the device reaches, with or without quantized layers."""
         form = self.form if quantized else "bf16"
-        quick = self.quantized_tflops if quantized else self.tflops
-        return rates(self.tflops, quick, self.bandwidth, form, self.utilisation)
+        quantized_peak = self.quantized_tflops if quantized else self.tflops
+        return rates(self.tflops, quantized_peak, self.bandwidth, form, self.utilisation)
 
     @property
     def plain(self) -> float:
-        """TFLOP/s that models beside the denoiser reach in BF16."""
+        """TFLOP/s that models other than the denoiser reach in BF16."""
         return self.tflops * (self.utilisation or BESIDE)
 
 
 def device_of(config: RunConfig, given: Assumptions) -> tuple[Device | None, str | None]:
-    """(device, its name) of the GPUs. Where no service has any: the CPUs, if a peak is given, and
-    no name.
+    """Return (device, accelerator name) of the GPUs that the run uses.
+
+    If no service has a GPU: (the CPUs, None) if a peak is given, else (None, None). Raises
+    ConfigError for an accelerator whose peak and memory are neither listed nor given.
     """
     if not given.accelerator and not any(need.gpus for need in needs_of(config)):
         if not (peak := given.peak_tflops):
@@ -104,10 +110,10 @@ def device_of(config: RunConfig, given: Assumptions) -> tuple[Device | None, str
         quantized = given.quantized_peak_tflops or peak
         share = given.utilisation or ON_CPUS
         return Device("CPUs", peak, quantized, 0.0, share, given.bandwidth or math.inf), None
-    wanted = (config.services.rollout.accelerator or "").removeprefix("in(").rstrip(")").split(",")
-    named = [name.strip() for name in wanted if name.strip() and not name.startswith("!")]
+    allowed = (config.services.rollout.accelerator or "").removeprefix("in(").rstrip(")").split(",")
+    candidates = [name.strip() for name in allowed if name.strip() and not name.startswith("!")]
     name = given.accelerator or next(
-        (n for n in named if n in ACCELERATORS), named[0] if named else "B200"
+        (n for n in candidates if n in ACCELERATORS), candidates[0] if candidates else "B200"
     )
     known = ACCELERATORS.get(name)
     if known is None and (given.peak_tflops is None or given.gpu_memory_gb is None):
@@ -125,21 +131,25 @@ def device_of(config: RunConfig, given: Assumptions) -> tuple[Device | None, str
 def with_format(
     device: Device, name: str | None, backend: Backend, peak: float | None = None
 ) -> Device:
-    """With the backend's format and its peak, or the ``peak`` that is given; emulated NVFP4 gains
-    nothing.
+    """Return the device with the format of a backend and the peak of its quantized layers.
+
+    ``peak``, if given, replaces the peak of the format. Emulated NVFP4 and backends that the device
+    does not run keep the BF16 peak.
     """
     known = ACCELERATORS.get(name or "")
     if peak is not None:
         return replace(device, quantized_tflops=peak, form=backend.wire_format)
     if known is None or backend.speedup <= 1 or not known.runs(backend):
         return replace(device, quantized_tflops=device.tflops)
-    quick = known.peak(backend.wire_format) or known.bf16 * backend.speedup
-    return replace(device, quantized_tflops=quick, form=backend.wire_format)
+    format_peak = known.peak(backend.wire_format) or known.bf16 * backend.speedup
+    return replace(device, quantized_tflops=format_peak, form=backend.wire_format)
 
 
 def backend_of(config: RunConfig, accelerator: str | None) -> tuple[Backend, str]:
-    """The rollout actors' backend; "auto" as it would be on the accelerator assumed, on a CPU the
-    emulation.
+    """Return the backend of the rollout actors and why it is used.
+
+    "auto" is resolved for the assumed accelerator; on CPUs it is the emulation. Raises ConfigError
+    if "auto" cannot be resolved because the accelerator is not listed.
     """
     name = config.plan.explore.backend if config.plan.explore else config.explore.backend
     if name != "auto":

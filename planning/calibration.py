@@ -1,7 +1,8 @@
-"""Durations of calls from the timeline of a run, with what its actors took from each other undone.
+"""Durations of calls, estimated from the timeline of a run and corrected for contention.
 
-A call that shares cores with others takes longer than alone. When each call ran is known, and so is
-how cores are shared (``speed``), so the seconds that it would take alone are too: its work.
+A call that shares cores with others takes longer than it would alone. The timeline says when each
+call ran and ``speed`` models how cores are shared; from both follow the seconds that a call would
+take alone, which is its work.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ from policy.sampling.noise import stream_seed
 from records.timeline import Span
 
 SLOWEST, STEPS = 0.5, 51
-"""Speeds of a core beside busy ones that are tried: from this to 1."""
+"""Grid of the speeds that are tried for a core while all are busy: 51 values from 0.5 to 1."""
 NEEDED = ("update",)
 REGENERATES = ("regenerate", "audit")
-"""Works of a learner in which it makes what is trained on or audited, with ``regenerate_threads``.
-"""
+"""Works in which a learner generates samples to train on or audit, with ``regenerate_threads``."""
 Kind = tuple[str, str]
 """(service, work)."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """``together``: the speed of a core while all are busy, compared with one busy alone."""
+    """Durations estimated from ``spans`` calls.
+
+    ``together`` is the speed of a core while all are busy, relative to one that is busy alone.
+    """
 
     durations: Durations
     together: float
@@ -40,10 +43,13 @@ class Calibration:
 def calibrated(
     config: RunConfig, spans: Sequence[Span], part_of: Callable[[Span], str], capacity: float
 ) -> Calibration:
-    """From the spans of a run of ``config``; ``part_of`` names the GPU or the cores that a call
-    used, of which there are ``capacity``. The first iteration warms up and is left out.
+    """Estimate the durations of calls from the spans of a run of ``config``.
 
-    Raises ConfigError when there is too little to learn from.
+    ``part_of`` names the GPU or the set of cores that a call used; each has ``capacity`` (1 for a
+    GPU, else the number of cores). Spans of the first iteration, which warms up, are not used as
+    measurements, but still count as load.
+
+    Raises ConfigError if no update after the first iteration was recorded.
     """
     used = [span for span in spans if span.outcome == "done" and not _warms_up(span)]
     if not any(span.work in NEEDED for span in used):
@@ -51,15 +57,15 @@ def calibrated(
             "--from: the run's timeline.jsonl has no update after the first: train for longer"
         )
     wanted = {(span.service, span.work): cores_of(config, span, capacity) for span in spans}
-    tried = [1.0]
+    speeds = [1.0]
     if capacity > 1:
-        tried = [SLOWEST + (1 - SLOWEST) * step / (STEPS - 1) for step in range(STEPS)]
-    found = {
+        speeds = [SLOWEST + (1 - SLOWEST) * step / (STEPS - 1) for step in range(STEPS)]
+    work_at = {
         together: works(spans, part_of, lambda s: wanted[s.service, s.work], capacity, together)
-        for together in tried
+        for together in speeds
     }
-    together = min(tried, key=lambda each: _scatter(config, used, found[each]))
-    return Calibration(_durations(config, used, found[together]), together, len(used))
+    together = min(speeds, key=lambda each: _scatter(config, used, work_at[each]))
+    return Calibration(_durations(config, used, work_at[together]), together, len(used))
 
 
 def works(
@@ -69,33 +75,36 @@ def works(
     capacity: float,
     together: float,
 ) -> dict[Span, float]:
-    """Seconds of each span, had it had all that it ``wanted``, at the speed of a core that is busy
-    alone.
+    """Return the work of each span: its seconds if it had run alone.
+
+    ``wanted`` gives the cores that a span uses when it runs alone (1 on a GPU), ``together`` the
+    speed of a core while all are busy.
     """
-    found = dict.fromkeys(spans, 0.0)
+    work = dict.fromkeys(spans, 0.0)
     by_part: dict[str, list[Span]] = {}
     for span in spans:
         by_part.setdefault(part_of(span), []).append(span)
-    for mine in by_part.values():
-        edges = sorted({moment for span in mine for moment in (span.started, span.ended)})
-        begins = sorted(mine, key=lambda span: span.started)
+    for part_spans in by_part.values():
+        edges = sorted({moment for span in part_spans for moment in (span.started, span.ended)})
+        by_start = sorted(part_spans, key=lambda span: span.started)
         active: list[Span] = []
-        place = 0
-        for first, second in zip(edges, edges[1:], strict=False):
-            while place < len(begins) and begins[place].started <= first:
-                active.append(begins[place])
-                place += 1
-            active = [span for span in active if span.ended > first]
-            # an actor does one thing after the other, whatever its spans say
+        next_index = 0
+        # between two neighboring edges the set of running spans, and so their speed, is constant
+        for left, right in zip(edges, edges[1:], strict=False):
+            while next_index < len(by_start) and by_start[next_index].started <= left:
+                active.append(by_start[next_index])
+                next_index += 1
+            active = [span for span in active if span.ended > left]
+            # an actor runs one call at a time, even where its spans overlap: count it once
             load = sum({span.who: wanted(span) for span in active}.values())
-            done = (second - first) * speed(load, capacity, together)
+            done = (right - left) * speed(load, capacity, together)
             for span in active:
-                found[span] += done
-    return found
+                work[span] += done
+    return work
 
 
 def cores_of(config: RunConfig, span: Span, capacity: float) -> float:
-    """How many it wants, or 1 where its actor is on a GPU."""
+    """Return the number of cores that a call uses, or 1 if its actor is on a GPU."""
     if capacity <= 1:
         return 1.0
     if span.service == "learner" and span.work in REGENERATES:
@@ -109,7 +118,7 @@ def _warms_up(span: Span) -> bool:
 
 
 def size_of(config: RunConfig, span: Span) -> int | None:
-    """Images, samples or prompts of a call; 1 where it has no size, None where it is not known."""
+    """Return the images, samples or prompts of a call; 1 if it has no size, None if unknown."""
     if span.work == "score" and span.unit:
         return _images(config, str(span.unit[0]), span.unit[1:])
     if span.work in ("explore", "regenerate", "audit"):
@@ -120,7 +129,10 @@ def size_of(config: RunConfig, span: Span) -> int | None:
 
 
 def _trained_on(config: RunConfig, span: Span) -> int:
-    """Samples of each optimizer step's busiest replica, added up: the others wait for it."""
+    """Return the samples of each optimizer step's busiest replica, summed over the steps.
+
+    The other replicas wait for it, so it determines how long the update lasts.
+    """
     prompts, learner = config.prompts.per_iteration, config.services.learner
     shared = owners(prompts, config.selection.keep, learner.replicas, learner.share)
     iteration = span.unit[0] if span.unit else 0
@@ -129,7 +141,7 @@ def _trained_on(config: RunConfig, span: Span) -> int:
 
 
 def _images(config: RunConfig, work: str, unit: Sequence[int | str]) -> int | None:
-    """Images of one task; the third number of ``unit`` is that of a prompt's chunk or part."""
+    """Return the images of one task; ``unit[2]`` is the index of the chunk or part in a prompt."""
     part = int(unit[2]) if len(unit) > 2 else 0
     if work == "explore":
         size = config.explore.chunk_size
@@ -143,29 +155,34 @@ def _images(config: RunConfig, work: str, unit: Sequence[int | str]) -> int | No
 def _points(
     config: RunConfig, spans: Iterable[Span], work: Mapping[Span, float]
 ) -> dict[Kind, dict[int, list[float]]]:
-    """Seconds by service and work, by size."""
-    found: dict[Kind, dict[int, list[float]]] = {}
+    """Return the measured seconds, by (service, work) and by size."""
+    points: dict[Kind, dict[int, list[float]]] = {}
     for span in spans:
         size = size_of(config, span)
         if size is not None:
             name = "generate" if span.work == "regenerate" else span.work
-            sizes = found.setdefault((span.service, name), {})
-            sizes.setdefault(size, []).append(work[span])
-    return found
+            by_size = points.setdefault((span.service, name), {})
+            by_size.setdefault(size, []).append(work[span])
+    return points
 
 
 def _scatter(config: RunConfig, spans: Sequence[Span], work: Mapping[Span, float]) -> float:
-    """How much calls of one kind and size differ, weighted by the time that they take."""
-    total = 0.0
+    """Return the total absolute deviation of calls from the median of their kind and size.
+
+    It is relative to the seconds of all calls. The right ``together`` minimizes it: calls of one
+    kind and size then have the same work, however busy the cores were.
+    """
+    deviation = 0.0
     for sizes in _points(config, spans, work).values():
         for values in sizes.values():
-            middle = statistics.median(values)
-            total += sum(abs(value - middle) for value in values) / max(middle, 1e-9) * middle
-    everything = sum(work[span] for span in spans)
-    return total / max(everything, 1e-9)
+            median = statistics.median(values)
+            deviation += sum(abs(value - median) for value in values) / max(median, 1e-9) * median
+    total_work = sum(work[span] for span in spans)
+    return deviation / max(total_work, 1e-9)
 
 
 def _durations(config: RunConfig, spans: Sequence[Span], work: Mapping[Span, float]) -> Durations:
+    """Fit a line to the work of each kind of call."""
     points = _points(config, spans, work)
 
     def line(service: str, name: str) -> Line:
@@ -183,25 +200,26 @@ def _durations(config: RunConfig, spans: Sequence[Span], work: Mapping[Span, flo
         shard=line("learner", "shard"),
         load=line("rollout", "load"),
         summing=Summing(),
-        call_s=0.0,  # it is in the spans
+        call_s=0.0,  # already contained in the spans
         driver_s=0.0,
     )
 
 
 def fitted(sizes: Mapping[int, Sequence[float]]) -> Line:
-    """A line through the medians by size, with no negative part; through 0 where there is one size
-    alone.
+    """Return the least-squares line through the medians by size.
+
+    If there is only one size, or a coefficient would be negative, the line goes through 0.
     """
-    middles = {size: statistics.median(values) for size, values in sizes.items()}
-    if not middles:
+    medians = {size: statistics.median(values) for size, values in sizes.items()}
+    if not medians:
         return Line()
-    if len(middles) > 1:
-        x, y = list(middles), list(middles.values())
+    if len(medians) > 1:
+        x, y = list(medians), list(medians.values())
         mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
-        each = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-        each /= sum((a - mean_x) ** 2 for a in x)
-        fixed = mean_y - each * mean_x
-        if each >= 0 and fixed >= 0:
-            return Line(fixed, each)
-    total = sum(size * seconds for size, seconds in middles.items())
-    return Line(0.0, total / sum(size**2 for size in middles))
+        slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+        slope /= sum((a - mean_x) ** 2 for a in x)
+        intercept = mean_y - slope * mean_x
+        if slope >= 0 and intercept >= 0:
+            return Line(intercept, slope)
+    total = sum(size * seconds for size, seconds in medians.items())
+    return Line(0.0, total / sum(size**2 for size in medians))

@@ -1,7 +1,7 @@
-"""What is counted of a model and of how a run uses it: bytes, and operations of single passes.
+"""Count the bytes of a model's parts and the operations of its single passes, as a run uses them.
 
-Counting takes a minute for a large model, so the counts of the shipped presets are kept in
-``layouts/counted.json``, which ``python -m tools.count_models`` writes. Everything else is counted.
+Counting takes a minute for a large model, so the counts of the shipped presets are stored in
+``layouts/counted.json``, written by ``python -m tools.count_models``; others are counted on demand.
 """
 
 from __future__ import annotations
@@ -32,81 +32,82 @@ from policy.precision.backends import Backend
 from policy.types import DTYPES
 
 FOR_IMAGES = re.compile(r"\b(visual|vision_tower|multi_modal_projector)\b")
-"""Parts of text encoders that take images, which a prompt's text does not go through."""
+"""Parts of text encoders that process images; the text of a prompt does not pass through them."""
 KEPT = Path(__file__).parent / "layouts" / "counted.json"
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Bytes of parts, and the work of passes: ``step`` is one call of a rollout actor's denoiser
-    for a chunk, ``merged`` one of a learner's to regenerate, ``adapted`` the same with an adapter
-    beside the weights, ``training`` one forward and backward pass.
+    """Bytes of a model's parts, and the work of its passes.
+
+    ``step`` is a rollout actor's denoiser call for a chunk, ``merged`` a learner's to regenerate,
+    ``adapted`` the same with an unmerged adapter, ``training`` one forward and backward pass.
     """
 
-    weights: int  # of the denoiser, as is what follows
+    weights: int  # number of weights of the denoiser; so are the next two
     quantized: int
     trained: int
     denoiser: int  # bytes
-    targets: int  # bytes of the weights that adapters stand beside
+    targets: int  # bytes of the weights that have adapters
     rollout: int  # bytes, in the backend's format
     autoencoder: int
     text: int
     text_flops: int  # to encode one prompt: products with weights
     broadcast: int  # bytes of a version
-    changing: int  # of them what an update changes
+    changing: int  # bytes of it that an update changes
     step: PassCost
     merged: PassCost
     adapted: PassCost
     training: PassCost
     decode_flops: int  # of one image, by the model's own autoencoder
-    decode_again: int  # peak, of a learner's batch
-    decode_eager: bool  # it keeps frames from call to call: it is never compiled
+    decode_again: int  # peak bytes, for a learner's batch
+    decode_eager: bool  # the autoencoder keeps frames between calls, so it is never compiled
     proxy_decoder: int  # bytes
     proxy_flops: int  # to decode one proxy image
-    proxy_peak: int  # of a chunk, eager: compiled it is less
-    # of a model that edits: to encode one prompt's image, and the most that this allocates
+    proxy_peak: int  # peak bytes for a chunk, eager; a compiled decoder needs less
+    # editing models only: to encode one source image, and the peak bytes of that
     source_flops: int = 0
     source_peak: int = 0
 
 
 def batch_of(config: RunConfig) -> int:
-    """Images in a call of a rollout actor's denoiser."""
+    """Return the number of images in a call of a rollout actor's denoiser."""
     return min(config.explore.chunk_size, config.explore.pool_size)
 
 
 def on_gpus(config: RunConfig, service: Service) -> bool:
-    """Whether its actors compute on GPUs, or will once a layout has given them their shares."""
+    """Return True if the service's actors use GPUs, or will once a layout assigns their shares."""
     return bool(service.gpus) or config.layout is not None
 
 
 def counts_of(config: RunConfig, family: Family, backend: Backend) -> Counts:
-    """Counts that are kept, or counted now."""
+    """Return the stored counts of a configuration, or count now."""
     key = key_of(config, backend.name)
-    if (known := _kept().get(key)) is not None:
-        return known
-    here = f"{key} {family.model.path}"
-    if here not in _counted:
-        # kept with every block recomputed: another share changes the training pass alone
+    if (stored_counts := _kept().get(key)) is not None:
+        return stored_counts
+    cache_key = f"{key} {family.model.path}"
+    if cache_key not in _counted:
+        # stored with every block recomputed: another share changes only the training pass
         every = config.optimizer.model_copy(update={"gradient_checkpointing": True})
-        kept = _kept().get(key_of(config.model_copy(update={"optimizer": every}), backend.name))
-        if kept is not None:
+        stored = _kept().get(key_of(config.model_copy(update={"optimizer": every}), backend.name))
+        if stored is not None:
             base = meta.meta_denoiser(family, DTYPES[config.regenerate.precision])
             meta.adapt(base, family, config.lora)
-            _counted[here] = replace(kept, training=_training(config, family, base))
+            _counted[cache_key] = replace(stored, training=_training(config, family, base))
         else:
-            _counted[here] = count(config, family, backend)
-    return _counted[here]
+            _counted[cache_key] = count(config, family, backend)
+    return _counted[cache_key]
 
 
 def key_of(config: RunConfig, backend: str) -> str:
-    """Everything that the counts of a published architecture depend on."""
+    """Return a key of all settings that the counts of a published architecture depend on."""
     explore, dtype = config.explore, proxy_dtype(config, on_gpus(config, config.services.rollout))
     proxies = [explore.decoder, explore.decoder_path or "", str(dtype).removeprefix("torch.")]
     return " ".join([_shared_key(config, backend), *proxies])
 
 
 def _shared_key(config: RunConfig, backend: str) -> str:
-    """The same without what decodes proxy images."""
+    """Return the key without the settings of the decoder for proxy images."""
     model, lora = config.model, config.lora
     parts = [
         *(model.path, model.height, model.width, model.max_sequence_length),
@@ -131,9 +132,9 @@ def _shared_key(config: RunConfig, backend: str) -> str:
 
 
 def _rows(config: RunConfig, batch: int, *scales: float) -> int:
-    """Rows in a pass for ``batch`` images where one of ``scales`` guides."""
-    twice = config.guidance.one_pass and any(scale != 1 for scale in scales)
-    return 2 * batch if twice else batch
+    """Return the rows of a pass for ``batch`` images: doubled if any of ``scales`` guides."""
+    doubled = config.guidance.one_pass and any(scale != 1 for scale in scales)
+    return 2 * batch if doubled else batch
 
 
 def _sampling(
@@ -144,12 +145,12 @@ def _sampling(
     dtype: torch.dtype,
     groups: Mapping[str, str] | None = None,
 ) -> PassCost:
-    """Operations of one velocity of ``batch`` images, and peak and widest of a pass of ``rows``."""
+    """Return the operations for ``batch`` images; peak and widest are of a pass of ``rows``."""
     work = pass_cost.denoiser_cost(family, transformer, batch, dtype, groups)
     if rows == batch:
         return work
-    whole = pass_cost.denoiser_cost(family, transformer, rows, dtype, groups)
-    return replace(work, peak=whole.peak, widest=whole.widest)
+    all_rows = pass_cost.denoiser_cost(family, transformer, rows, dtype, groups)
+    return replace(work, peak=all_rows.peak, widest=all_rows.widest)
 
 
 @functools.cache
@@ -159,31 +160,31 @@ def _kept() -> dict[str, Counts]:
     return {
         key: row
         for key, row in kept_rows().items()
-        # a directory of that name may hold another model
+        # a local directory of that name may hold another model
         if key.partition(" ")[0] in ids and not Path(key.partition(" ")[0]).exists()
     }
 
 
 def kept_rows() -> dict[str, Counts]:
-    """The counts that are kept, by their keys."""
+    """Return the counts stored in ``counted.json``, by key."""
     return TypeAdapter(dict[str, Counts]).validate_json(KEPT.read_bytes())
 
 
 def write_kept(rows: dict[str, Counts]) -> None:
-    """Keep these counts, by their keys."""
+    """Store counts, by key, in ``counted.json``."""
     table = {key: _whole(asdict(row)) for key, row in sorted(rows.items())}
     KEPT.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
-def _whole(found: Any) -> Any:
-    """Operations and bytes as whole numbers, however they were read: rows that stay stay equal."""
-    if isinstance(found, dict):
-        return {key: _whole(value) for key, value in found.items()}
-    return int(found) if isinstance(found, float) else found
+def _whole(value: Any) -> Any:
+    """Convert floats to int, so that an unchanged row is written exactly as it was read."""
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    return int(value) if isinstance(value, float) else value
 
 
 def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
-    """Built on the meta device and run there: no weights are read."""
+    """Count by building and running the models on the meta device, without reading weights."""
     gpu = on_gpus(config, config.services.rollout)
     decoder = meta_decoder(config, family, proxy_dtype(config, gpu))
     proxy_decoder, proxy = passes.decoding_work(family, batch_of(config), decoder, gpu)
@@ -200,7 +201,7 @@ _counted: dict[str, Counts] = {}
 
 
 def _of_backend(config: RunConfig, family: Family, backend: Backend) -> Counts:
-    """What does not depend on the decoder of proxies; counted once in a process."""
+    """Return the counts that do not depend on the proxy decoder; cached per process."""
     key = f"{_shared_key(config, backend.name)} {family.model.path} {config.lora.alpha}"
     if key in _seen:
         return _seen[key]
@@ -210,41 +211,39 @@ def _of_backend(config: RunConfig, family: Family, backend: Backend) -> Counts:
     transformer, rows, layers = meta.meta_explorer(
         family, backend, config.explore.modules_to_not_convert, dtype
     )
-    sent = sizes.wire_bytes(rows, layers, adapted, backend)
-    small = config.explored_model.model_copy(update={"path": family.model.path})
-    smaller = type(family)(small)
+    wire = sizes.wire_bytes(rows, layers, adapted, backend)
+    explored_model = config.explored_model.model_copy(update={"path": family.model.path})
+    explored_family = type(family)(explored_model)
     scale = config.plan.explore.guidance if config.plan.explore else 1.0
     groups = pass_cost.groups_of(rows)
     _seen[key] = replace(
         _common(config, family),
         quantized=sum(math.prod(row.shape) for row in rows if row.quantized),
         rollout=pass_cost.held_bytes(transformer),
-        broadcast=sent.total,
-        changing=sent.changing,
-        step=_sampling(smaller, base, batch, _rows(config, batch, scale), dtype, groups),
+        broadcast=wire.total,
+        changing=wire.changing,
+        step=_sampling(explored_family, base, batch, _rows(config, batch, scale), dtype, groups),
     )
     return _seen[key]
 
 
 def _common(config: RunConfig, family: Family) -> Counts:
-    """What depends neither on the backend nor on the decoder of proxies; counted once in a
-    process.
-    """
+    """Return the counts that depend on neither backend nor proxy decoder; cached per process."""
     key = f"{_shared_key(config, '')} {family.model.path} {config.lora.alpha}"
     if key in _seen:
         return _seen[key]
-    dtype, again = DTYPES[config.regenerate.precision], config.regenerate.batch_size
+    dtype, regenerate_batch = DTYPES[config.regenerate.precision], config.regenerate.batch_size
     encoders = meta.text_encoders(family, dtype)
     base = meta.meta_denoiser(family, dtype)
     weights, denoiser = sum(p.numel() for p in base.parameters()), pass_cost.held_bytes(base)
     scales = config.guidance
-    rows = _rows(config, again, scales.regenerate, scales.evaluate)
-    merged = _sampling(family, base, again, rows, dtype)
+    rows = _rows(config, regenerate_batch, scales.regenerate, scales.evaluate)
+    merged = _sampling(family, base, regenerate_batch, rows, dtype)
     trained = meta.adapt(base, family, config.lora)
     services = config.services
     vae, gpu = meta.meta_component(family, "vae", torch.float32), on_gpus(config, services.learner)
-    autoencoder, decode = passes.decoding_work(family, again, vae, gpu)
-    adapted = _sampling(family, base, again, rows, dtype)
+    autoencoder, decode = passes.decoding_work(family, regenerate_batch, vae, gpu)
+    adapted = _sampling(family, base, regenerate_batch, rows, dtype)
     encodes = on_gpus(config, services.encoder)
     source = passes.source_work(family, dtype, encodes) if family.edits else PassCost()
     _seen[key] = Counts(
@@ -263,11 +262,11 @@ def _common(config: RunConfig, family: Family) -> Counts:
         merged=merged,
         adapted=adapted,
         training=_training(config, family, base),
-        decode_flops=round(decode.flops / again),
+        decode_flops=round(decode.flops / regenerate_batch),
         decode_again=decode.peak,
         decode_eager=keeps_frames(vae),
         proxy_decoder=autoencoder,
-        proxy_flops=round(decode.flops / again),
+        proxy_flops=round(decode.flops / regenerate_batch),
         proxy_peak=decode.peak,
         source_flops=round(source.flops),
         source_peak=source.peak,
@@ -276,7 +275,7 @@ def _common(config: RunConfig, family: Family) -> Counts:
 
 
 def _training(config: RunConfig, family: Family, adapted: nn.Module) -> PassCost:
-    """A forward and backward pass of a batch; its peak is that of the rows that guidance makes."""
+    """Return the work of a forward and backward pass; its peak includes the rows of guidance."""
     dtype, recomputed = DTYPES[config.regenerate.precision], config.optimizer.recomputed
     points = config.optimizer.batch_size
     work = passes.training_work(family, adapted, points, dtype, recomputed)
@@ -287,14 +286,15 @@ def _training(config: RunConfig, family: Family, adapted: nn.Module) -> PassCost
 
 
 def _text_flops(encoders: dict[str, nn.Module], family: Family) -> int:
-    """Products of one prompt's tokens with the weights of all linears, but those for images, which
-    the patches of its source image go through.
+    """Return the operations of all linear layers for one prompt.
+
+    Layers for images process the patches of its source image, all others its tokens.
     """
     flops = 0
     for encoder in encoders.values():
         for name, module in encoder.named_modules():
             if isinstance(module, nn.Linear):
-                image = FOR_IMAGES.search(name)
-                rows = family.source_patches if image else family.text_tokens
+                for_image = FOR_IMAGES.search(name)
+                rows = family.source_patches if for_image else family.text_tokens
                 flops += 2 * rows * module.weight.numel()
     return flops

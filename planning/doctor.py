@@ -1,4 +1,4 @@
-"""``sol-rl doctor``: what follows for a run from the facts of machines, as ``Check`` lines."""
+"""The checks of ``sol-rl doctor``: facts about machines, turned into ``Check`` lines."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from records.sinks import check_sinks
 Outcome = Literal["ok", "failed", "note"]
 LEAST_DISK_GB = 1.0
 CLOCK_S = 2.0
-"""Clocks further apart make events of a run hard to read in order."""
+"""Largest tolerated clock difference; beyond it, events of a run are hard to order."""
 SLOW_MB_S = 100.0
-"""A gigabit of weights per second and less: publishing a large model takes minutes."""
+"""Links below this (about 1 Gbit/s) are reported: publishing a large model would take minutes."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line: what was looked at, what was found, and what to do where it is wrong."""
+    """One line of the report: what was checked, the finding, and advice if something is wrong."""
 
     name: str
     outcome: Outcome
@@ -38,7 +38,7 @@ class Check:
     advice: str = ""
 
     def line(self) -> str:
-        """The line that is printed."""
+        """Return the line that is printed."""
         todo = f": {self.advice}" if self.advice else ""
         return f"{self.outcome:6}  {self.name}: {self.found}{todo}"
 
@@ -47,7 +47,7 @@ class Check:
 
 
 def of_configuration(config: RunConfig) -> list[Check]:
-    """What can be said of a configuration on the machine of the driver."""
+    """Check a configuration on the driver's machine: prompts, model, scorers, metrics port etc."""
 
     def prompts(config: RunConfig) -> None:
         train, test = (read_prompts(p) for p in (config.prompts.train, config.prompts.test))
@@ -55,28 +55,28 @@ def of_configuration(config: RunConfig) -> list[Check]:
         check_prompts(config, [*train, *test])
 
     def port(config: RunConfig) -> None:
-        at = (config.logging.prometheus_host, config.logging.prometheus_port)
+        addr = (config.logging.prometheus_host, config.logging.prometheus_port)
         try:
-            with socket.socket() as tried:
-                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                tried.bind(at)
-        # TypeError, UnicodeError: what cannot be the name of a host
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(addr)
+        # TypeError and UnicodeError: not a valid host name
         except (OSError, TypeError, UnicodeError) as error:
             why = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"{at[0]}:{at[1]} cannot be served ({why}): set logging.prometheus_port to a free"
-                " one, logging.prometheus_host to an address of this machine"
+                f"{addr[0]}:{addr[1]} cannot be served ({why}): set logging.prometheus_port to a"
+                " free one, logging.prometheus_host to an address of this machine"
             ) from None
 
-    looked: dict[str, Callable[[RunConfig], None]] = {
+    checks: dict[str, Callable[[RunConfig], None]] = {
         "prompts": prompts,
         "model": check_model,
         "scorers": check_scorers,
         "logging": check_sinks,
     }
     if config.logging.prometheus_port:
-        looked["metrics port"] = port
-    return [_checked(name, problems_of(config, check)) for name, check in looked.items()]
+        checks["metrics port"] = port
+    return [_checked(name, problems_of(config, check)) for name, check in checks.items()]
 
 
 def _checked(name: str, problems: Sequence[str], good: str = "as configured") -> Check:
@@ -84,7 +84,7 @@ def _checked(name: str, problems: Sequence[str], good: str = "as configured") ->
 
 
 def of_this_machine(config: RunConfig | None, facts: Facts) -> list[Check]:
-    """A machine that would hold all actors of a run."""
+    """Check that this machine can hold all actors of a run."""
     checks = [_machine(facts), _gpus(config, [facts])]
     if config is None:
         return checks
@@ -93,32 +93,34 @@ def of_this_machine(config: RunConfig | None, facts: Facts) -> list[Check]:
     )
     count = sum(config.services.of(kind).count for kind in kinds_of(config))
     needed, name = count * ACTOR_GB, "free memory"
-    said = f"{facts.free_gb:.1f} GB; {count} actors take {needed:.1f} GB before they load a model"
-    few = facts.free_gb < needed
-    checks.append(Check(name, "failed" if few else "ok", said, "end other programs" if few else ""))
+    found = f"{facts.free_gb:.1f} GB; {count} actors take {needed:.1f} GB before they load a model"
+    short = facts.free_gb < needed
+    checks.append(
+        Check(name, "failed" if short else "ok", found, "end other programs" if short else "")
+    )
     return checks
 
 
 def of_run_root(config: RunConfig) -> Check:
-    """Whether the driver can write runs, and has room for them."""
+    """Check that the run root is writable and has enough free disk space."""
     path = Path(config.run_root or "runs").absolute()
     try:
-        there = next(each for each in (path, *path.parents) if each.exists())
-        free = shutil.disk_usage(there).free / GB
-    except OSError as error:  # no right to look, or a name that is too long
-        why = f"{str(path)[:200]}: {error.strerror or error}"
-        return Check("run root", "failed", why, "set run_root=DIR")
-    if not there.is_dir():
-        return Check("run root", "failed", f"{there} is no directory", "set run_root=DIR")
-    if not os.access(there, os.W_OK | os.X_OK):
-        return Check("run root", "failed", f"{there} cannot be written", "set run_root=DIR")
+        existing = next(each for each in (path, *path.parents) if each.exists())
+        free = shutil.disk_usage(existing).free / GB
+    except OSError as error:  # permission denied, or a name that is too long
+        reason = f"{str(path)[:200]}: {error.strerror or error}"
+        return Check("run root", "failed", reason, "set run_root=DIR")
+    if not existing.is_dir():
+        return Check("run root", "failed", f"{existing} is no directory", "set run_root=DIR")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return Check("run root", "failed", f"{existing} cannot be written", "set run_root=DIR")
     if free < LEAST_DISK_GB:
-        return Check("run root", "failed", f"{free:.1f} GB free at {there}", "make room there")
+        return Check("run root", "failed", f"{free:.1f} GB free at {existing}", "make room there")
     return Check("run root", "ok", f"{path}, {free:.1f} GB free")
 
 
 def of_nodes(config: RunConfig | None, facts: Sequence[Facts]) -> list[Check]:
-    """The nodes of a cluster, compared with one another and with what the run needs."""
+    """Check the nodes of a cluster against one another and against what the run needs."""
     checks = [_machine(each) for each in facts]
     checks += [_alike(facts), _gpus(config, facts)]
     if config is not None:
@@ -140,21 +142,23 @@ def _machine(facts: Facts) -> Check:
 
 
 def _alike(facts: Sequence[Facts]) -> Check:
-    first, lines = facts[0], list[str]()
+    """Compare Python and package versions of all nodes with those of the first."""
+    first, differences = facts[0], list[str]()
     for other in facts[1:]:
-        mine, theirs = ({"python": each.python, **each.packages} for each in (first, other))
-        lines += [
-            f"{name} is {mine.get(name)} on {first.host}, {theirs.get(name)} on {other.host}"
-            for name in sorted({*mine, *theirs})
-            if mine.get(name) != theirs.get(name)
+        expected, actual = ({"python": each.python, **each.packages} for each in (first, other))
+        differences += [
+            f"{name} is {expected.get(name)} on {first.host}, {actual.get(name)} on {other.host}"
+            for name in sorted({*expected, *actual})
+            if expected.get(name) != actual.get(name)
         ]
-    if lines:
-        return Check("versions", "failed", "; ".join(lines), "install the same on all nodes")
-    named = f"python {first.python}, torch {first.packages.get('torch', 'not installed')}"
-    return Check("versions", "ok", f"{named} on {len(facts)} node{'s' * (len(facts) > 1)}")
+    if differences:
+        return Check("versions", "failed", "; ".join(differences), "install the same on all nodes")
+    summary = f"python {first.python}, torch {first.packages.get('torch', 'not installed')}"
+    return Check("versions", "ok", f"{summary} on {len(facts)} node{'s' * (len(facts) > 1)}")
 
 
 def _gpus(config: RunConfig | None, facts: Sequence[Facts]) -> Check:
+    """Compare the number of GPUs with the configured shares; report missing packing kernels."""
     count = sum(sum(each.gpus.values()) for each in facts)
     missing = [f"{each.host}: {each.kernels}" for each in facts if each.kernels]
     wanted = (
@@ -163,11 +167,11 @@ def _gpus(config: RunConfig | None, facts: Sequence[Facts]) -> Check:
         else 0
     )
     if config is not None and (wanted > count or (config.layout is not None and not count)):
-        asked = f"{wanted:g}" if wanted else "a layout on some"
+        requested = f"{wanted:g}" if wanted else "a layout on some"
         return Check(
             "GPUs",
             "failed",
-            f"there are {count}, the configuration asks for {asked}",
+            f"there are {count}, the configuration asks for {requested}",
             "give --address of a cluster that has them, or a configuration for CPUs",
         )
     if missing:
@@ -212,22 +216,26 @@ def _bandwidth(facts: Sequence[Facts]) -> Check:
 
 
 def of_token(joined: bool, home: Path | None = None) -> Check:
-    """Whether strangers may submit work to the cluster, which is to run code on it."""
+    """Check that Ray's token keeps strangers from submitting work, which would run their code.
+
+    ``joined`` is True for a cluster that was joined, False for a Ray started locally. ``home``
+    replaces the home directory in which the token file is searched.
+    """
     mode, name = os.environ.get("RAY_AUTH_MODE", ""), "token"
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or (home or Path.home()) / ".ray/auth_token")
-    there = os.path.isfile(file)  # False too where there is no right to look
+    exists = os.path.isfile(file)  # False also if permission is denied
     if mode and mode != "token":
         if not joined:
             return Check(name, "note", "Ray's token is off; a local Ray listens on loopback")
         advice = "RAY_AUTH_MODE=token, or a firewall around the head (docs/security.md)"
         return Check(name, "note", "off: anybody who reaches the dashboard runs code", advice)
-    if there and stat.S_IMODE(file.stat().st_mode) & 0o077:
+    if exists and stat.S_IMODE(file.stat().st_mode) & 0o077:
         return Check(name, "note", f"{file} can be read by other users", f"chmod 600 {file}")
-    return Check(name, "ok", "asked for" if there else "none needed yet")
+    return Check(name, "ok", "asked for" if exists else "none needed yet")
 
 
 def json_of(checks: Sequence[Check]) -> dict[str, object]:
-    """What ``--json`` prints."""
+    """Return the report as ``--json`` prints it."""
     return {
         "ok": all(check.outcome != "failed" for check in checks),
         "checks": [asdict(check) for check in checks],

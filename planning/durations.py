@@ -1,6 +1,7 @@
-"""What each call to an actor takes on its GPU or cores, alone or shared: what a simulation runs on.
+"""Durations of calls to actors, on their own or sharing a GPU or cores: the input of a simulation.
 
-From operations and peaks (``of_tasks``), or from the timeline of a run (``planning.calibration``).
+They are computed from operations and peaks (``of_tasks``), or estimated from the timeline of a run
+(``planning.calibration``).
 """
 
 from __future__ import annotations
@@ -19,33 +20,34 @@ LINK = 25e9
 HOST = 10e9
 """Bytes per second from an object store into an actor, and from a GPU to the host."""
 PACK = 4e9
-"""Bytes per second of what is published: from the GPU to the host, hashed, and into the object
-store, at 25, 10 and 10 GB/s one after the other.
+"""Bytes per second of publishing: copied from the GPU to the host, hashed, and put into the object
+store, one after the other at 25, 10 and 10 GB/s.
 """
 HOP_S = 2e-5
-"""Seconds of one step of a sum over nodes."""
+"""Latency in seconds of one step of a ring all-reduce over nodes."""
 CALL_S = 1e-3
-"""Seconds between driver and actor, both ways."""
+"""Seconds that a call and its answer need between driver and actor, both ways together."""
 DRIVER_S = 5e-4
-"""Seconds of the driver for each call; it does one after the other (``python -m bench driver``)."""
+"""Seconds of the driver per call; it handles one at a time (``python -m bench driver``)."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds as a straight line over how much there is to do."""
+    """Seconds as a linear function of the size of a call: ``fixed`` plus ``each`` per item."""
 
     fixed: float = 0.0
     each: float = 0.0
 
     def at(self, count: float) -> float:
-        """Seconds for ``count``."""
+        """Return the seconds for ``count`` items."""
         return max(0.0, self.fixed + self.each * count)
 
 
 @dataclass(frozen=True)
 class Summing:
-    """Replicas add up gradients in every step of the optimizer, in a ring; ``whole_s`` is what the
-    gradients of one take over a link.
+    """Ring all-reduce of the replicas' gradients in every optimizer step.
+
+    ``whole_s`` is the time in which a link carries the gradients of one replica.
     """
 
     steps: int = 1
@@ -53,7 +55,7 @@ class Summing:
     hop_s: float = HOP_S
 
     def at(self, size: int) -> float:
-        """Seconds of an iteration with ``size`` replicas."""
+        """Return the seconds of all reductions in an iteration with ``size`` replicas."""
         if size < 2:
             return 0.0
         return self.steps * 2 * (size - 1) * (self.whole_s / size + self.hop_s)
@@ -61,12 +63,13 @@ class Summing:
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds of calls. ``explore``, ``generate`` and ``score`` (by service) are over images,
-    ``update`` over the samples of one replica, ``encode`` and ``select`` over prompts.
+    """Seconds of each kind of call.
 
-    ``move``: an actor of this service leaves its GPU, or comes back. ``gathering`` is added to what
-    a learner does where its base is in shards. ``call_s`` (on the way) and ``driver_s`` (in the
-    driver) are added to every call.
+    ``explore``, ``generate`` and ``score`` (by service) are linear in images, ``update`` in the
+    samples of one replica, ``encode`` and ``select`` in prompts. ``move``, by service, is the time
+    in which an actor's weights leave its GPU, or return. ``gathering`` is added to the calls of a
+    learner whose base is sharded. ``call_s`` (in transit) and ``driver_s`` (in the driver) are
+    added to every call.
     """
 
     explore: Line
@@ -86,8 +89,9 @@ class Durations:
 
 
 def of_tasks(config: RunConfig, tasks: Tasks, counts: Counts, nodes: int) -> Durations:
-    """Durations on one kind of GPU, where ``tasks`` are an iteration's seconds on it, and the nodes
-    of the run are ``nodes``.
+    """Return the durations on one kind of GPU from ``tasks``, an iteration's seconds on it.
+
+    ``nodes`` is the number of nodes of the run.
     """
     plan, keep = config.plan, config.selection.keep
     pool = plan.explore.pool_size if plan.explore else 0
@@ -113,18 +117,16 @@ def of_tasks(config: RunConfig, tasks: Tasks, counts: Counts, nodes: int) -> Dur
 
 
 def as_measured(config: RunConfig, counted: Tasks, calls: Durations) -> Tasks:
-    """An iteration as ``counted``, with what ``calls`` took in a run in the place of what is
-    counted of them.
-    """
+    """Return ``counted`` with the durations of ``calls``, as measured in a run, in their place."""
     explore, size, plan = config.plan.explore, config.explore.chunk_size, config.plan
     pool = explore.pool_size if explore else 0
     chunks = [min(size, pool - first) for first in range(0, pool, size)]
-    again = config.selection.keep + config.audit.random_seeds if plan.regenerate else 0
-    batches = [*chunks, *([again] if again else [])]
+    regenerated = config.selection.keep + config.audit.random_seeds if plan.regenerate else 0
+    batches = [*chunks, *([regenerated] if regenerated else [])]
     return replace(
         counted,
         chunk=sum(map(calls.explore.at, chunks)) / max(1, len(chunks)),
-        regenerate=calls.generate.at(again) if again else 0.0,
+        regenerate=calls.generate.at(regenerated) if regenerated else 0.0,
         update=calls.update.at(counted.prompts * config.selection.keep) / counted.prompts,
         score={
             kind: counted.prompts * sum(map(calls.score[kind].at, batches))
@@ -138,14 +140,19 @@ def as_measured(config: RunConfig, counted: Tasks, calls: Durations) -> Tasks:
 
 
 def fetching(sent: int, nodes: int) -> float:
-    """Seconds until all nodes have what one has: those that have it pass it on."""
+    """Return the seconds to copy ``sent`` bytes from one node to all; nodes that have them forward.
+
+    The number of nodes that have them doubles in each step.
+    """
     return sent / LINK * math.ceil(math.log2(nodes)) if nodes > 1 else 0.0
 
 
 def speed(wanted: float, capacity: float, together: float) -> float:
-    """The speed of each user compared with being alone, where all together want ``wanted`` of a
-    ``capacity``: 1 for a GPU, or so many cores. ``together``: the speed of a core while all cores
-    are busy.
+    """Return the speed of each job that shares a resource, relative to running alone.
+
+    ``wanted`` is the total demand of all jobs, ``capacity`` 1 for a GPU, else the number of cores.
+    ``together`` is the speed of a core while all are busy, relative to one that is busy alone; in
+    between, the speed falls linearly with the number of busy cores.
     """
     if wanted <= 1.0:
         return 1.0

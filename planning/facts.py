@@ -1,4 +1,4 @@
-"""What ``sol-rl doctor`` finds on a machine, here or on a node. Knows no Ray."""
+"""Facts that ``sol-rl doctor`` collects about a machine, local or a node; independent of Ray."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Facts:
-    """A machine, as it is found by a process on it."""
+    """What a process can observe of the machine it runs on."""
 
     host: str
-    node: str = ""  # Ray's id; none without a cluster
+    node: str = ""  # Ray's node id; empty without a cluster
     python: str = ""
     packages: Mapping[str, str] = field(default_factory=dict[str, str])
     cores: int = 0
@@ -32,18 +32,19 @@ class Facts:
     gpus: Mapping[str, int] = field(default_factory=dict[str, int])  # by name
     driver: str = ""
     backends: tuple[str, ...] = ()
-    kernels: str = ""  # why there are none, where there are GPUs
-    problems: tuple[str, ...] = ()  # of the model and of scorers, as a run would meet them
-    shared: bool | None = None  # whether it sees what the driver wrote under the run root
-    writable: str = ""  # why it cannot write there
+    kernels: str = ""  # why packing kernels are missing, if there are GPUs
+    problems: tuple[str, ...] = ()  # with the model and scorers, as a run would report them
+    shared: bool | None = None  # True if the driver's file under the run root is visible here
+    writable: str = ""  # why the run root cannot be written; empty if it can
     now: float = 0.0
-    clock: float = 0.0  # seconds before the driver's clock, where it is known
-    bandwidth_mb_s: float | None = None  # of one version of the weights
+    clock: float = 0.0  # seconds it differs from the driver's clock by at least, if known
+    bandwidth_mb_s: float | None = None  # when receiving one version of the weights
 
 
 def examine(config: RunConfig | None = None, mark: str | None = None) -> Facts:
-    """What this process finds on its machine. ``mark``: a file that the driver wrote under the run
-    root.
+    """Return the facts about the machine of this process.
+
+    ``mark`` is a file that the driver wrote under the run root, to check that it is shared.
     """
     import torch
 

@@ -1,8 +1,9 @@
-"""What a learner whose base is in shards gathers (``policy.sharding``), as seconds of links.
+"""Seconds in which learner replicas gather a sharded base model (``policy.sharding``).
 
-A pass gathers all weights of the base, a backward pass once more; each of n replicas receives the
-n - 1 shares that it has not. Nothing of it is taken to be hidden behind computing. Gradients of
-adapters, which every replica has whole, are added up as ever: ``planning.durations.Summing``.
+A forward pass gathers all weights of the base, a backward pass gathers them once more; each of n
+replicas receives the n - 1 shards that it does not hold. No overlap of gathering with computation
+is assumed. Adapters are not sharded: their gradients are all-reduced
+(``planning.durations.Summing``).
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gathering:
-    """How long the base takes on a link, and how often it is gathered.
+    """Time to gather the base once, and how often each kind of call gathers it.
 
-    ``near_s`` and ``far_s``: seconds in which a link carries the whole base, between GPUs of a node
-    (there are ``node`` of them) and between nodes. The base is gathered ``generate`` times for a
-    batch of ``batch`` images, ``train`` times for a sample of an update, and ``publish`` times for
-    a version. A prompt has ``images`` to generate and ``samples`` to train on.
+    ``near_s`` and ``far_s`` are the seconds in which a link carries the whole base, between GPUs of
+    one node (which has ``node`` GPUs) and between nodes. The base is gathered ``generate`` times
+    per batch of ``batch`` images, ``train`` times per sample of an update, and ``publish`` times
+    per published version. A prompt has ``images`` to generate and ``samples`` to train on.
     """
 
     near_s: float = 0.0
@@ -32,27 +33,30 @@ class Gathering:
     samples: int = 0
 
     def once(self, replicas: int) -> float:
-        """Seconds until each of so many replicas has the whole base; on one node if they fit."""
+        """Return the seconds of one gather by ``replicas`` replicas, on one node if they fit."""
         whole = self.near_s if replicas <= self.node else self.far_s
         return whole * (replicas - 1) / replicas
 
     def generating(self, images: float, replicas: int) -> float:
-        """Seconds of gathering in a task that generates so many images."""
+        """Return the seconds of gathering in a task that generates ``images`` images."""
         return math.ceil(images / self.batch) * self.generate * self.once(replicas)
 
     def training(self, samples: float, replicas: int) -> float:
-        """Seconds of gathering while a replica trains on so many samples."""
+        """Return the seconds of gathering while a replica trains on ``samples`` samples."""
         return samples * self.train * self.once(replicas)
 
     def of_prompt(self, replicas: int, part: float) -> tuple[float, float]:
-        """(to regenerate it, such a ``part`` at a time; to train on it), by one replica."""
-        again = self.generating(self.images * part, replicas) / part if self.images else 0.0
-        return again, self.training(self.samples, replicas)
+        """Return one replica's seconds for a prompt: (to regenerate it, to train on it).
+
+        ``part`` is the share of the prompt's images that is regenerated per task.
+        """
+        regenerating = self.generating(self.images * part, replicas) / part if self.images else 0.0
+        return regenerating, self.training(self.samples, replicas)
 
     def publishing(self, replicas: int) -> float:
-        """Seconds of gathering to publish a version."""
+        """Return the seconds of gathering to publish a version."""
         return self.publish * self.once(replicas)
 
 
 NOTHING = Gathering()
-"""Of a base that is whole on every replica."""
+"""The base is not sharded: every replica holds all of it."""

@@ -1,4 +1,4 @@
-"""Bytes that each actor holds, by what they are for."""
+"""Memory of each actor in bytes, by purpose."""
 
 from __future__ import annotations
 
@@ -23,35 +23,39 @@ Held = dict[str, dict[str, int | None]]
 
 
 def parts_of(config: RunConfig, counts: Counts, backend: str, held: Held) -> dict[str, Parts]:
-    """What of ``held`` may leave a GPU between turns: of rollout actors and of the learner."""
-    # layers keep the packed input of their last product
-    kept = {"rollout": round(counts.step.widest * _per_element(backend)), "learner": 0}
-    found: dict[str, Parts] = {}
-    for service in kept.keys() & held.keys():
-        sizes = {what: size or 0 for what, size in held[service].items()}
-        models = sum(size for what, size in sizes.items() if what.startswith(MODELS))
-        passes = sum(size for what, size in sizes.items() if what.startswith("passes"))
-        found[service] = Parts(models, max(0, passes - kept[service]))
-    return found
+    """Return the bytes of rollout actors and learner that may leave a GPU between turns."""
+    # layers keep the packed input of their last product, so it stays on the GPU
+    packed_bytes = {"rollout": round(counts.step.widest * _per_element(backend)), "learner": 0}
+    parts: dict[str, Parts] = {}
+    for service in packed_bytes.keys() & held.keys():
+        by_purpose = {what: size or 0 for what, size in held[service].items()}
+        models = sum(size for what, size in by_purpose.items() if what.startswith(MODELS))
+        passes = sum(size for what, size in by_purpose.items() if what.startswith("passes"))
+        parts[service] = Parts(models, max(0, passes - packed_bytes[service]))
+    return parts
 
 
 MODELS = ("denoiser", "autoencoder", "tiny autoencoder")
-"""How the entries of what may leave a GPU begin."""
+"""Prefixes of the entries for models that may leave a GPU."""
 
 
 def _per_element(backend: str) -> float:
-    """Bytes of an element of an activation that kernels have packed: in the format of weights,
-    scales included. Packed by operations of torch it takes several times as much; ``auto`` does
-    not.
+    """Return the bytes of one activation element packed by kernels; 0 if nothing is quantized.
+
+    It has the format of the weights, scales included. Packing by torch operations needs several
+    times as much; ``auto`` does not do that.
     """
-    found = BACKENDS[backend]
-    return found.bits / 8 if found.quantizes else 0.0
+    spec = BACKENDS[backend]
+    return spec.bits / 8 if spec.quantizes else 0.0
 
 
 def held_of(
     config: RunConfig, counts: Counts, family: Family, backend: str, dtype: torch.dtype
 ) -> Held:
-    """Bytes by service and purpose; of the learner replica with most prompts. None: not known."""
+    """Return the bytes of an actor by service and purpose; None marks an unknown size.
+
+    The learner is the replica with the most prompts.
+    """
     held: Held = {}
     if config.plan.explore:
         held["rollout"] = _rollout(config, counts, backend)
@@ -62,14 +66,14 @@ def held_of(
             held[kind] = {f"scorer {scorer.label}": _scorer(scorer) for scorer in chosen}
     held["encoder"] = {"text encoders": counts.text}
     if family.edits:
-        size = counts.autoencoder * dtype.itemsize // 4  # counted as it decodes, in FP32
+        size = counts.autoencoder * dtype.itemsize // 4  # its count is in FP32
         held["encoder"][f"autoencoder, {config.regenerate.precision}"] = size
         held["encoder"]["passes, one image to edit"] = counts.source_peak
     return held
 
 
 def _scorer(scorer: Scorer) -> int | None:
-    """Bytes of a scorer's model, built once in a process."""
+    """Return the bytes of a scorer's model, or None if unknown; cached in this process."""
     key = scorer.model_dump_json()
     size = _built.get(key)
     if size is None and (size := model_bytes(scorer)) is not None:
@@ -81,11 +85,12 @@ _built: dict[str, int] = {}
 
 
 def _rollout(config: RunConfig, counts: Counts, backend: str) -> dict[str, int | None]:
+    """Return the bytes of a rollout actor, by purpose."""
     unquantized = backend == config.regenerate.precision
     gpus = on_gpus(config, config.services.rollout)
     precision = "bf16" if proxy_dtype(config, gpus) == torch.bfloat16 else "fp32"
     tiny = "tiny " if config.explore.decoder == "tiny" else ""
-    # the packed input of one layer at a time, on GPUs; the emulation on a CPU packs nothing
+    # GPUs hold the packed input of one layer at a time; the emulation on a CPU packs nothing
     packed = counts.step.widest * _per_element(backend) if gpus else 0.0
     return {
         f"denoiser, {backend}": counts.denoiser if unquantized else counts.rollout,
@@ -99,19 +104,20 @@ def _rollout(config: RunConfig, counts: Counts, backend: str) -> dict[str, int |
 def _learner(
     config: RunConfig, counts: Counts, family: Family, dtype: torch.dtype
 ) -> dict[str, int | None]:
+    """Return the bytes of the learner replica with the most prompts, by purpose."""
     objective = build_objective(config.objective, config.stop.max_kl is not None)
     adapters = adapters_of(config, objective)
-    sampled, points = config.regenerate.batch_size, config.optimizer.batch_size
+    images, points = config.regenerate.batch_size, config.optimizer.batch_size
     per_prompt = sizes.conditioning_bytes(family, dtype, bool(config.guidance.stages))
     replicas = config.services.learner.replicas
     prompts = _prompts(config)
-    base, merges = config.lora.base, config.lora.base == "full"
+    base, merged_base = config.lora.base, config.lora.base == "full"
     saved, widest = _packed(config, family, dtype)
-    what = "merged weights" if merges else "adapters"
+    weights = "merged weights" if merged_base else "adapters"
     denoiser, gathered, parts = _sharded(config, counts, family, dtype)
     merged = math.ceil(counts.targets / parts)
     held: dict[str, int | None] = {
-        f"{denoiser}, {config.regenerate.precision if merges else base}": (
+        f"{denoiser}, {config.regenerate.precision if merged_base else base}": (
             math.ceil((counts.denoiser - saved) / parts)
         ),
         **gathered,
@@ -119,15 +125,15 @@ def _learner(
         f"{len(adapters)} adapters, fp32": len(adapters) * counts.trained * 4,
         "optimizer, fp32": 2 * counts.trained * 4,
         "conditioning": prompts * per_prompt,
-        f"passes, {sampled} images on {what} or {points} points": max(
-            merged + counts.merged.peak if merges else counts.adapted.peak + widest,
+        f"passes, {images} images on {weights} or {points} points": max(
+            merged + counts.merged.peak if merged_base else counts.adapted.peak + widest,
             counts.decode_again,
             counts.training.peak + widest,
             _checking(config, counts),
         ),
     }
     if config.plan.explore and not on_gpus(config, config.services.learner):
-        # in host memory wherever the learner computes; here that is what the model lies in
+        # always in host memory, so it counts only for a learner that computes on CPUs
         held["last version, what changes of it, its adapter"] = (
             counts.broadcast + counts.changing + 4 * counts.trained
         )
@@ -137,14 +143,16 @@ def _learner(
 
 
 def _prompts(config: RunConfig) -> int:
-    """Prompts of which the busiest replica holds samples."""
-    each, more = divmod(config.prompts.per_iteration, config.services.learner.replicas)
+    """Return the number of prompts of which the busiest replica holds samples."""
+    per_replica, remainder = divmod(config.prompts.per_iteration, config.services.learner.replicas)
     if config.services.learner.share == "samples":
-        return min(config.prompts.per_iteration, each + 1 + bool(more))  # parts at both ends
-    return each + bool(more)
+        # a run of samples has partial prompts at both ends
+        return min(config.prompts.per_iteration, per_replica + 1 + bool(remainder))
+    return per_replica + bool(remainder)
 
 
 def _packed(config: RunConfig, family: Family, dtype: torch.dtype) -> tuple[int, int]:
+    """Return (bytes saved by packing the base, bytes of its largest weight unpacked), or zeros."""
     base, patterns = config.lora.base, config.explore.modules_to_not_convert
     return (0, 0) if base == "full" else sizes.packed_base(family, base, patterns, dtype)
 
@@ -152,12 +160,13 @@ def _packed(config: RunConfig, family: Family, dtype: torch.dtype) -> tuple[int,
 def _sharded(
     config: RunConfig, counts: Counts, family: Family, dtype: torch.dtype
 ) -> tuple[str, dict[str, int | None], int]:
-    """(what a replica has of the denoiser, what it gathers of it, of how many parts it is one)."""
+    """Return (label of a replica's part of the denoiser, bytes it gathers, number of parts)."""
     learner = config.services.learner
     if learner.shard == "none" or learner.replicas == 1:
         return "denoiser", {}, 1
     shards = sizes.shards_of(family, dtype)
-    # one that computes, the next one on its way, and each as it arrives, before it is laid out
+    # the block that computes and the next one being gathered, each also as received, before it is
+    # copied into its layout
     gathered = shards.always + 4 * shards.largest
     return (
         f"1/{learner.replicas} of the denoiser",
@@ -167,12 +176,10 @@ def _sharded(
 
 
 def _checking(config: RunConfig, counts: Counts) -> int:
-    """What the identity check has beside the learner's own weights: those it has published, and a
-    pass of one image.
-    """
+    """Return the extra bytes of the identity check: published weights, and a pass of one image."""
     if not config.plan.explore or not config.audit.identity_every:
         return 0
-    # what is not published is the learner's own, or loaded again where that is in shards
-    again = config.services.learner.shard == "base"
-    one = counts.step.peak // batch_of(config)
-    return (counts.rollout if again else counts.broadcast) + one
+    # unpublished weights are the learner's own, or are loaded again if those are sharded
+    sharded = config.services.learner.shard == "base"
+    one_image = counts.step.peak // batch_of(config)
+    return (counts.rollout if sharded else counts.broadcast) + one_image

@@ -1,4 +1,4 @@
-"""A plan as text."""
+"""Text and JSON output of a plan."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from planning.stages import training_points
 
 
 def lines_of(plan: Plan) -> list[str]:
-    """What ``sol-rl plan`` prints: configuration, placement, memory, bytes, operations and, where a
-    peak is assumed, seconds.
+    """Return the lines that ``sol-rl plan`` prints.
+
+    They give the configuration, placement, memory, bytes, operations and, if a peak is assumed,
+    seconds.
     """
     return [
         *_summary(plan),
@@ -30,16 +32,16 @@ def lines_of(plan: Plan) -> list[str]:
 
 
 def json_of(plan: Plan) -> dict[str, object]:
-    """What ``sol-rl plan --json`` prints; null where no seconds are predicted."""
+    """Return what ``sol-rl plan --json`` prints; null for seconds that are not predicted."""
     if plan.outlook is not None:
         return as_json(plan.config, plan.outlook)
     seconds = iteration_seconds(plan, plan.device) if plan.device else None
-    nothing = {"bound_s": None, "layout": None, "idle_share": {}, "arms": {}}
+    unknown = {"bound_s": None, "layout": None, "idle_share": {}, "arms": {}}
     return {
         "name": plan.config.name,
         "arm": plan.config.arm,
         "iteration_s": seconds,
-        **nothing,
+        **unknown,
         "problem": plan.problem,
     }
 
@@ -47,7 +49,9 @@ def json_of(plan: Plan) -> dict[str, object]:
 def _summary(plan: Plan) -> list[str]:
     config, arm = plan.config, plan.config.plan
     recomputed = config.optimizer.recomputed
-    again = f"; {recomputed:.0%} of the blocks computed again going backward" if recomputed else ""
+    recomputation = (
+        f"; {recomputed:.0%} of the blocks computed again going backward" if recomputed else ""
+    )
     points, others = training_points(config)
     keep, model = config.selection.keep, config.model
     explore = "explore     nothing"
@@ -56,17 +60,17 @@ def _summary(plan: Plan) -> list[str]:
             f"explore     {arm.explore.pool_size} seeds, {arm.explore.steps} steps"
             f" {arm.explore.solver}, {plan.backend} ({plan.why})"
         )
-    small, scales = config.explored_model, config.guidance
-    if arm.explore is not None and small != model:
-        explore += f", {_size(small)}"
+    explored_model, scales = config.explored_model, config.guidance
+    if arm.explore is not None and explored_model != model:
+        explore += f", {_size(explored_model)}"
     full = f"{config.regenerate.steps} steps {arm.solver}, {config.regenerate.precision}"
     regenerate = (
         f"{keep} seeds, {full}" if arm.regenerate else "nothing: trained on what was explored"
     )
     guidance = "" if model.guidance is None else f", embedded guidance {model.guidance:g}"
     if scales.stages:
-        each = ", ".join(f"{stage} {scales.scale(stage):g}" for stage in scales.stages)
-        guidance += f", classifier-free guidance ({each})"
+        stages = ", ".join(f"{stage} {scales.scale(stage):g}" for stage in scales.stages)
+        guidance += f", classifier-free guidance ({stages})"
     return [
         (
             f"{config.name}: arm {config.arm}, objective {config.objective.name},"
@@ -81,7 +85,7 @@ def _summary(plan: Plan) -> list[str]:
         (
             f"  update      {keep} samples x {points} points, {others:.3g} passes of other policies"
             f" beside the trained one; LoRA rank {config.lora.rank} alpha {config.lora.alpha:g},"
-            f" {plan.trained / 1e6:.1f} million parameters{again}"
+            f" {plan.trained / 1e6:.1f} million parameters{recomputation}"
         ),
         (
             f"  quantized   {plan.quantized_weights / 1e9:.4g} of {plan.all_weights / 1e9:.4g}"
@@ -214,7 +218,10 @@ def _assumed(device: Device) -> str:
 
 
 def iteration_seconds(plan: Plan, device: Device) -> float:
-    """Seconds of an iteration as laid on GPUs; without GPUs max(explore, regenerate) + update."""
+    """Return the predicted seconds of an iteration.
+
+    Without a prediction for a layout on GPUs it is max(explore, regenerate) + update.
+    """
     if plan.outlook is not None:
         return plan.outlook.prediction.iteration
     seconds = {name: stage.seconds(device) for name, stage in plan.stages.items()}
@@ -229,7 +236,7 @@ def _warnings(plan: Plan) -> list[str]:
         service = services.of(kind)
         room = service.gpus * device.memory_gb if device is not None else 0.0
         needed = sum(size or 0 for size in parts.values()) / GB
-        if kind in TAKE_TURNS and services.takes_turns:  # nobody keeps to its share then
+        if kind in TAKE_TURNS and services.takes_turns:  # their shares do not bound their memory
             continue
         if room and needed > room:
             lines.append(

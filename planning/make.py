@@ -1,8 +1,8 @@
-"""``sol-rl plan``: what a run needs and how long an iteration may take, with nothing loaded.
+"""``sol-rl plan``: the resources that a run needs and the time of an iteration, without loading it.
 
-Sizes and operations are counted on the architecture (``policy.pass_cost``); where actors would go
-is asked of ``planning.placement``. Seconds are those of ``policy.precision.cost``: passes and
-decoding alone, without scoring, transfers and publishing.
+Sizes and operations are counted on the architecture (``policy.pass_cost``); actors are placed by
+``planning.placement``. The seconds of a stage come from ``policy.precision.cost``: denoiser passes
+and decoding alone, without scoring, transfers and publishing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Plan:
-    """All that ``lines`` prints, in bytes; ``memory`` is per actor of a kind, by purpose."""
+    """All values that ``planning.lines`` prints; sizes are in bytes.
+
+    ``memory`` has the bytes of one actor, by service and purpose.
+    """
 
     config: RunConfig
     source: str
@@ -53,8 +56,8 @@ class Plan:
     all_weights: int
     trained: int
     memory: dict[str, dict[str, int | None]]
-    broadcast: int  # bytes of a version, which a new rollout actor is sent
-    changing: int  # of them what is sent after every update
+    broadcast: int  # bytes of a version, sent to a new rollout actor
+    changing: int  # bytes of it that are sent again after every update
     store: dict[str, int]
     stages: dict[str, Stage]
     evaluation: Stage
@@ -62,15 +65,16 @@ class Plan:
     nodes: Sequence[Node] = ()
     placed: Mapping[str, str] = field(default_factory=dict)
     problem: str | None = None  # why there is no placement
-    outlook: Outlook | None = None  # None: not known which GPUs, or there are none
-    scenarios: Scenarios | None = None  # to simulate, where there is an outlook
+    outlook: Outlook | None = None  # None: the GPUs are unknown, or there are none
+    scenarios: Scenarios | None = None  # input of a simulation; None without an outlook
 
 
 def make_plan(
     config: RunConfig, given: Assumptions | None = None, nodes: Sequence[Node] | None = None
 ) -> Plan:
-    """The plan of a run on ``nodes``, or on as few assumed ones as do. Loads no weights. Raises
-    ConfigError.
+    """Return the plan of a run on ``nodes``, or on the smallest sufficient number of assumed nodes.
+
+    Loads no weights. Raises ConfigError if the configuration cannot be planned.
     """
     given = given or Assumptions()
     refuse_too_many(config, MOST_NODES * given.node_cpus, MOST_NODES * given.node_gpus, nodes)
@@ -90,20 +94,26 @@ def make_plan(
 def layout_of(
     config: RunConfig, given: Assumptions, nodes: Sequence[Node] | None = None
 ) -> Choice | None:
-    """The layout alone, as ``make_plan`` chooses it. Raises DoesNotFit, ConfigError."""
+    """Return only the layout that ``make_plan`` would choose, or None if there is none to choose.
+
+    Raises DoesNotFit if no layout fits, ConfigError for other faults of the configuration, and
+    ValueError or FileNotFoundError for a model that is unsuitable or missing.
+    """
     with described(config) as (family, _):
         gpus = _gpus(config, given, nodes)
         return laid_out(with_recomputation(config, family, gpus, given), family, gpus, given).choice
 
 
 def _gpus(config: RunConfig, given: Assumptions, nodes: Sequence[Node] | None) -> Sequence[Gpus]:
-    """The GPUs that a layout may use, or that the services' shares fill; none where nobody has a
-    share, or nothing is known of those there are.
+    """Return the GPUs that a layout may use, or as many as hold the configured shares.
+
+    The result is empty if no service has a share of a GPU, or if the kind of the given GPUs is
+    unknown and no layout has to be chosen.
     """
-    wanted = given.gpus or (config.layout.gpus if config.layout else None)
+    requested = given.gpus or (config.layout.gpus if config.layout else None)
     if nodes is not None:
         try:
-            return used(known_gpus(nodes, given), wanted)
+            return used(known_gpus(nodes, given), requested)
         except ConfigError:
             if to_choose(config):
                 raise
@@ -116,13 +126,13 @@ def _gpus(config: RunConfig, given: Assumptions, nodes: Sequence[Node] | None) -
                 " for a layout on them"
             )
         return []
-    one = Gpus(name, 1, device.memory_gb, given.node_cpus / given.node_gpus)
-    if wanted or to_choose(config):
-        return [replace(one, count=wanted or given.node_gpus)]
+    single = Gpus(name, 1, device.memory_gb, given.node_cpus / given.node_gpus)
+    if requested or to_choose(config):
+        return [replace(single, count=requested or given.node_gpus)]
     numbers = numbers_of(config)
     counts = range(1, MOST_NODES * given.node_gpus + 1)
-    fitting = (count for count in counts if lay(numbers, [replace(one, count=count)]))
-    return [replace(one, count=count) for count in (next(fitting, 0),) if count]
+    sufficient = (count for count in counts if lay(numbers, [replace(single, count=count)]))
+    return [replace(single, count=count) for count in (next(sufficient, 0),) if count]
 
 
 def _with_outlook(
@@ -133,21 +143,21 @@ def _with_outlook(
     gpus: Sequence[Gpus],
     given: Assumptions,
 ) -> Plan:
-    """With the prediction, where it is known which GPUs the actors lie on."""
+    """Return the plan with its prediction, unchanged if the actors' GPUs are unknown."""
     numbers = choice.best.numbers if choice else numbers_of(plan.config)
     laid = lay(numbers, gpus) if gpus else None
     if laid is None or not any("learner" in each.actors for each in laid):
         return plan
     costs = costs_of(plan.config, family, gpus, given)
     tasks, arms = costs.tasks, arms_of(asked, family, gpus, given)
-    free = {kind: replace(each, chunk=0.0) for kind, each in tasks.items()}
-    mine = Candidate(numbers, predict(numbers, laid, tasks), None)
-    scenario = scenario_of(plan.config, mine, family, gpus, given, costs)
+    free_exploring = {kind: replace(each, chunk=0.0) for kind, each in tasks.items()}
+    own = Candidate(numbers, predict(numbers, laid, tasks), None)
+    scenario = scenario_of(plan.config, own, family, gpus, given, costs)
     outlook = Outlook(
         gpus,
         scenario.prediction,
         bound(tasks, gpus),
-        predict(numbers, laid, free).iteration,
+        predict(numbers, laid, free_exploring).iteration,
         {arm: each.prediction for arm, each in arms.found.items()},
         choice,
         arms_not=arms.why_not,
@@ -155,10 +165,10 @@ def _with_outlook(
         gathered=gathered(numbers, tasks),
     )
     more = one_more(asked, family, gpus, given) if choice else {}
-    looked = [each for each in choice.table if each.prediction] if choice else []
-    table = [scenario_of(asked, each, family, gpus, given, costs) for each in looked]
+    predicted = [each for each in choice.table if each.prediction] if choice else []
+    table = [scenario_of(asked, each, family, gpus, given, costs) for each in predicted]
     scenarios = Scenarios(scenario, arms.found, more, table)
-    homes = {
+    gpus_of_stage = {
         stage: float(sum(each.count for each in laid if kind in each.actors)) or 1.0
         for stage, kind in (
             ("explore", "rollout"),
@@ -166,14 +176,18 @@ def _with_outlook(
             ("update", "learner"),
         )
     }
-    stages = {name: replace(stage, gpus=homes[name]) for name, stage in plan.stages.items()}
-    evaluation = replace(plan.evaluation, gpus=homes["update"])
+    stages = {name: replace(stage, gpus=gpus_of_stage[name]) for name, stage in plan.stages.items()}
+    evaluation = replace(plan.evaluation, gpus=gpus_of_stage["update"])
     return replace(plan, stages=stages, evaluation=evaluation, outlook=outlook, scenarios=scenarios)
 
 
 @contextmanager
 def described(config: RunConfig) -> Iterator[tuple[Family, str]]:
-    """(family, where its architecture comes from), the published one for a known hub id."""
+    """Yield (family, source of its architecture), with published files for a known hub id.
+
+    A local directory takes precedence. Raises ValueError or FileNotFoundError for a model that is
+    missing or unsuitable.
+    """
     model = config.model
     known = None if Path(model.path).exists() else named_by(model.path)
     with tempfile.TemporaryDirectory(prefix="sol-rl-plan-") as scratch:
@@ -183,7 +197,7 @@ def described(config: RunConfig) -> Iterator[tuple[Family, str]]:
         try:
             family = family_for(model)
             family.check(config.guidance, config.services.learner.shard == "base")
-        except ValueError as error:  # names the model, not where its files were written for this
+        except ValueError as error:  # name the model, not the temporary directory
             raise ValueError(str(error).replace(scratch, config.model.path)) from None
         yield (
             family,
@@ -198,11 +212,11 @@ def _plan(
     backend, why = backend_of(config, accelerator)
     dtype = DTYPES[config.regenerate.precision]
     counts = counts_of(config, family, backend)
-    sent = WireBytes(counts.broadcast, counts.changing) if config.plan.explore else NOTHING_SENT
+    wire = WireBytes(counts.broadcast, counts.changing) if config.plan.explore else NOTHING_SENT
     if device is not None:
         device = with_format(device, accelerator, backend, given.quantized_peak_tflops)
     stages, evaluation = stages_of(config, counts)
-    there, placed, problem = _placement(config, given, accelerator, nodes)
+    used_nodes, placed, problem = _placement(config, given, accelerator, nodes)
     return Plan(
         config=config,
         source=source,
@@ -212,13 +226,13 @@ def _plan(
         all_weights=counts.weights,
         trained=counts.trained,
         memory=held_of(config, counts, family, backend.name, dtype),
-        broadcast=sent.total,
-        changing=sent.changing,
-        store=puts(config, family, sent, dtype),
+        broadcast=wire.total,
+        changing=wire.changing,
+        store=puts(config, family, wire, dtype),
         stages=stages,
         evaluation=evaluation,
         device=device,
-        nodes=there,
+        nodes=used_nodes,
         placed=placed,
         problem=problem,
     )
@@ -230,8 +244,10 @@ def _plan(
 def _placement(
     config: RunConfig, given: Assumptions, accelerator: str | None, nodes: Sequence[Node] | None
 ) -> tuple[Sequence[Node], Mapping[str, str], str | None]:
-    """(nodes, node id by actor, None), or why there is none. Without ``nodes``: as few as do of
-    those assumed.
+    """Return (nodes, node id by actor, problem); problem is None if all actors have a place.
+
+    Without ``nodes`` it tries increasing numbers of assumed ones, up to ``MOST_NODES``, and returns
+    the problem of the first attempt if none suffices.
     """
     needs = needs_of(config)
     if nodes is not None:
@@ -241,12 +257,12 @@ def _placement(
             return nodes, {}, str(error)
     labels = {"ray.io/accelerator-type": accelerator} if accelerator else {}
     problem = ""
-    least = max(
+    fewest = max(
         1,
         math.ceil(sum(need.gpus for need in needs) / given.node_gpus),
         math.ceil(sum(need.cpus for need in needs) / given.node_cpus),
     )
-    for count in range(least, max(least, MOST_NODES) + 1):
+    for count in range(fewest, max(fewest, MOST_NODES) + 1):
         assumed = [
             Node(f"node {i + 1}", given.node_cpus, given.node_gpus if accelerator else 0, labels)
             for i in range(count)

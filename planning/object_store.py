@@ -1,4 +1,4 @@
-"""What a run puts into Ray's object stores, and how large these have to be."""
+"""Bytes that a run puts into Ray's object stores, and the size that these must have."""
 
 from __future__ import annotations
 
@@ -18,41 +18,49 @@ from policy.families import Family
 NUMBERS = {2: "two", 3: "three"}
 NOTHING_SENT = WireBytes(0, 0)
 SPILLS_AT = 0.8
-"""Share of an object store from which on Ray writes objects to disk
+"""Used share of an object store above which Ray spills objects to disk
 (``RAY_object_spilling_threshold``).
 """
 
 
 def versions_held(config: RunConfig) -> int:
-    """Versions that a store holds at once: the newest, those chunks may name, the next one."""
+    """Return the policy versions that a store holds at once.
+
+    These are the newest one, those that chunks explored ahead may name, and the next one.
+    """
     return 2 + config.explore_ahead
 
 
 def versions_bytes(config: RunConfig, sent: WireBytes) -> int:
-    """Bytes of the versions that a store holds at once, which share what no update changes.
+    """Return the bytes of the versions that a store holds at once.
 
-    A run that goes back to a checkpoint publishes one of them whole again, so that for a moment
-    there may be more.
+    They share the shards that no update changes. A run that goes back to a checkpoint publishes one
+    version in full again, so that there may briefly be more.
     """
     return sent.total + (versions_held(config) - 1) * sent.changing
 
 
 def store_size(held: int) -> int:
-    """Bytes to start a node's object store with: ``held`` and a tenth more for images and
-    samples, all below the share from which on Ray spills to disk, in whole 100 MB.
+    """Return the bytes with which to start a node's object store, rounded up to 100 MB.
+
+    It fits ``held`` bytes and 10% more for images and samples below the share at which Ray spills
+    to disk.
     """
     step = 10**8
     return math.ceil(held * 1.1 / SPILLS_AT / step) * step
 
 
 def puts(config: RunConfig, family: Family, sent: WireBytes, dtype: torch.dtype) -> dict[str, int]:
-    """The most that an iteration puts into the object stores, with one copy of each object."""
+    """Return the most bytes that an iteration puts into the object stores, by purpose.
+
+    Each object is counted once, without copies on other nodes.
+    """
     prompts, keep = config.prompts.per_iteration, config.selection.keep
     latent = 4 * int(np.prod(family.latent_shape))
     explored = config.plan.explore.pool_size if config.plan.explore else 0
     regenerated = (keep + config.audit.random_seeds) if config.plan.regenerate else 0
     objective = build_objective(config.objective, config.stop.max_kl is not None)
-    # the path with its start, and the latents themselves
+    # the states of the path, including its start, and the final latents
     states = config.regenerate.steps + 2 if objective.path_solver else 1
     kept = regenerated * states + (0 if config.plan.regenerate else explored)
     conditioning = sizes.conditioning_bytes(family, dtype, bool(config.guidance.stages))
@@ -71,8 +79,10 @@ def puts(config: RunConfig, family: Family, sent: WireBytes, dtype: torch.dtype)
 
 
 def _encoded(config: RunConfig) -> int:
-    """Prompts whose conditioning is held: of iterations that are explored or trained on, and of the
-    next one, encoded beside them; or of all that the run uses.
+    """Return the number of prompts whose conditioning is held at once.
+
+    These are the prompts of the iterations that are explored or trained on, and of the next one,
+    which is encoded meanwhile; with ``prompts.encode_once``, all prompts that the run uses.
     """
     count, prompts = config.iterations, config.prompts
     if not prompts.encode_once:

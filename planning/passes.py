@@ -1,6 +1,7 @@
-"""What training, decoding and reading a source image take: run on the meta device, and counted.
+"""Count the work of training, decoding and encoding a source image by running it on meta tensors.
 
-Modules are built without memory (``policy.meta``). What sampling takes is in ``policy.pass_cost``.
+Modules are built without memory (``policy.meta``). The work of sampling is counted in
+``policy.pass_cost``.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from policy.tally import Tally, fused_attention
 def training_work(
     family: Family, transformer: nn.Module, batch: int, dtype: torch.dtype, recomputed: float
 ) -> PassCost:
-    """Forward and backward pass of ``batch`` points, a share of the blocks ``recomputed``; the peak
-    has the adapter's gradients in it.
+    """Return the work of a forward and backward pass of ``batch`` training points.
+
+    ``recomputed`` is the share of blocks whose activations are recomputed in the backward pass. The
+    peak includes the gradients of the adapter.
     """
     model: Diffusers = transformer
     checkpoint_blocks(model, recomputed)
@@ -44,25 +47,28 @@ def training_work(
 def decoding_work(
     family: Family, batch: int, decoder: nn.Module | None = None, gpu: bool = False
 ) -> tuple[int, PassCost]:
-    """(bytes of the decoder, work of decoding ``batch`` latents as configured). ``decoder`` is one
-    on the meta device; None: the model's own autoencoder in FP32. ``gpu``: it runs on one.
+    """Return (bytes of the decoder, work of decoding ``batch`` latents as configured).
 
-    Clips are decoded one at a time, as ``Family.decode`` does it.
+    ``decoder`` is a module on the meta device; None: the model's own autoencoder in FP32. ``gpu``
+    says that it will run on a GPU, where convolutions need more memory (``policy.tally``). Clips
+    are decoded one at a time, as in ``Family.decode``.
     """
     vae: Diffusers = meta_component(family, "vae", torch.float32) if decoder is None else decoder
     if family.model.vae_slicing:
         vae.enable_slicing()
     if family.model.vae_tiling:
         vae.enable_tiling()
-    together = 1 if family.video else batch
-    latents = torch.empty(together, *family.latent_shape, device=META, dtype=vae.dtype)
+    decoded_at_once = 1 if family.video else batch
+    latents = torch.empty(decoded_at_once, *family.latent_shape, device=META, dtype=vae.dtype)
     with torch.no_grad(), fused_attention(), Tally(converts=gpu) as tally:
         family.pixels(vae, latents).float().clamp(0, 1)
-    return held_bytes(vae), replace(PassCost.of(tally), flops=tally.flops * (batch // together))
+    return held_bytes(vae), replace(
+        PassCost.of(tally), flops=tally.flops * (batch // decoded_at_once)
+    )
 
 
 def source_work(family: Family, dtype: torch.dtype, gpu: bool = False) -> PassCost:
-    """The encoder's autoencoder on the image that a prompt edits, in ``dtype``."""
+    """Return the work of encoding one source image with the autoencoder in ``dtype``."""
     vae: Diffusers = meta_component(family, "vae", dtype)
     image = torch.empty(1, *family.source_shape, device=META, dtype=dtype)
     with torch.no_grad(), fused_attention(), Tally(converts=gpu) as tally:

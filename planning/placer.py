@@ -1,4 +1,4 @@
-"""Which actor is on which node while a run lives, and what nodes have left for others."""
+"""Bookkeeping of the node of each actor during a run, and of the resources left on each node."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from configs.schema import RunConfig
 from planning.placement import Need, Node, NoRoom, need_of, needs_of, place
 
 SETTLED_S = 10.0
-"""For this long after we started or ended an actor on a node, Ray's count of that node is stale."""
+"""Seconds for which Ray's count of a node is stale after an actor was started or ended there."""
 
 
 class Placer:
-    """Call ``refresh`` before placing any."""
+    """Chooses and records the node of each actor of a run.
+
+    Call ``refresh`` before placing actors.
+    """
 
     def __init__(self, config: RunConfig, clock: Callable[[], float] = time.monotonic):
         self._config, self._clock = config, clock
@@ -24,18 +27,20 @@ class Placer:
         self._changed: dict[str, float] = {}  # by node: when a place was last taken or released
 
     def refresh(self, free: Sequence[Node], running: Collection[str] = ()) -> dict[str, list[str]]:
-        """Take over Ray's nodes and what is ``free``; returns the actors of nodes that are gone.
+        """Update the nodes from Ray's ``free`` resources; return the actors of lost nodes, by node.
 
-        Of a known node the old count stays while an actor placed there is not ``running``, and for
-        ``SETTLED_S`` after a place there was taken or released: Ray's count lags behind, and a
-        dying actor may hold its share for a while. Otherwise a node offers what is free and what
-        our own actors hold: other jobs come and go.
+        The recorded size of a known node is kept while an actor placed there is not ``running``,
+        and for ``SETTLED_S`` after a place there was taken or released: Ray's count lags behind,
+        and a dying actor may hold its share for a while. Otherwise the size of a node is what is
+        free plus what the run's own actors hold, as other jobs come and go.
         """
-        ours: dict[str, dict[str, Need]] = {}  # by node
+        own_actors: dict[str, dict[str, Need]] = {}  # by node
         for actor, (need, where) in self._held.items():
-            ours.setdefault(where, {})[actor] = need
+            own_actors.setdefault(where, {})[actor] = need
         alive = set(running)
-        self._nodes = {node.id: self._count(node, ours.get(node.id, {}), alive) for node in free}
+        self._nodes = {
+            node.id: self._count(node, own_actors.get(node.id, {}), alive) for node in free
+        }
         lost: dict[str, list[str]] = {}
         for actor, (_, where) in tuple(self._held.items()):
             if where not in self._nodes:
@@ -43,16 +48,16 @@ class Placer:
                 del self._held[actor]
         return lost
 
-    def _count(self, free: Node, ours: Mapping[str, Need], running: set[str]) -> Node:
-        """A node with the resources that it would have free without ``ours``."""
+    def _count(self, free: Node, own_actors: Mapping[str, Need], running: set[str]) -> Node:
+        """Return a node with the resources that would be free without the run's own actors."""
         now, known = self._clock(), self._nodes.get(free.id)
-        # a node that is new to us holds none of our actors
+        # a node that was not known holds no actors of this run
         if known is None:
             return free
         settled = now - self._changed.setdefault(free.id, now) >= SETTLED_S
-        if not settled or not ours.keys() <= running:
+        if not settled or not own_actors.keys() <= running:
             return known
-        taken = ours.values()
+        taken = own_actors.values()
         return replace(
             free,
             cpus=free.cpus + sum(need.cpus for need in taken),
@@ -60,17 +65,17 @@ class Placer:
         )
 
     def place_all(self, kinds: Iterable[str]) -> None:
-        """Choose a node for every actor that a run starts with. Raises NoRoom."""
+        """Choose a node for every actor that a run starts with. Raises NoRoom if there is none."""
         needs = needs_of(self._config, kinds)
         self._hold(needs, place(needs, list(self._nodes.values()), self._held))
 
     def reserve(self, actors: Sequence[str]) -> None:
-        """Choose nodes for actors that will be started soon: for all, or raises NoRoom."""
+        """Choose nodes for actors that will be started soon. Raises NoRoom unless all have one."""
         needs = [self.need(actor) for actor in actors]
         self._hold(needs, place(needs, list(self._nodes.values()), self._held))
 
     def reserve_some(self, actors: Sequence[str]) -> int:
-        """Choose nodes for as many of the first actors as there is room for; returns how many."""
+        """Choose nodes for as many of the first actors as have room; return their number."""
         for count in range(len(actors), 0, -1):
             try:
                 self.reserve(actors[:count])
@@ -80,11 +85,14 @@ class Placer:
         return 0
 
     def put(self, actors: Sequence[str], nodes: Sequence[str]) -> None:
-        """Places that Ray has granted, a node for each actor, whatever our count of it says."""
+        """Record the node that Ray granted to each actor, even if no room was recorded there."""
         self._hold([self.need(actor) for actor in actors], dict(zip(actors, nodes, strict=True)))
 
     def take(self, actor: str) -> str:
-        """The node to start an actor on: first the planned one, later a new one. Raises NoRoom."""
+        """Return the node to start an actor on: the planned one at first, a new one at restarts.
+
+        Raises NoRoom if no node has room.
+        """
         if actor not in self._planned or actor not in self._held:
             self.release(actor)
             self.reserve([actor])
@@ -93,22 +101,22 @@ class Placer:
         return self._held[actor][1]
 
     def need(self, actor: str) -> Need:
-        """The needs of an actor, by its name."""
+        """Return the needs of an actor, given its name."""
         kind = actor.rpartition("-")[0]
         return replace(need_of(kind, 0, self._config.services.of(kind)), actor=actor)
 
     def where(self, actor: str) -> str | None:
-        """The node id chosen for an actor, if any."""
+        """Return the node id chosen for an actor, or None."""
         held = self._held.get(actor)
         return held[1] if held else None
 
     @property
     def placed(self) -> list[tuple[Need, str]]:
-        """What every actor with a place needs, and the node id that was chosen for it."""
+        """The needs and the chosen node id of every actor that has a place."""
         return list(self._held.values())
 
     def release(self, actor: str) -> None:
-        """The actor is gone; its share is free again."""
+        """Free the place of an actor that has ended."""
         self._touch(actor)
         self._held.pop(actor, None)
         self._planned.discard(actor)

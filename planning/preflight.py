@@ -1,4 +1,4 @@
-"""What can be found wrong with a run, within seconds, before anything is started."""
+"""Checks of a configuration that take seconds and run before anything is started."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rewards.base import ScorerSetupError
 
 
 def check_model(config: RunConfig) -> None:
-    """Raises ConfigError for a model that is missing or unsuitable; reads no weights."""
+    """Raise ConfigError for a model that is missing or unsuitable, without reading weights."""
     try:
         family = family_for(config.model)
         family.check(config.guidance, config.services.learner.shard == "base")
@@ -53,7 +53,8 @@ def check_model(config: RunConfig) -> None:
             f"model.path: {error.filename or config.model.path}: cannot be read"
             f" ({error.strerror or error})"
         ) from None
-    # diffusers and our families compute with what a file says: with other types anything may come
+    # diffusers and the families compute with the values of these files: wrong types may raise any
+    # of these
     except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         why = " ".join(str(error).split())[:200]
         raise ConfigError(
@@ -63,8 +64,9 @@ def check_model(config: RunConfig) -> None:
 
 
 def check_prompts(config: RunConfig, prompts: Sequence[Prompt]) -> None:
-    """Raises ConfigError where prompts do not fit the model: every prompt of a family that edits
-    has an image that can be read, no prompt of another has one.
+    """Raise ConfigError if prompts do not suit the model.
+
+    Every prompt of an editing family needs a readable image; prompts of other families have none.
     """
     edits = FAMILIES[config.model.family].edits
     for prompt in prompts:
@@ -84,30 +86,30 @@ def check_prompts(config: RunConfig, prompts: Sequence[Prompt]) -> None:
 
 
 def layers_on_disk(family: Family) -> list[str]:
-    """Paths of layers that the transformer certainly has, by its files on this machine.
+    """Return paths of layers that the transformer certainly has, read from its local files.
 
-    A weight matrix with a bias beside it is a linear or a convolution. What matches one of them
-    is no mistake, and the model need not be built to say so, which takes seconds.
+    A weight matrix with a bias is a linear layer or a convolution. A pattern that matches one of
+    these paths is known to be valid without building the model, which would take seconds.
     """
-    found: list[str] = []
+    layers: list[str] = []
     parts, directory = family.transformers, Path(family.directory)
     for part, file in ((p, file) for p in parts for file in (directory / p).glob("*.safetensors")):
-        before = f"{part}." if len(parts) > 1 else ""
-        # of a damaged file its loader tells; here it only shows nothing
+        prefix = f"{part}." if len(parts) > 1 else ""
+        # a damaged file is reported when it is loaded; here it just contributes no layers
         with suppress(SafetensorError, OSError), safe_open(file, framework="np") as opened:
             names = set(opened.keys())
             biased = (n.removesuffix(".bias") for n in names if n.endswith(".bias"))
             matrices = [path for path in biased if f"{path}.weight" in names]
-            found += (
-                before + path
+            layers += (
+                prefix + path
                 for path in matrices
                 if len(opened.get_slice(f"{path}.weight").get_shape()) > 1
             )
-    return found
+    return layers
 
 
 def check_explored(config: RunConfig) -> None:
-    """Raises ValueError for a size of proxy images that the model cannot draw."""
+    """Raise ValueError if the model cannot generate proxy images of the configured size."""
     try:
         family = family_for(config.explored_model)
         if family.edits:
@@ -121,20 +123,23 @@ def check_explored(config: RunConfig) -> None:
 
 
 def check_explorers(config: RunConfig) -> None:
-    """Raises ValueError for what explorers on CPUs cannot run; actors on GPUs say it themselves."""
+    """Raise ValueError if rollout actors on CPUs cannot run the configured backend.
+
+    Actors on GPUs report it themselves when they start.
+    """
     if config.plan.explore is not None and not config.services.rollout.gpus:
         resolve_backend(config.plan.explore.backend, "cpu")
 
 
 def check_scorers(config: RunConfig) -> None:
-    """Raises ConfigError for scorers that are unknown, not importable or without their weights."""
+    """Raise ConfigError for scorers that are unknown, not importable or without their weights."""
     for scorer in config.rewards.everyone:
         own = config.services.scorers.get(scorer.label)
         if own is not None and own.runtime_env:
             continue  # its module may exist in its actors' environment only
         try:
             module = resolve(scorer.name).partition(":")[0]
-            found = importlib.util.find_spec(module)
+            spec = importlib.util.find_spec(module)
             check_settings(scorer)
         except ScorerSetupError as error:
             raise ConfigError(str(error)) from None
@@ -143,7 +148,7 @@ def check_scorers(config: RunConfig) -> None:
             raise ConfigError(
                 f"rewards.scorers: {scorer.name!r} cannot be imported ({error}): {advice}"
             ) from None
-        if found is None:
+        if spec is None:
             raise ConfigError(
                 f"rewards.scorers: {scorer.name!r}: there is no module {module!r}: put its"
                 " directory on PYTHONPATH"
@@ -151,7 +156,7 @@ def check_scorers(config: RunConfig) -> None:
 
 
 def check_resumable(config: RunConfig, rundir: RunDirectory) -> None:
-    """Raises ConfigError where resuming would give other results: fields or prompts changed."""
+    """Raise ConfigError if resuming would change results: the configuration or prompts differ."""
     changed = differences(rundir.configuration(), config)
     if changed:
         raise ConfigError(
@@ -166,11 +171,11 @@ def check_resumable(config: RunConfig, rundir: RunDirectory) -> None:
 
 
 def problems_of(config: RunConfig, *checks: Callable[[RunConfig], None]) -> list[str]:
-    """The lines of what these checks refuse."""
-    found: list[str] = []
+    """Run the checks and return the lines of their ConfigErrors."""
+    lines: list[str] = []
     for check in checks:
         try:
             check(config)
         except ConfigError as error:
-            found += error.lines
-    return found
+            lines += error.lines
+    return lines

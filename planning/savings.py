@@ -1,5 +1,6 @@
-"""What would make a run fit on GPUs that are too small for it: settings that save memory, tried one
-after the other, the cheapest in time first.
+"""Suggest settings that save memory, for a run that does not fit on its GPUs.
+
+They are tried cumulatively, in the order of the time that they cost.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from planning.placement import Node
 
 @dataclass(frozen=True)
 class Saving:
-    """Settings, and what they cost."""
+    """Settings that save memory, and a description of what they cost."""
 
     settings: tuple[str, ...]
     costs: str
-    needs: tuple[str, ...] = ()  # what has to be set with it
-    instead_of: str | None = None  # an earlier setting that it does not go with
+    needs: tuple[str, ...] = ()  # settings that it requires
+    instead_of: str | None = None  # key of an earlier setting that it replaces
 
 
 FEW = 8  # images or points in a pass
@@ -64,49 +65,49 @@ SAVINGS = (
 def savings_lines(
     config: RunConfig, given: Assumptions, nodes: Sequence[Node] | None = None
 ) -> Iterator[str]:
-    """A line per saving, on top of those before it, up to the first with which the run fits.
+    """Yield a line per saving, each on top of those before, up to the first that makes it fit.
 
-    ``config`` does not fit. Counts each, which may take a minute for a large model.
+    ``config`` does not fit. Every step counts the model, which may take a minute for a large one.
     """
     settings: dict[str, str] = {}
     for saving in SAVINGS:
-        new = [one for one in saving.settings if lowers(config, one)]
-        if not new:
+        added = [one for one in saving.settings if lowers(config, one)]
+        if not added:
             continue
         needs = [one for one in saving.needs if lowers(config, one)]
-        new = [*(one for one in needs if one.partition("=")[0] not in settings), *new]
+        added = [*(one for one in needs if one.partition("=")[0] not in settings), *added]
         tried = {key: value for key, value in settings.items() if key != saving.instead_of}
-        tried |= dict(one.split("=") for one in new)
+        tried |= dict(one.split("=") for one in added)
         try:
             smaller = changed(config, tried)
-        except ConfigError:  # it does not go with what the configuration says
+        except ConfigError:  # incompatible with the rest of the configuration
             continue
         settings = tried
-        told = " ".join(f"--set {one}" for one in new)
+        options = " ".join(f"--set {one}" for one in added)
         try:
             choice = layout_of(smaller, given, nodes)
-        except DoesNotFit as short:
-            if not short.gb:  # it is not possible on these GPUs
+        except DoesNotFit as error:
+            if not error.gb:  # not possible on these GPUs at all
                 continue
-            yield f"  {short.gb:6.1f} GB, {short.short:.1f} short, with {told}: {saving.costs}"
+            yield f"  {error.gb:6.1f} GB, {error.short:.1f} short, with {options}: {saving.costs}"
             continue
-        except ValueError:  # nor with the model
+        except ValueError:  # not supported by the model
             continue
         gb = choice.best.gb if choice else 0.0
-        yield f"  {gb:6.1f} GB, fits, with {told}: {saving.costs}"
+        yield f"  {gb:6.1f} GB, fits, with {options}: {saving.costs}"
         return
     yield "  nothing else is known that saves memory: fewer pixels, or a larger GPU"
 
 
 def changed(config: RunConfig, settings: dict[str, str]) -> RunConfig:
-    """``config`` with settings by their keys; what it leaves to a layout stays open."""
+    """Return ``config`` with other settings, by key; values left to a layout stay unset."""
     tree: Tree = config.model_dump(mode="json", exclude_unset=True)
     apply(tree, *(f"{key}={value}" for key, value in settings.items()))
     return parse(tree)
 
 
 def lowers(config: RunConfig, setting: str) -> bool:
-    """Whether ``key=value`` changes anything: a number that is lower already does not."""
+    """Return True if ``key=value`` saves memory: it has no effect if a number is already as low."""
     key, _, text = setting.partition("=")
     value: object = config
     for name in key.split("."):

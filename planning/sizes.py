@@ -1,6 +1,4 @@
-"""Bytes of a model's parts, before anything is loaded: what is held, what is gathered, and what is
-sent.
-"""
+"""Bytes of a model's parts that are held, gathered or sent, computed without loading weights."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from policy.sharding import blocks_of
 def packed_base(
     family: Family, packing: frozen.FrozenFormat, patterns: tuple[str, ...], dtype: torch.dtype
 ) -> tuple[int, int]:
-    """(bytes that packing the learner's frozen weights saves, bytes of the largest unpacked)."""
+    """Return (bytes saved by packing the frozen weights, bytes of the largest one unpacked)."""
     key = (family.model.path, patterns)
     if key not in _rows:
         base = meta_denoiser(family, dtype)
@@ -39,12 +37,12 @@ def packed_base(
 class Shards(NamedTuple):
     """Bytes of a denoiser whose weights are sharded by ``policy.sharding``."""
 
-    largest: int  # of the weights that are gathered as one, the largest
-    always: int  # what no block has, which stays gathered for a whole pass
+    largest: int  # the largest block; each block is gathered as a whole
+    always: int  # weights outside all blocks, which stay gathered for a whole pass
 
 
 def shards_of(family: Family, dtype: torch.dtype) -> Shards:
-    """What a pass through the sharded denoiser gathers."""
+    """Return the sizes that a pass through the sharded denoiser gathers."""
     key = (family.model.path, dtype)
     if key not in _shards:
         transformer = meta_denoiser(family, dtype)
@@ -54,13 +52,13 @@ def shards_of(family: Family, dtype: torch.dtype) -> Shards:
 
 
 _shards: dict[tuple[str, torch.dtype], Shards] = {}
-"""What ``shards_of`` found, by model and type."""
+"""Cache of ``shards_of``, by model path and dtype."""
 _rows: dict[tuple[str, tuple[str, ...]], list[ModuleRow]] = {}
-"""What ``packed_base`` found, by model and patterns: building a large model takes seconds."""
+"""Cache of ``packed_base``, by model path and patterns: building a large model takes seconds."""
 
 
 def adapted_bytes(transformer: nn.Module) -> int:
-    """Bytes of the weights that adapters stand beside: what merging holds a second time."""
+    """Return the bytes of the weights that have adapters: merging holds these a second time."""
     weights = (
         layer.get_base_layer().get_parameter("weight") for _, layer in adapted_modules(transformer)
     )
@@ -68,7 +66,7 @@ def adapted_bytes(transformer: nn.Module) -> int:
 
 
 class WireBytes(NamedTuple):
-    """Bytes that a new rollout actor is sent, and bytes that are sent after each update."""
+    """Bytes that are sent to a new rollout actor, and bytes that are sent after each update."""
 
     total: int
     changing: int
@@ -80,7 +78,7 @@ def wire_bytes(
     adapted: Sequence[str],
     backend: Backend,
 ) -> WireBytes:
-    """Bytes of packed layers, and of merged weights of unquantized ones (``learner.publish``)."""
+    """Return the bytes of packed layers and of merged unquantized weights (``learner.publish``)."""
     packed = {
         name: sum(tensor.nbytes for tensor in layer.wire_targets().values())
         for name, layer in layers.items()
@@ -93,6 +91,6 @@ def wire_bytes(
 
 
 def conditioning_bytes(family: Family, dtype: torch.dtype, guided: bool) -> int:
-    """Bytes of one prompt's row, with the negative prompt beside it where there is guidance."""
+    """Return the bytes of one prompt's conditioning, with the negative prompt's if ``guided``."""
     row = conditioning_like(family, 1, dtype).tensors.values()
     return (1 + guided) * sum(tensor.nbytes for tensor in row)

@@ -1,4 +1,4 @@
-"""Passes of an iteration's parts, from what single passes take (``planning.counting``)."""
+"""Work of the stages of an iteration, from the counts of single passes (``planning.counting``)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from policy.precision.cost import COMPILED, Step, seconds
 
 @dataclass(frozen=True)
 class Part:
-    """So many calls of one pass of the denoiser; ``quantized``: with quantized layers."""
+    """A number of calls of one kind of denoiser pass; ``quantized``: with quantized layers."""
 
     calls: float
     step: Step
@@ -32,51 +32,53 @@ class Part:
 
 @dataclass(frozen=True)
 class Stage:
-    """Passes and operations of a part of an iteration, over all its actors; ``narrow``: what is
-    decoded is decoded in BF16; ``compiled``: by a compiled decoder.
+    """Passes and operations of one stage of an iteration, summed over all its actors.
+
+    ``narrow``: images are decoded in BF16, else in FP32. ``compiled``: the decoder is compiled.
     """
 
     parts: Sequence[Part]
     decoding: float = 0.0
     narrow: bool = False
     compiled: bool = False
-    gpus: float = 1.0  # of all its actors; none uses more than one
+    gpus: float = 1.0  # GPUs of all its actors; an actor uses one at most
 
     @property
     def denoising(self) -> float:
-        """Operations of the denoiser."""
+        """Operations of the denoiser, quantized ones included."""
         return sum(part.calls * part.step.flops for part in self.parts)
 
     @property
     def quantized(self) -> float:
-        """Those of them in quantized layers."""
+        """Operations of the denoiser in quantized layers."""
         return sum(part.calls * part.step.quantized for part in self.parts if part.quantized)
 
     @property
     def flops(self) -> float:
-        """All operations."""
+        """Operations of denoising and decoding."""
         return self.denoising + self.decoding
 
     def seconds(self, device: Device) -> float:
-        """Seconds that it takes on its GPUs."""
-        at = {quantized: device.rates(quantized) for quantized in (False, True)}
+        """Return the seconds of the stage, spread evenly over its GPUs."""
+        rates = {quantized: device.rates(quantized) for quantized in (False, True)}
         busy = sum(
-            part.calls * seconds(part.step, at[part.quantized], compiled=part.compiled)
+            part.calls * seconds(part.step, rates[part.quantized], compiled=part.compiled)
             for part in self.parts
         )
-        narrow, wide = at[False].decoding
-        decoding = self.decoding / (narrow if self.narrow else wide)
+        bf16, fp32 = rates[False].decoding
+        decoding = self.decoding / (bf16 if self.narrow else fp32)
         return (busy + decoding * (COMPILED["decoder"] if self.compiled else 1.0)) / self.gpus
 
 
 def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stage]:
-    """Explore, regenerate and update of an iteration, and an evaluation.
+    """Return (the stages explore, regenerate and update of an iteration, an evaluation).
 
-    Nothing is quantized for an arm that explores at full precision.
+    A stage that the arm does not have is left out. Nothing is quantized for an arm that explores at
+    full precision.
     """
     prompts, plan, full = config.prompts.per_iteration, config.plan, config.regenerate
     learner, scales = config.services.learner, config.guidance
-    mine = learner.count * (min(1.0, learner.gpus) or 1.0)
+    learner_gpus = learner.count * (min(1.0, learner.gpus) or 1.0)
     stages: dict[str, Stage] = {}
 
     def merged(images: float, guidance: float) -> Part:
@@ -89,18 +91,18 @@ def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stag
 
     def drawing(part: Part, images: float) -> Stage:
         compiled = full.compile and on_gpus(config, learner) and not counts.decode_eager
-        return Stage([part], images * counts.decode_flops, compiled=compiled, gpus=mine)
+        return Stage([part], images * counts.decode_flops, compiled=compiled, gpus=learner_gpus)
 
     if plan.explore is not None:
         stages["explore"] = _exploring(config, counts)
     if plan.regenerate:
         images = prompts * (config.selection.keep + config.audit.random_seeds)
         objective = build_objective(config.objective, config.stop.max_kl is not None)
-        # paths are drawn with adapters beside the weights
-        beside = objective.path_solver or config.lora.base != "full"
+        # paths are sampled with the adapter unmerged
+        unmerged = objective.path_solver or config.lora.base != "full"
         count, scale = images * full.steps, scales.regenerate
-        one = adapted(count, scale, full.compile) if beside else merged(count, scale)
-        stages["regenerate"] = drawing(one, images)
+        part = adapted(count, scale, full.compile) if unmerged else merged(count, scale)
+        stages["regenerate"] = drawing(part, images)
     points, others = training_points(config)
     trained = prompts * config.selection.keep * points
     calls = trained / config.optimizer.batch_size * passes(scales.train)
@@ -109,12 +111,13 @@ def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stag
         Part(calls, counts.training, compiled=compiled),
         adapted(trained * others, scales.train, compiled),
     ]
-    stages["update"] = Stage(parts, gpus=mine)
+    stages["update"] = Stage(parts, gpus=learner_gpus)
     images = config.evaluate.prompts * config.evaluate.noises
     return stages, drawing(merged(images * config.evaluate.steps, scales.evaluate), images)
 
 
 def _exploring(config: RunConfig, counts: Counts) -> Stage:
+    """Return the explore stage of a configuration that explores."""
     explore, rollout = config.plan.explore, config.services.rollout
     assert explore is not None
     images = config.prompts.per_iteration * explore.pool_size
@@ -122,31 +125,31 @@ def _exploring(config: RunConfig, counts: Counts) -> Stage:
     backend = BACKENDS.get(explore.backend)  # None: "auto", which quantizes
     quantized = backend is None or backend.quantizes
     area = pixels(config.explored_model) / pixels(config.model)
-    gpu, whole = on_gpus(config, rollout), config.explore.decoder == "full"
+    gpu, full_decoder = on_gpus(config, rollout), config.explore.decoder == "full"
     return Stage(
         [Part(calls, counts.step, quantized, config.explore.compile)],
         decoding=images * counts.proxy_flops * area,
         narrow=proxy_dtype(config, gpu) == torch.bfloat16,
-        compiled=config.explore.compile and gpu and not (counts.decode_eager and whole),
+        compiled=config.explore.compile and gpu and not (counts.decode_eager and full_decoder),
         gpus=rollout.actors * (min(1.0, rollout.gpus) or 1.0),
     )
 
 
 def pixels(model: Model) -> int:
-    """Pixels of an image, or of all frames of a clip."""
+    """Return the pixels of an image, or of all frames of a clip."""
     return model.height * model.width * (model.frames or 1)
 
 
 def passes(guidance: float) -> int:
-    """Velocities per step at a scale of classifier-free guidance."""
+    """Return the velocities per step at a scale of classifier-free guidance: 1 or 2."""
     return 1 if guidance == 1 else 2
 
 
 def training_points(config: RunConfig) -> tuple[int, float]:
-    """(training points of each sample, forward passes of each point beside the trained one).
+    """Return (training points per sample, forward passes per point besides the trained one).
 
-    Where the sampling policy is a copy of the trained one, its pass is saved until the first
-    optimizer step of an iteration.
+    If the sampling policy is a copy of the trained one, its pass is saved up to the first optimizer
+    step of an iteration.
     """
     objective: Any = build_objective(config.objective, config.stop.max_kl is not None)
     steps = config.regenerate.steps

@@ -1,4 +1,4 @@
-"""The prediction that ``auto`` chooses by, as ``sol-rl plan`` prints it."""
+"""Lines of ``sol-rl plan`` with the predicted speeds by which backend ``auto`` is resolved."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from policy.precision.counting import step_of
 from records.tables import aligned
 
 COUNTED_WITH = "torch_nvfp4"
-"""Whose layers are counted: those of ``fp8`` are the same but for odd shapes."""
+"""Backend whose layers are counted; those of ``fp8`` are the same except for odd shapes."""
 
 
 def step_lines(config: RunConfig) -> list[str]:
-    """Predicted speed of a rollout actor's step against BF16 on every GPU that is known, at the
-    run's own model, size and chunk; nothing for a run without GPUs or without exploring.
+    """Return lines with the predicted speed of a rollout actor's step against BF16, per known GPU.
+
+    The step has the run's own model, image size and chunk size. The result is empty for a run
+    without GPUs or without exploring.
     """
     if config.plan.explore is None or not (config.services.rollout.gpus or config.layout):
         return []

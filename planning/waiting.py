@@ -1,4 +1,4 @@
-"""How long replicas of the learner wait for each other after the optimizer's steps."""
+"""Time that learner replicas spend waiting for each other after each optimizer step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from learner.dealing import Dealing
 
 
 def owners(prompts: int, samples: int, replicas: int, share: Share) -> np.ndarray:
-    """The replica, int [prompts x samples], of each sample, as ``actors.sharing`` shares them."""
+    """Return the replica of each sample, int [prompts x samples], as in ``actors.sharing``."""
     total = prompts * samples
     if share == "prompts":
         return np.repeat(np.arange(prompts) % replicas, samples)
@@ -21,13 +21,13 @@ def owners(prompts: int, samples: int, replicas: int, share: Share) -> np.ndarra
 
 @dataclass(frozen=True)
 class Waiting:
-    """Of updates with ``samples`` of each prompt, dealt to the optimizer's steps."""
+    """Waiting in updates with ``samples`` per prompt, dealt to optimizer steps by ``dealing``."""
 
     samples: int = 0
     dealing: Dealing = Dealing()
 
     def longer(self, prompts: int, replicas: int, share: Share) -> float:
-        """How many times longer an update lasts than its busiest replica computes."""
+        """Return the duration of an update relative to the computation of its busiest replica."""
         if self.dealing.steps == 1 or replicas == 1:
             return 1.0
         return _longer(self, prompts, replicas, share)
@@ -39,4 +39,4 @@ def _longer(waiting: Waiting, prompts: int, replicas: int, share: Share) -> floa
 
 
 NOBODY = Waiting()
-"""There is one step, after which the iteration's update ends for all."""
+"""No waiting: there is one optimizer step, after which the update ends for all replicas."""

@@ -1,1 +1,1 @@
-"""The real driver on a virtual clock: pools, queues and ring, with actors that only take time."""
+"""Simulation of a run: the real driver on a virtual clock, with actors that only take time."""

@@ -1,7 +1,7 @@
-"""Actors that take time and answer with messages of the right shape, without tensors.
+"""Simulated actors that take time and return messages of the right shape, without tensors.
 
-A method here has the name, the arguments and the kind of answer of the actor's that it stands for;
-a value that would travel by reference is a ``Token``.
+Each method has the name, arguments and answer type of the method of the real actor that it
+replaces; a value that would be passed by reference is a ``Token``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from policy.sampling.noise import stream_seed
 
 @dataclass(frozen=True)
 class Token:
-    """Stands for what an actor would have made."""
+    """Placeholder for a value that a real actor would have produced."""
 
 
 TOKEN = Token()
@@ -50,11 +50,11 @@ SAME = ProbeResult(np.zeros((1, 1), np.float32), "simulated")
 
 @dataclass(frozen=True)
 class Took:
-    """An answer, and the seconds of work that it takes when the actor is alone. ``wanted``: cores,
-    where they are not those of its actor's other calls.
+    """An answer, and the seconds of work that it takes if the actor runs alone.
 
-    ``steps``: the seconds of parts after each of which all replicas wait for each other, and then
-    take ``together`` seconds.
+    ``steps``: seconds of the parts of the work; after each, all replicas wait for each other and
+    then need ``together`` seconds. ``wanted``: the cores that the call uses; None: those of the
+    actor's other calls.
     """
 
     seconds: float
@@ -65,28 +65,28 @@ class Took:
 
 
 class Simulated:
-    """What all kinds have in common."""
+    """Base class of all simulated actors."""
 
     def __init__(self, durations: Durations, index: int, replicas: int, backend: str | None):
         self.durations, self.index = durations, index
         self.replicas, self.backend = replicas, backend
 
     def ready(self) -> Took:
-        """See ``actors``."""
+        """Return the actor's info at once, as if its models were loaded."""
         return Took(0.0, ActorInfo(0, "simulated", backend=self.backend))
 
 
 class TakesTurns(Simulated):
-    """What may leave a GPU between its turns."""
+    """Base class of simulated actors that may leave a GPU between their turns."""
 
     service = ""
 
     def begin_turn(self) -> Took:
-        """Back on the GPU."""
+        """Move the weights back to the GPU."""
         return self._moves()
 
     def end_turn(self) -> Took:
-        """Into host memory."""
+        """Move the weights to host memory."""
         return self._moves()
 
     def _moves(self) -> Took:
@@ -95,16 +95,16 @@ class TakesTurns(Simulated):
 
 
 class Encoder(Simulated):
-    """Stands for ``EncoderActor``."""
+    """Simulated ``EncoderActor``."""
 
     def encode(self, groups: list[list[str]], images: list[list[Images]] | None = None) -> Took:
-        """A token per group."""
+        """Return the seconds and a token per group."""
         seconds = self.durations.encode.at(sum(map(len, groups)))
         return Took(seconds, (seconds, *(TOKEN for _ in groups)))
 
 
 class Rollout(TakesTurns):
-    """Stands for ``RolloutActor``."""
+    """Simulated ``RolloutActor``."""
 
     service = "rollout"
 
@@ -115,22 +115,22 @@ class Rollout(TakesTurns):
         sent: Sequence[int],
         *shards: ObjectRef[object],
     ) -> Took:
-        """The acknowledgement."""
+        """Acknowledge the loaded weights."""
         loaded = WeightsId(manifest.version, manifest.checksum, backend)
         return Took(self.durations.load.at(1), loaded)
 
     def explore(self, request: ExploreChunk, conditioning: object) -> Took:
-        """Seconds, images, samples."""
+        """Return the seconds, and tokens for images and samples."""
         seconds = self.durations.explore.at(len(request.seeds))
         return Took(seconds, (seconds, TOKEN, TOKEN))
 
     def probe(self, request: Probe, conditioning: object) -> Took:
-        """What the learner's has."""
+        """Return the same result as the learner's probe."""
         return Took(self.durations.explore.at(len(request.seeds)), SAME)
 
 
 class Reward(Simulated):
-    """Stands for ``RewardActor``; scores are random and all different."""
+    """Simulated ``RewardActor``; scores are random and all different."""
 
     def __init__(
         self, durations: Durations, index: int, replicas: int, backend: str | None, kind: str
@@ -146,13 +146,13 @@ class Reward(Simulated):
         labels: tuple[str, ...] = (),
         cached: bool = False,
     ) -> Took:
-        """Float32 [B] by label."""
+        """Return random scores by label, float32 [B]."""
         return self._scored(len(prompts), labels)
 
     def compare(
         self, prompt: str, metadata: Metadata, labels: tuple[str, ...], *images: Sized
     ) -> Took:
-        """Float32 [N] by label."""
+        """Return random scores by label, float32 [N]."""
         return self._scored(sum(len(part) for part in images), labels)
 
     def _scored(self, count: int, labels: tuple[str, ...]) -> Took:
@@ -162,7 +162,7 @@ class Reward(Simulated):
 
 
 class Selector(Simulated):
-    """The selector itself: it needs no tensors."""
+    """Simulated selector that calls the real one, which needs no tensors."""
 
     def __init__(
         self, durations: Durations, index: int, replicas: int, backend: str | None, tree: Tree
@@ -171,12 +171,12 @@ class Selector(Simulated):
         self._real = SelectorActor(tree)
 
     def select(self, iteration: int, prompt: int, rewards: Floats) -> Took:
-        """Indices."""
+        """Return the indices that the real selector chooses."""
         return Took(self.durations.select.at(1), self._real.select(iteration, prompt, rewards))
 
 
 class Learner(TakesTurns):
-    """Stands for ``LearnerActor``."""
+    """Simulated ``LearnerActor``."""
 
     service = "learner"
 
@@ -191,32 +191,36 @@ class Learner(TakesTurns):
         run_seed: int = 0,
         regenerating: float | None = None,
     ):
-        """``regenerating``: cores of a call that makes what is trained on; None: of every call."""
+        """Create a learner replica.
+
+        ``regenerating`` is the number of cores used by calls that generate samples to train on;
+        None: the same as other calls.
+        """
         super().__init__(durations, index, replicas, backend)
         self._shards, self._regenerating = tuple(shards), regenerating
         self._dealing, self._seed = dealing, run_seed
 
     def rendezvous(self, timeout_s: float) -> Took:
-        """An address."""
+        """Return a placeholder address."""
         return Took(0.0, Rendezvous("simulated", 0, timeout_s))
 
     def join(self, rank: int, size: int, at: Rendezvous) -> Took:
-        """Nothing to do."""
+        """Do nothing, in no time."""
         return Took(0.0, None)
 
     def generate(self, request: GenerateRequest, conditioning: object) -> Took:
-        """Seconds, images, samples."""
+        """Return the seconds, and tokens for images and samples."""
         count, gathering = len(request.seeds), self.durations.gathering
         seconds = self.durations.generate.at(count) + gathering.generating(count, self.replicas)
         wanted = self._regenerating if request.weights is None else None
         return Took(seconds, (seconds, TOKEN, TOKEN), wanted=wanted)
 
     def stand_by(self, request: GenerateRequest) -> Took:
-        """Nothing of its own: the round takes as long as those that generate."""
+        """Take no time: the round lasts as long as the replicas that generate."""
         return Took(0.0, None)
 
     def update(self, request: UpdateRequest, told: AllRewards) -> Took:
-        """No metrics; a part for each optimizer step, with its samples here."""
+        """Return no metrics, with one part per optimizer step that takes its share of samples."""
         line, together = self.durations.update, self.durations.summing.at(self.replicas)
         counts = self._dealt(request, told)
         gathered = self.durations.gathering.training(1, self.replicas)
@@ -224,34 +228,34 @@ class Learner(TakesTurns):
         steps = [fixed + (line.each + gathered) * count for count in counts]
         return Took(sum(steps), dict[str, float](), steps, together / len(counts))
 
-    def _dealt(self, request: UpdateRequest, told: AllRewards) -> list[int]:
-        """How many of this replica's samples each optimizer step has."""
-        first = dict(zip(told.prompts, np.cumsum((0, *told.counts)), strict=False))
-        places = [
-            np.arange(portion.rows.start, portion.rows.stop) + first[portion.prompt]
+    def _dealt(self, request: UpdateRequest, rewards: AllRewards) -> list[int]:
+        """Return the number of this replica's samples in each optimizer step."""
+        first_row = dict(zip(rewards.prompts, np.cumsum((0, *rewards.counts)), strict=False))
+        rows = [
+            np.arange(portion.rows.start, portion.rows.stop) + first_row[portion.prompt]
             for portion in request.portions
         ]
         seed = stream_seed(self._seed, "shuffle", request.iteration)
-        dealt = _steps_of(self._dealing, sum(told.counts), seed)
-        return np.bincount(dealt[np.concatenate(places)], minlength=int(dealt.max()) + 1).tolist()
+        dealt = _steps_of(self._dealing, sum(rewards.counts), seed)
+        return np.bincount(dealt[np.concatenate(rows)], minlength=int(dealt.max()) + 1).tolist()
 
     def export(self, version: int, backend: str | None = None, weights: str | None = None) -> Took:
-        """A manifest of the right size."""
+        """Return a manifest with shards of the right sizes."""
         names = tuple(f"{version}-{index}" for index in range(len(self._shards)))
         manifest = Manifest(version, "simulated", 0, self._shards, names, ())
         seconds = self.durations.export.at(1) + self.durations.gathering.publishing(self.replicas)
         return Took(seconds, Exported(manifest, {}))
 
     def probe(self, request: Probe, conditioning: object) -> Took:
-        """What the rollout actors' have."""
+        """Return the same result as the rollout actors' probe."""
         return Took(self.durations.explore.at(len(request.seeds)), SAME)
 
     def shard(self, index: int) -> Took:
-        """Bytes, and a token."""
+        """Return the bytes of a shard, and a token for its content."""
         return Took(self.durations.shard.at(1), (self._shards[index], TOKEN))
 
 
 @functools.lru_cache(maxsize=1)
 def _steps_of(dealing: Dealing, total: int, seed: int) -> np.ndarray:
-    """All replicas ask for the same."""
+    """Return ``dealing.steps_of``; cached because all replicas need the same array."""
     return dealing.steps_of(total, seed)

@@ -1,4 +1,4 @@
-"""What actors share: a GPU, or the cores of a machine. Users at the same time slow each other."""
+"""Shared resources: a GPU, or the cores of a machine, on which concurrent jobs slow each other."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ EPSILON = 1e-9
 
 @dataclass
 class _Job:
-    left: float  # seconds, were it alone
-    wanted: float  # of the capacity
+    left: float  # remaining seconds if it ran alone
+    wanted: float  # part of the capacity that it uses when it runs alone
     done: Callable[[], None]
 
 
 class Shared:
-    """A GPU (capacity 1), or so many cores.
+    """A GPU (capacity 1), or ``capacity`` cores.
 
-    Jobs together get no more than the capacity, each in proportion to what it wants. ``together``:
-    the speed of a core while all are busy, compared with one that is busy alone; cores share caches
-    and memory.
+    Concurrent jobs together get at most the capacity, each in proportion to its demand.
+    ``together`` is the speed of a core while all are busy, relative to one that is busy alone, as
+    cores share caches and memory bandwidth.
     """
 
     def __init__(self, name: str, capacity: float = 1.0, together: float = 1.0):
@@ -34,22 +34,25 @@ class Shared:
         self._timer: asyncio.TimerHandle | None = None
 
     def run(self, seconds: float, wanted: float, done: Callable[[], None]) -> None:
-        """Call ``done`` when a job is through that takes ``seconds`` with all that it wants."""
+        """Start a job that takes ``seconds`` alone, using ``wanted``; call ``done`` at its end."""
         self._pass()
         self._jobs.append(_Job(seconds, wanted, done))
         self._schedule()
 
     def used(self) -> float:
-        """Seconds until now in which somebody used it."""
+        """Return the seconds until now in which at least one job was running."""
         self._pass()
         return self._used_s
 
     def speed(self) -> float:
-        """Of each job now, compared with being alone."""
+        """Return the current speed of each job, relative to running alone."""
         return speed(sum(job.wanted for job in self._jobs), self.capacity, self.together)
 
     def _pass(self) -> None:
-        """What has been done since the last look."""
+        """Account for the work done since the last update, at the speed of the jobs until now.
+
+        Must be called before the set of jobs changes, as that changes their speed.
+        """
         now = asyncio.get_running_loop().time()
         passed, self._at = now - self._at, now
         if self._jobs and passed > 0:
@@ -69,9 +72,9 @@ class Shared:
     def _ended(self) -> None:
         self._timer = None
         self._pass()
-        # below the clock's resolution nothing is left
-        through = [job for job in self._jobs if job.left <= EPSILON * max(1.0, self._at)]
-        self._jobs = [job for job in self._jobs if job not in through]
+        # less than the clock's resolution counts as finished
+        finished = [job for job in self._jobs if job.left <= EPSILON * max(1.0, self._at)]
+        self._jobs = [job for job in self._jobs if job not in finished]
         self._schedule()
-        for job in through:
+        for job in finished:
             job.done()

@@ -1,4 +1,4 @@
-"""``sol-rl plan CONFIG --from RUN``: calls take what they took in a run."""
+"""``sol-rl plan CONFIG --from RUN``: simulate with call durations measured in a run on cores."""
 
 from __future__ import annotations
 
@@ -19,32 +19,35 @@ from simulator.run import Simulated, simulate
 from simulator.services import Hardware
 
 COUNT = 3
-"""Iterations that a prediction is the mean of."""
+"""Iterations over which a prediction is averaged."""
 TRIES = 12
 MOST_DRIVER_S = 0.05
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A run on cores: what its calls take, and how long its iterations took."""
+    """A run on cores: the durations of its calls, and the median seconds of its iterations."""
 
     hardware: Hardware
     seconds: float
     spans: int
 
     def predict(self, config: RunConfig) -> Simulated:
-        """Iterations of another size or layout on the same cores."""
+        """Simulate a run of another size or layout on the same cores."""
         return simulate(config, self.hardware, COUNT)
 
 
 def measured(rundir: RunDirectory, cores: int | None = None) -> Measured:
-    """From the directory of a run on cores. Raises ConfigError where it has too little."""
+    """Read the measurements of a run on cores from its directory.
+
+    Raises ConfigError if it has no iteration or update after the first.
+    """
     seconds = iteration_seconds(rundir)
     return learned(rundir.configuration(), read_spans(rundir.timeline_file), seconds, cores)
 
 
 def iteration_seconds(rundir: RunDirectory) -> list[float]:
-    """Of all iterations but the first. Raises ConfigError where there is none."""
+    """Return the seconds of all iterations but the first. Raises ConfigError if there is none."""
     rows = [row for row in rundir.metrics() if row.get("kind") == "iteration"]
     seconds = [float(row["time/iteration_s"]) for row in rows[1:]]
     if not seconds:
@@ -55,16 +58,25 @@ def iteration_seconds(rundir: RunDirectory) -> list[float]:
 def learned(
     config: RunConfig, spans: Sequence[Span], seconds: Sequence[float], cores: int | None = None
 ) -> Measured:
-    """From the spans of a run on cores, and the seconds of its iterations but the first."""
+    """Calibrate from the spans of a run on cores and the ``seconds`` of its later iterations.
+
+    ``cores`` is the number of cores of the run; None: that of this machine.
+    """
     capacity = float(cores or os.cpu_count() or 1)
-    found = calibrated(config, spans, lambda span: "cores", capacity)
-    hardware = Hardware({"cores": found.durations}, cores=capacity, together=found.together)
+    calibration = calibrated(config, spans, lambda span: "cores", capacity)
+    hardware = Hardware(
+        {"cores": calibration.durations}, cores=capacity, together=calibration.together
+    )
     goal = statistics.median(seconds)
-    return Measured(with_driver(config, hardware, goal), goal, found.spans)
+    return Measured(with_driver(config, hardware, goal), goal, calibration.spans)
 
 
 def with_driver(config: RunConfig, hardware: Hardware, goal: float) -> Hardware:
-    """With the driver's seconds for a call so that the run itself comes out as it was."""
+    """Return ``hardware`` with the driver's seconds per call fitted to the run's iterations.
+
+    They are found by bisection in 0 .. ``MOST_DRIVER_S``, so that the simulation of the run itself
+    takes ``goal`` seconds per iteration.
+    """
 
     def at(driver_s: float) -> Hardware:
         durations = hardware.durations.items()
@@ -95,35 +107,35 @@ SAME = (
     "lora",
     "rewards",
 )
-"""What calls of a run depend on beside its sizes and layout."""
+"""Settings, besides sizes and layout, that the durations of calls depend on."""
 
 
 def require_same(config: RunConfig, run: RunConfig) -> None:
-    """Raises ConfigError, a line, where calls of ``config`` take something else than the run's."""
-    # which sample a step is given is of no account to what it takes
-    dealt = run.optimizer.model_copy(update={"deal": config.optimizer.deal})
-    both = [each.model_dump(mode="json") for each in (config, _with(run, dealt))]
+    """Raise ConfigError, with one line, if calls of ``config`` and of the run last differently."""
+    # durations do not depend on which samples an optimizer step gets
+    optimizer = run.optimizer.model_copy(update={"deal": config.optimizer.deal})
+    both = [each.model_dump(mode="json") for each in (config, _with(run, optimizer))]
     for key in SAME:
-        ours, theirs = both
+        value, other = both
         for name in key.split("."):
-            ours, theirs = ours[name], theirs[name]
-        if ours != theirs:
+            value, other = value[name], other[name]
+        if value != other:
             raise ConfigError(
                 f"--from: the run has another {key}: only sizes and layouts may differ from it"
             )
     if on_gpus(run):
         return
-    theirs = _threads(run, kinds_of(config))
-    for key, here in _threads(config, kinds_of(config)).items():
-        if here != theirs[key]:
+    other = _threads(run, kinds_of(config))
+    for key, threads in _threads(config, kinds_of(config)).items():
+        if threads != other[key]:
             raise ConfigError(
-                f"--from: the run has {key} = {theirs[key]}, here it is {here}: its timeline does"
+                f"--from: the run has {key} = {other[key]}, here it is {threads}: its timeline does"
                 " not tell what calls take with other numbers of threads"
             )
 
 
 def on_gpus(run: RunConfig) -> bool:
-    """Whether any actor of a run has a share of a GPU."""
+    """Return True if any actor of a run has a share of a GPU."""
     return any(need.gpus for need in needs_of(run))
 
 
@@ -132,17 +144,19 @@ def _with(run: RunConfig, optimizer: Optimizer) -> RunConfig:
 
 
 def _threads(config: RunConfig, kinds: Sequence[str]) -> dict[str, int]:
-    """What calls compute with, by key. Seconds with one thread are not twice those with two: they
-    wait for each other, the more so where they share cores.
+    """Return the numbers of threads of calls, by configuration key.
+
+    Durations for other numbers cannot be derived: one thread does not take twice as long as two,
+    because threads wait for each other, especially on shared cores.
     """
-    found = {f"services.{kind}.threads": config.services.of(kind).threads for kind in kinds}
+    threads = {f"services.{kind}.threads": config.services.of(kind).threads for kind in kinds}
     if config.plan.regenerate:
-        found["services.learner.regenerate_threads"] = config.services.learner.regenerating
-    return found
+        threads["services.learner.regenerate_threads"] = config.services.learner.regenerating
+    return threads
 
 
 def measured_lines(config: RunConfig, found: Simulated, model: Measured, name: str) -> list[str]:
-    """What ``sol-rl plan --from`` adds."""
+    """Return the lines that ``sol-rl plan --from`` adds."""
     idle = ", ".join(f"{kind} {share:.0%}" for kind, share in found.idle.items())
     path = critical_path(found.spans, found.spans_end)
     chain = ", ".join(f"{work} {each:.2f} s" for work, each in path.items())
@@ -162,7 +176,7 @@ def measured_lines(config: RunConfig, found: Simulated, model: Measured, name: s
 
 
 def measured_json(config: RunConfig, found: Simulated, model: Measured) -> dict[str, object]:
-    """What ``sol-rl plan --from --json`` prints."""
+    """Return what ``sol-rl plan --from --json`` prints."""
     hardware = model.hardware
     return {
         "name": config.name,

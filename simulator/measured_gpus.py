@@ -1,5 +1,6 @@
-"""``sol-rl plan CONFIG --from RUN`` for a run on GPUs of one kind: calls take what they took there,
-and actors that shared a GPU took turns on it.
+"""``sol-rl plan CONFIG --from RUN``, with durations of calls measured in a run on GPUs of one kind.
+
+Actors that shared a GPU are assumed to have taken turns on it.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ Process = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class RunGpus:
-    """The GPU, by its UUID, that each process of a run was on, and what kind all of them are."""
+    """The GPU (by UUID) of each process of a run, and the kind of all these GPUs."""
 
     kind: str
     of: Mapping[Process, str]
 
     def part_of(self, span: Span) -> str:
-        """The GPU that a call used; of an actor without one, a part of its own."""
+        """Return the GPU that a call used; for an actor without one, the name of the actor."""
         return self.of.get((span.service, span.actor, span.incarnation), span.who)
 
     def laid(self) -> list[Laid]:
-        """Who was on each GPU when the run began."""
+        """Return the GPUs with the actors that were on them when the run began."""
         actors: dict[str, Counter[str]] = {}
         for (service, _, incarnation), gpu in self.of.items():
             if incarnation == 0:
@@ -49,7 +50,11 @@ class RunGpus:
 
 
 def gpus_of_run(rundir: RunDirectory) -> RunGpus:
-    """From its events. Raises ConfigError, a line, where they do not say it, or name two kinds."""
+    """Read the GPUs of a run from its events.
+
+    Raises ConfigError, with one line, if the events do not name them, or if they are not all of one
+    known kind.
+    """
     where = f"--from {rundir.path}"
     of: dict[Process, str] = {}
     names: set[str] = set()
@@ -64,8 +69,8 @@ def gpus_of_run(rundir: RunDirectory) -> RunGpus:
         names.add(str(row["device"]))
         of[str(row["kind"]), int(row["actor"]), int(row["incarnation"])] = str(row["gpu"])
     if len(names) != 1:
-        found = " and ".join(sorted(names)) or "no GPU at all"
-        raise ConfigError(f"{where}: its actors were on {found}: one kind of GPU can be read")
+        kinds = " and ".join(sorted(names)) or "no GPU at all"
+        raise ConfigError(f"{where}: its actors were on {kinds}: one kind of GPU can be read")
     (name,) = names
     known = accelerator_of(name)
     if known is None:
@@ -76,7 +81,7 @@ def gpus_of_run(rundir: RunDirectory) -> RunGpus:
 
 @dataclass(frozen=True)
 class MeasuredOnGpus:
-    """A run on GPUs: what its calls take, and how long its iterations took."""
+    """A run on GPUs: the durations of its calls, and the median seconds of its iterations."""
 
     durations: Durations
     gpus: RunGpus
@@ -84,7 +89,7 @@ class MeasuredOnGpus:
     spans: int
 
     def line(self, name: str) -> str:
-        """What a plan with these calls says of the run, which is called ``name``."""
+        """Return the line of a plan that says that its durations come from the run ``name``."""
         count = sum(each.count for each in self.gpus.laid())
         return (
             f"from        calls take what they took in {name} ({self.spans} calls on {count} x"
@@ -94,24 +99,27 @@ class MeasuredOnGpus:
 
 
 def measured_on_gpus(rundir: RunDirectory, gpus: RunGpus, summing: Summing) -> MeasuredOnGpus:
-    """From a run's directory. ``summing``: what adding up gradients is counted to take, as a
-    timeline does not tell it from training. Raises ConfigError where there is too little.
+    """Read the measurements of a run on GPUs from its directory.
+
+    ``summing`` is the computed time of summing gradients, which a timeline does not separate from
+    training. Raises ConfigError if the run has no iteration or update after the first.
     """
     config, seconds = rundir.configuration(), statistics.median(iteration_seconds(rundir))
     spans = read_spans(rundir.timeline_file)
     summed = summing.at(config.services.learner.replicas)
-    found = calibrated(config, [_without(span, summed) for span in spans], gpus.part_of, 1.0)
-    durations = replace(found.durations, summing=summing, move=_moves(spans))
+    calibration = calibrated(config, [_without(span, summed) for span in spans], gpus.part_of, 1.0)
+    durations = replace(calibration.durations, summing=summing, move=_moves(spans))
     hardware = Hardware({gpus.kind: durations}, gpus.laid(), shards=_shards(spans))
     fitted = with_driver(config, hardware, seconds).any_durations
-    return MeasuredOnGpus(fitted, gpus, seconds, found.spans)
+    return MeasuredOnGpus(fitted, gpus, seconds, calibration.spans)
 
 
 def plan_from(
     config: RunConfig, rundir: RunDirectory, given: Assumptions, nodes: Sequence[Node] | None
 ) -> tuple[Plan, MeasuredOnGpus]:
-    """The plan of ``config`` with what calls took in a run on GPUs. Raises ConfigError, a line,
-    where the run does not tell it.
+    """Return (plan of ``config`` with call durations of a run on GPUs, measurements of that run).
+
+    Raises ConfigError, with one line, if the durations cannot be derived from the run.
     """
     gpus, ran = gpus_of_run(rundir), rundir.configuration()
     if given.accelerator not in (None, gpus.kind):
@@ -122,6 +130,7 @@ def plan_from(
     config = _recomputing_as(config, ran)
     require_same(config, ran)
     given = replace(given, accelerator=gpus.kind)
+    # a first plan with computed durations supplies the time of summing gradients
     counted = make_plan(config, given, nodes).scenarios
     if counted is None:
         raise ConfigError(f"--from: {config.name} has no layout on GPUs, as the run has")
@@ -132,7 +141,7 @@ def plan_from(
 
 
 def _recomputing_as(config: RunConfig, ran: RunConfig) -> RunConfig:
-    """With the run's share of recomputed blocks, where it is free to choose."""
+    """Return ``config`` with the run's share of recomputed blocks if it is left to be chosen."""
     if config.optimizer.gradient_checkpointing != "auto":
         return config
     share = {"gradient_checkpointing": ran.optimizer.gradient_checkpointing}
@@ -140,31 +149,35 @@ def _recomputing_as(config: RunConfig, ran: RunConfig) -> RunConfig:
 
 
 def _require_as_many_sharing(config: RunConfig, ran: RunConfig) -> None:
-    """Raises ConfigError for other replicas that share a base than the run's."""
-    ours, theirs = (each.services.learner for each in (config, ran))
-    if ours.shard != theirs.shard or (ours.shard == "base" and ours.replicas != theirs.replicas):
+    """Raise ConfigError if sharding of the base, or the number of its shards, differs from the run.
+
+    The time of gathering depends on both and is not measured separately.
+    """
+    own, other = (each.services.learner for each in (config, ran))
+    if own.shard != other.shard or (own.shard == "base" and own.replicas != other.replicas):
         raise ConfigError(
-            f"--from: the run has {theirs.replicas} learner replicas with shard = {theirs.shard!r},"
-            f" here there are {ours.replicas} with {ours.shard!r}: what they gather from each other"
+            f"--from: the run has {other.replicas} learner replicas with shard = {other.shard!r},"
+            f" here there are {own.replicas} with {own.shard!r}: what they gather from each other"
             " is not known apart"
         )
 
 
 def _without(span: Span, summed: float) -> Span:
-    """An update without the seconds in which gradients are added up."""
+    """Return the span of an update without the seconds of summing gradients; others unchanged."""
     if span.work != "update":
         return span
     return span._replace(ended=max(span.started, span.ended - summed))
 
 
 def _moves(spans: Sequence[Span]) -> dict[str, float]:
-    found: dict[str, list[float]] = {}
+    """Return the median seconds in which weights leave a GPU or return, by service."""
+    seconds: dict[str, list[float]] = {}
     for span in spans:
         if span.work in ("begin_turn", "end_turn") and span.outcome == "done":
-            found.setdefault(span.service, []).append(span.ended - span.started)
-    return {service: statistics.median(each) for service, each in found.items()}
+            seconds.setdefault(span.service, []).append(span.ended - span.started)
+    return {service: statistics.median(values) for service, values in seconds.items()}
 
 
 def _shards(spans: Sequence[Span]) -> int:
-    """Pieces in which a version was published."""
+    """Return the number of shards in which a version was published."""
     return 1 + max((int(s.unit[-1]) for s in spans if s.work == "shard" and s.unit), default=0)

@@ -1,4 +1,4 @@
-"""A plan with simulated seconds in the place of those of its search."""
+"""Replace the analytical predictions of a plan by simulated ones."""
 
 from __future__ import annotations
 
@@ -16,55 +16,62 @@ from simulator.run import Around, Record, Simulated, forget, simulate
 from simulator.services import Hardware
 
 WAITING = "waiting"
-"""Seconds of a critical path in which no actor worked: the driver, and calls on their way."""
+"""Label for the part of a critical path in which no actor works: the driver, calls in transit."""
 
 
 def simulated(plan: Plan) -> tuple[Plan, Simulated | None]:
-    """``plan`` with what the simulation says of it, its arms and one GPU more; and its iteration.
-    Without GPUs as it was.
+    """Return (plan with simulated predictions, its simulated iteration).
+
+    The run, its arms, its alternative layouts and the run with one more GPU are simulated. A plan
+    without an outlook, such as one without GPUs, is returned unchanged, with None.
     """
     outlook, scenarios = plan.outlook, plan.scenarios
     if outlook is None or scenarios is None:
         return plan, None
-    seen: dict[str, Simulated] = {}
+    cache: dict[str, Simulated] = {}
 
-    def of(scenario: Scenario) -> Simulated:
+    def cached_run(scenario: Scenario) -> Simulated:
         key = scenario.config.model_dump_json() + repr((scenario.laid, scenario.durations))
-        if key not in seen:
-            seen[key] = run(scenario)
-        return seen[key]
+        if key not in cache:
+            cache[key] = run(scenario)
+        return cache[key]
 
-    mine = of(scenarios.mine)
-    found = Findings(
-        critical_path(mine.spans, mine.spans_end),
-        {kind: of(scenario).iteration for kind, scenario in scenarios.more.items()},
-        mine.publish,
-        mine.driver,
+    own = cached_run(scenarios.mine)
+    findings = Findings(
+        critical_path(own.spans, own.spans_end),
+        {kind: cached_run(scenario).iteration for kind, scenario in scenarios.more.items()},
+        own.publish,
+        own.driver,
     )
     explores = plan.config.plan.explore is not None
     outlook = replace(
         outlook,
-        prediction=as_prediction(mine),
-        unhidden=of(scenarios.mine.free).iteration if explores else mine.iteration,
-        arms={arm: as_prediction(of(scenario)) for arm, scenario in scenarios.arms.items()},
-        found=found,
-        choice=_simulated_choice(outlook.choice, [of(each).iteration for each in scenarios.table]),
+        prediction=as_prediction(own),
+        unhidden=cached_run(scenarios.mine.free).iteration if explores else own.iteration,
+        arms={arm: as_prediction(cached_run(scenario)) for arm, scenario in scenarios.arms.items()},
+        found=findings,
+        choice=_simulated_choice(
+            outlook.choice, [cached_run(each).iteration for each in scenarios.table]
+        ),
     )
-    return replace(plan, outlook=outlook), mine
+    return replace(plan, outlook=outlook), own
 
 
 def _simulated_choice(choice: Choice | None, seconds: Sequence[float]) -> Choice | None:
-    """With simulated seconds of every layout that can be, in the order of the table."""
+    """Return the choice with simulated ``seconds`` of its possible layouts, sorted by them.
+
+    ``seconds`` is in the order of the table, without the layouts that are impossible.
+    """
     if choice is None:
         return None
-    left = iter(seconds)
+    remaining = iter(seconds)
 
-    def seen(each: Candidate) -> Candidate:
+    def with_seconds(each: Candidate) -> Candidate:
         if each.prediction is None:
             return each
-        return replace(each, prediction=replace(each.prediction, iteration=next(left)))
+        return replace(each, prediction=replace(each.prediction, iteration=next(remaining)))
 
-    table = [seen(each) for each in choice.table]
+    table = [with_seconds(each) for each in choice.table]
     best = next((each for each in table if each.numbers == choice.best.numbers), choice.best)
     return replace(choice, best=best, table=sorted(table, key=lambda each: each.seconds))
 
@@ -72,7 +79,7 @@ def _simulated_choice(choice: Choice | None, seconds: Sequence[float]) -> Choice
 def run(
     scenario: Scenario, count: int = 1, around: Around = nullcontext, record: Record = forget
 ) -> Simulated:
-    """A scenario in virtual time, as ``simulate``."""
+    """Simulate a scenario; the other arguments as in ``simulate``."""
     hardware = Hardware(
         scenario.durations, scenario.laid, shards=scenario.shards, broadcast=scenario.sent
     )
@@ -80,34 +87,36 @@ def run(
 
 
 def as_prediction(found: Simulated) -> Prediction:
-    """In the words of a prediction; GPUs that are alike are one entry, with their mean."""
-    alike: dict[str, tuple[Mapping[str, int], list[float]]] = {}
+    """Convert a simulation to a prediction; GPUs with the same actors become one entry (mean)."""
+    groups: dict[str, tuple[Mapping[str, int], list[float]]] = {}
     for part in found.parts:
         key = f"{part.kind} {sorted(part.actors.items())}"
-        alike.setdefault(key, (part.actors, []))[1].append(part.idle)
-    gpu_idle = [(len(each), sum(each) / len(each), who) for who, each in alike.values()]
+        groups.setdefault(key, (part.actors, []))[1].append(part.idle)
+    gpu_idle = [(len(each), sum(each) / len(each), actors) for actors, each in groups.values()]
     return Prediction(
         found.iteration, found.explore, found.rollout, found.update, found.idle, gpu_idle
     )
 
 
 def critical_path(spans: Sequence[Span], end: float) -> dict[str, float]:
-    """Seconds by work along the chain of calls that ``end`` waited for, walked back from there.
+    """Return the seconds by kind of work along the critical path that leads to ``end``.
 
-    Before each call comes the one that ended last before it began: of its own actor, or one whose
-    answer it needed.
+    The path is followed backwards: the predecessor of a call is the call that ended last before it
+    began, an earlier call of the same actor or one whose answer it needed.
     """
-    left = sorted((span for span in spans if span.outcome == "done"), key=lambda span: span.ended)
+    remaining = sorted(
+        (span for span in spans if span.outcome == "done"), key=lambda span: span.ended
+    )
     path: dict[str, float] = {}
-    at = end
-    while left and at > 0:
-        span = left.pop()
-        if span.ended > at + 1e-6 or span.ended <= span.started:
+    moment = end
+    while remaining and moment > 0:
+        span = remaining.pop()
+        if span.ended > moment + 1e-6 or span.ended <= span.started:
             continue
-        if at > span.ended:
-            path[WAITING] = path.get(WAITING, 0.0) + at - span.ended
+        if moment > span.ended:
+            path[WAITING] = path.get(WAITING, 0.0) + moment - span.ended
         path[span.shown.label] = (
-            path.get(span.shown.label, 0.0) + min(span.ended, at) - span.started
+            path.get(span.shown.label, 0.0) + min(span.ended, moment) - span.started
         )
-        at = span.started
+        moment = span.started
     return dict(sorted(path.items(), key=lambda item: -item[1]))

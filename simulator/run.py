@@ -1,4 +1,4 @@
-"""Iterations of the real ring in virtual time, and what every service and GPU did meanwhile."""
+"""Run iterations of the real ring in virtual time and measure all services and GPUs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from records.timeline import Span
 from simulator.services import Board, Hardware, SimulatedServices
 
 WARM = 2
-"""Iterations before those that count where exploring is ahead: the first has nothing before it."""
+"""Warm-up iterations if exploring is ahead: nothing was explored before the first one."""
 Around: TypeAlias = Callable[[], AbstractContextManager[object]]
 Record: TypeAlias = Callable[[Span], None]
 
 
 def forget(span: Span) -> None:
-    """Nobody is told."""
+    """Ignore a span: the default of ``record``."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A GPU, or all cores: who is on it, and the share of the time in which nobody used it."""
+    """A GPU, or all cores: its actors, and the share of the time in which no call used it."""
 
     name: str
     kind: str
@@ -42,12 +42,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Means over some iterations, in seconds of virtual time.
+    """Results of a simulation: means over its iterations, in seconds of virtual time.
 
-    ``explore`` and ``rollout``: until every seed is chosen, and until all samples to train on are
-    there. ``idle``: by service, the share of its actors' time without work. ``driver``: the share
-    in which the driver sends. ``spans`` are of the last iteration, from when it
-    began to ``spans_end``; ``timeline`` has all of them, as a run would write them down.
+    ``explore`` is the time until every seed is selected, ``rollout`` the time until all samples to
+    train on are available. ``idle``: by service, the share of its actors' time without work.
+    ``driver``: the share of time in which the driver sends. ``calls``: calls per iteration.
+    ``spans`` are those of the last iteration, in seconds from its beginning to ``spans_end``;
+    ``timeline`` has all spans as a run would record them.
     """
 
     iteration: float
@@ -59,14 +60,14 @@ class Simulated:
     parts: Sequence[Part]
     driver: float
     calls: float
-    work: float  # of all calls of an iteration, seconds of a core or GPU that is busy alone
-    spans: Sequence[Span] = field(repr=False)  # asyncio writes out what a task returns
+    work: float  # of all calls of an iteration, in seconds of a core or GPU that is busy alone
+    spans: Sequence[Span] = field(repr=False)  # not in the repr, because asyncio logs task results
     spans_end: float
     timeline: Sequence[Span] = field(repr=False)
 
     @property
     def mean_idle(self) -> float:
-        """Of all GPUs."""
+        """Mean idle share of all GPUs, or of the cores."""
         return sum(part.idle for part in self.parts) / len(self.parts) if self.parts else 0.0
 
 
@@ -77,9 +78,11 @@ def simulate(
     around: Around = nullcontext,
     record: Record = forget,
 ) -> Simulated:
-    """``count`` iterations of a run with its layout written out, from where they are all alike.
-    Takes no time but that of the driver's own code. ``around`` each of them a context is entered;
-    ``record`` is told what every actor did, as it is done.
+    """Simulate ``count`` iterations of a run, after warm-up, and return their means.
+
+    ``config`` has its layout written out. Waiting takes no real time; only the driver's own code
+    does. Each measured iteration runs in the context manager that ``around`` returns. ``record`` is
+    called with every span when it ends.
     """
     with fewer_collections(), asyncio.Runner(loop_factory=clock.VirtualLoop) as runner:
         return runner.run(_simulate(config, hardware, count, around, record))
@@ -90,13 +93,13 @@ async def _simulate(
 ) -> Simulated:
     timeline: list[Span] = []
 
-    def keep(span: Span) -> None:
+    def on_span(span: Span) -> None:
         timeline.append(span)
         record(span)
 
     board, warm = Board(hardware), WARM if config.explore_ahead else 0
-    # one more than are run: the last one has exploring ahead beside it too
-    services, ring = _ring(config, warm + count + 1, board, keep)
+    # one more iteration than is run, so that the last one also explores ahead
+    services, ring = _ring(config, warm + count + 1, board, on_span)
     await services.start()
     await ring.begin(0)
     for index in range(warm):
@@ -116,22 +119,22 @@ async def _simulate(
 
 @dataclass(frozen=True)
 class _Moment:
-    """What had been done until then, in seconds."""
+    """Cumulative counters at one moment, in seconds."""
 
     at: float
-    used: Sequence[float]  # of each GPU, or of the cores
-    sending: float  # of the driver
+    used: Sequence[float]  # busy time of each GPU, or of the cores
+    sending: float  # time in which the driver sent
     work: Mapping[str, float]  # by service
     capacity: float
     alive: Mapping[str, int]  # actors, by service
 
     @classmethod
     def of(cls, services: SimulatedServices) -> _Moment:
-        """Now."""
-        carries = services.transport
+        """Return the counters of ``services`` now."""
+        transport = services.transport
         alive = {pool.kind: pool.alive for pool in services.pools}
-        used, sending = services.board.used(), carries.driver_busy_s
-        return cls(clock.now(), used, sending, carries.work.copy(), carries.capacity_s, alive)
+        used, sending = services.board.used(), transport.driver_busy_s
+        return cls(clock.now(), used, sending, transport.work.copy(), transport.capacity_s, alive)
 
 
 def _simulated(
@@ -142,7 +145,7 @@ def _simulated(
     board: Board,
     timeline: Sequence[Span],
 ) -> Simulated:
-    """Of the iterations between two moments, of which the last one began at ``last``."""
+    """Return the results of the iterations between two moments; the last one began at ``last``."""
     seconds, count = after.at - before.at, len(rows)
     work = {kind: done - before.work.get(kind, 0.0) for kind, done in after.work.items()}
     spans = [span for span in timeline if span.ended - clock.START > before.at]
@@ -174,8 +177,9 @@ def _simulated(
 def _ring(
     config: RunConfig, iterations: int, board: Board, record: Record
 ) -> tuple[SimulatedServices, Ring]:
-    """The services and the ring of so many iterations."""
-    rewards = config.rewards.model_copy(update={"deterministic": False})  # they are drawn
+    """Return the services and the ring of a run with ``iterations`` iterations."""
+    # simulated scores are random
+    rewards = config.rewards.model_copy(update={"deterministic": False})
     config = config.model_copy(update={"iterations": iterations, "rewards": rewards})
     services = SimulatedServices(config, board, _nothing, record)
     prompts = [Prompt(f"prompt {n}") for n in range(config.prompts.per_iteration)]
@@ -184,7 +188,7 @@ def _ring(
 
 
 def _nothing(*args: object, **fields: object) -> None:
-    """Events are of no interest."""
+    """Ignore an event."""
 
 
 def _mean(rows: Sequence[Metrics], key: str) -> float:
@@ -192,6 +196,6 @@ def _mean(rows: Sequence[Metrics], key: str) -> float:
 
 
 def _since(span: Span, began: float, ended: float) -> Span:
-    """Seconds since ``began``, up to ``ended``."""
+    """Return a span in seconds since ``began``, clipped to ``began`` .. ``ended``."""
     first = max(0.0, span.started - clock.START - began)
     return span._replace(started=first, ended=min(span.ended - clock.START, ended) - began)

@@ -1,4 +1,4 @@
-"""The services of a run with simulated actors in the place of Ray's, and where each of them is."""
+"""Services of a run with simulated actors instead of Ray's, and the resources that they use."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ NO_DEADLINE_S = 1e12
 
 @dataclass(frozen=True)
 class Hardware:
-    """Where the actors of a run are and what calls take there.
+    """Resources of a simulated run, and the durations of calls on them.
 
-    ``durations`` by kind of GPU. With ``cores`` everything shares so many of them, at the speed
-    ``together`` while all are busy; else actors are on the GPUs of ``laid``, and those without a
-    share of one are on hosts with cores enough.
+    ``durations`` is by kind of GPU. If ``cores`` is set, all actors share that many cores, which
+    run at the speed ``together`` while all are busy. Otherwise actors are on the GPUs of ``laid``,
+    and actors without a share of a GPU have enough cores of their own. A version has ``broadcast``
+    bytes in ``shards`` shards.
     """
 
     durations: Mapping[str, Durations]
@@ -42,16 +43,16 @@ class Hardware:
 
     @property
     def any_durations(self) -> Durations:
-        """Of the first kind."""
+        """Durations of the first kind of GPU, for actors that are not on a particular one."""
         return next(iter(self.durations.values()))
 
 
 class Board:
-    """The GPUs or cores of ``Hardware``, and which actor is on which."""
+    """The GPUs or cores of ``Hardware``, and the one that each actor uses."""
 
     def __init__(self, hardware: Hardware):
         self.hardware = hardware
-        self.parts: list[tuple[Shared, str, Mapping[str, int]]] = []  # with its kind and actors
+        self.parts: list[tuple[Shared, str, Mapping[str, int]]] = []  # (resource, kind, actors)
         self._of: dict[str, list[tuple[Shared, str]]] = {}
         for laid in hardware.laid if not hardware.cores else ():
             for _ in range(laid.count):
@@ -64,49 +65,49 @@ class Board:
             self.parts.append((part, next(iter(hardware.durations)), {}))
 
     def used(self) -> list[float]:
-        """Seconds until now in which each GPU, or a core, was in use."""
+        """Return the seconds until now in which each GPU, or any of the cores, was in use."""
         return [part.used() for part, _, _ in self.parts]
 
     def place(self, service: str, index: int) -> tuple[Shared, Durations]:
-        """Where an actor is, and what its calls take."""
+        """Return the resource that an actor uses, and the durations of its calls."""
         hardware = self.hardware
         if hardware.cores:
             return self.parts[0][0], hardware.any_durations
-        mine = self._of.get(service, [])
-        if index < len(mine):
-            part, kind = mine[index]
+        own_parts = self._of.get(service, [])
+        if index < len(own_parts):
+            part, kind = own_parts[index]
             return part, hardware.durations[kind]
         return Shared(f"{service}-{index}"), hardware.any_durations
 
 
 class SimulatedPlaces(ActorPlacement):
-    """Nothing to choose: ``Board`` has it."""
+    """``ActorPlacement`` without a choice of nodes: ``Board`` knows where actors are."""
 
     async def choose(self, kinds: Collection[str]) -> None:
-        """Every actor has a place."""
+        """Do nothing: every actor has a place."""
 
     def take(self, actor: str) -> str:
-        """One name stands for all nodes."""
+        """Return the one name that is used for all nodes."""
         return "simulated"
 
     def gone(self, actor: str, node: str | None) -> asyncio.Future[str]:
-        """Never done: nodes do not come and go."""
+        """Return a future that is never done: nodes are not lost."""
         return asyncio.get_running_loop().create_future()
 
     def refresh(self, running: Collection[str]) -> None:
-        """Nodes do not come and go."""
+        """Do nothing: nodes are neither added nor lost."""
 
 
 class SimulatedServices(ActorServices):
-    """``ActorServices`` in virtual time."""
+    """``ActorServices`` with simulated actors and transport, in virtual time."""
 
     def __init__(
         self, config: RunConfig, board: Board, event: Event, record: Callable[[Span], None]
     ):
         durations = board.hardware.any_durations
         self.board = board
-        carries = SimulatedTransport(durations.call_s, durations.driver_s)
-        self.transport: SimulatedTransport = carries
+        transport = SimulatedTransport(durations.call_s, durations.driver_s)
+        self.transport: SimulatedTransport = transport
         self._tree = config.model_dump(mode="json")
         super().__init__(patient(config), RunDirectory(Path()), event, record)
 
@@ -118,9 +119,9 @@ class SimulatedServices(ActorServices):
 
         def spawn(name: str) -> Handle:
             index = int(name.rpartition(".")[0].rpartition("-")[2])
-            on, durations = self.board.place(kind, index)
+            resource, durations = self.board.place(kind, index)
             wanted = 1.0 if gpus else float(service.threads)
-            return Actor(kind, self._simulated(kind, durations, index), on, wanted)
+            return Actor(kind, self._simulated(kind, durations, index), resource, wanted)
 
         return spawn
 
@@ -128,9 +129,9 @@ class SimulatedServices(ActorServices):
         hardware, learner = self.board.hardware, self.config.services.learner
         common = (durations, index, learner.replicas if kind == "learner" else 1)
         if kind == "learner":
-            each = -(-hardware.broadcast // hardware.shards)
+            shard_bytes = -(-hardware.broadcast // hardware.shards)
             regenerating = float(learner.regenerating) if hardware.cores else None
-            shards, dealing = [each] * hardware.shards, Dealing.of(self.config.optimizer)
+            shards, dealing = [shard_bytes] * hardware.shards, Dealing.of(self.config.optimizer)
             return Learner(*common, None, shards, dealing, self.config.seed, regenerating)
         if kind == "rollout":
             return Rollout(*common, self.config.explore.backend)
@@ -142,12 +143,12 @@ class SimulatedServices(ActorServices):
 
 
 def patient(config: RunConfig) -> RunConfig:
-    """Without deadlines: what takes long is to be seen."""
+    """Return the configuration without deadlines, so that long calls are simulated to their end."""
     services = config.services
     for kind in kinds_of(config):
-        own = services.of(kind).model_copy(update={"deadline_s": NO_DEADLINE_S})
+        service = services.of(kind).model_copy(update={"deadline_s": NO_DEADLINE_S})
         name, _, label = kind.partition(".")
-        changed = {label: own} if label else {name: own}
+        changed = {label: service} if label else {name: service}
         if label:
             changed = {"scorers": {**services.scorers, **changed}}
         services = services.model_copy(update=changed)

@@ -1,4 +1,4 @@
-"""Calls in virtual time: over the driver's one thread, to actors that do one after the other."""
+"""Transport of calls in virtual time: the driver sends, and actors run, one call at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 
 @dataclass(eq=False)
 class Reference:
-    """What stands for Ray's ``ObjectRef`` in a simulation."""
+    """Substitute for Ray's ``ObjectRef`` in a simulation."""
 
     future: asyncio.Future[object] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -30,14 +30,14 @@ class Reference:
 
 @dataclass(eq=False)
 class Stored(Reference):
-    """To a value that the driver put into the object store."""
+    """Reference to a value that the driver put into the object store."""
 
     value: object = None
 
 
 @dataclass(eq=False)
 class Actor:
-    """A process of the simulation, where it runs, and how many cores (or GPUs) it wants there."""
+    """A simulated process, the resource on which it runs, and the cores (or GPUs) that it uses."""
 
     kind: str
     does: Simulated
@@ -50,14 +50,14 @@ class Actor:
 
 
 class SimulatedTransport:
-    """``Transport`` without processes. ``call_s`` and ``driver_s`` as ``Durations`` has them."""
+    """``Transport`` without processes; ``call_s`` and ``driver_s`` as in ``Durations``."""
 
     def __init__(self, call_s: float, driver_s: float):
         self._call_s, self._driver_s = call_s, driver_s
-        self._free_at = 0.0  # when the driver has sent what it was asked to send so far
+        self._free_at = 0.0  # when the driver will have sent all calls so far
         self.driver_busy_s = 0.0
-        self.work: dict[str, float] = {}  # seconds by service, were each alone
-        self.capacity_s = 0.0  # these of all services, times the cores (or GPUs) wanted
+        self.work: dict[str, float] = {}  # seconds of calls by service, as if each ran alone
+        self.capacity_s = 0.0  # sum of these seconds times the cores (or GPUs) used by each call
         self._arrived: dict[object, list[Callable[[], object]]] = {}
 
     def send(self, handle: Handle, call: Call) -> Sequence[ObjectRef[Answer]]:
@@ -87,6 +87,7 @@ class SimulatedTransport:
             self._begin(actor)
 
     def _begin(self, actor: Actor) -> None:
+        """Start the next waiting call of an idle actor, if there is one."""
         if not actor.waiting:
             return
         call, refs = actor.waiting.popleft()
@@ -94,7 +95,7 @@ class SimulatedTransport:
         args = [arg.value if isinstance(arg, Stored) else arg for arg in call.args]
         try:
             took: Took = getattr(actor.does, call.method)(*args, **call.named)
-        except Exception as error:  # an answer like any other, so that the pool ends the run
+        except Exception as error:  # delivered as the answer, so that the pool ends the run
             self._fails(actor, refs, error)
             return
         self.work[actor.kind] = self.work.get(actor.kind, 0.0) + took.seconds
@@ -114,28 +115,28 @@ class SimulatedTransport:
         wanted: float,
         index: int = 0,
     ) -> None:
-        """From part ``index`` of ``took`` on."""
+        """Run the parts of a call from part ``index`` on; all replicas meet after each part."""
         if index == len(took.steps):
             self._answers(actor, refs, took)
             return
-        goes_on = partial(self._step, actor, call, refs, took, wanted, index + 1)
-        arrives = partial(self._meets, call.method, actor.does.replicas, took.together, goes_on)
-        actor.on.run(took.steps[index], wanted, arrives)
+        resume = partial(self._step, actor, call, refs, took, wanted, index + 1)
+        on_end = partial(self._meets, call.method, actor.does.replicas, took.together, resume)
+        actor.on.run(took.steps[index], wanted, on_end)
 
     def _meets(
-        self, method: str, replicas: int, together: float, goes_on: Callable[[], object]
+        self, method: str, replicas: int, together: float, resume: Callable[[], object]
     ) -> None:
-        """The last of the replicas to arrive lets all go on."""
-        arrived = self._arrived.setdefault(method, [])
-        arrived.append(goes_on)
-        if len(arrived) == replicas:
+        """Barrier: when the last replica arrives, all continue after ``together`` seconds."""
+        waiting = self._arrived.setdefault(method, [])
+        waiting.append(resume)
+        if len(waiting) == replicas:
             del self._arrived[method]
-            for each in arrived:
-                asyncio.get_running_loop().call_later(together, each)
+            for callback in waiting:
+                asyncio.get_running_loop().call_later(together, callback)
 
     def _fails(self, actor: Actor, refs: Sequence[Reference], error: Exception) -> None:
         for ref in refs:
-            if not ref.future.done():  # by who waits no more
+            if not ref.future.done():  # cancelled by a caller that no longer waits
                 ref.future.set_exception(error)
         actor.working = False
         self._begin(actor)

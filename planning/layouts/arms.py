@@ -1,4 +1,4 @@
-"""The four arms on the same GPUs, each in its own best layout."""
+"""Compare the four arms on the same GPUs, each in its own best layout."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ PAPER = {
     "stabilityai/stable-diffusion-3.5-large": (2.41, 1.61),
     "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": (1.41, 1.25),
 }
-"""naive_scaling's seconds over sol_rl's on eight B200, of rollouts and of whole iterations, as
-arXiv 2604.06916 states them.
+"""Published speedups of sol_rl over naive_scaling on eight B200, by model: (rollouts, whole
+iterations). Source: arXiv 2604.06916.
 """
 SIMPLER = {"sol_rl": ("naive_scaling",), "naive_quant": ("naive_scaling",)}
-"""Arms that an arm is there to be faster than."""
+"""Simpler arms that an arm is meant to be faster than."""
 
 
 @dataclass(frozen=True)
 class Ratios:
-    """naive_scaling's seconds over sol_rl's: predicted, and as the paper has them, where it has."""
+    """Speedups of sol_rl over naive_scaling: predicted, and as published if the paper has them."""
 
     rollout: float
     whole: float
@@ -42,48 +42,49 @@ class Ratios:
 
 @dataclass(frozen=True)
 class Arms:
-    """A configuration as every arm: those that can be, and a line of why the others cannot."""
+    """A configuration run as each arm: scenarios of the possible ones, reasons for the others."""
 
     found: Mapping[str, Scenario]
     why_not: Mapping[str, str]
 
 
 def arms_of(config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Assumptions) -> Arms:
-    """``config`` as each of the four arms, in that arm's own layout; as its own alone where calls
-    were measured, which other arms do not make alike.
+    """Return ``config`` as each of the four arms, every one in its own layout.
+
+    If durations were measured, only the configured arm is included: other arms make other calls.
     """
-    found: dict[str, Scenario] = {}
+    scenarios: dict[str, Scenario] = {}
     why_not: dict[str, str] = {}
     for arm in (config.arm,) if given.measured else get_args(Arm):
         try:
-            other = _as(config, arm)
-            costs = costs_of(other, family, gpus, given)
-            best = _laid_out(other, gpus, costs)
+            arm_config = _as(config, arm)
+            costs = costs_of(arm_config, family, gpus, given)
+            best = _laid_out(arm_config, gpus, costs)
         except ConfigError as error:
             why_not[arm] = error.lines[0]
             continue
         if best.prediction is None:
             why_not[arm] = best.why_not or "nothing is predicted of its layout"
         else:
-            found[arm] = scenario_of(other, best, family, gpus, given, costs)
-    return Arms(found, why_not)
+            scenarios[arm] = scenario_of(arm_config, best, family, gpus, given, costs)
+    return Arms(scenarios, why_not)
 
 
 def _laid_out(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> Candidate:
-    """In the best layout, or in the one that is given by hand. Raises DoesNotFit."""
+    """Return the best layout, or the one that is configured explicitly. Raises DoesNotFit."""
     if to_choose(config):
         return choose(config, gpus, costs).best
     return assessed(numbers_of(config), gpus, costs)
 
 
 def _as(config: RunConfig, arm: str) -> RunConfig:
-    """``config`` as another arm. Raises ConfigError where that cannot be."""
+    """Return ``config`` with another arm. Raises ConfigError if that is invalid."""
     if arm == config.arm:
         return config
     changed: dict[str, object] = {"arm": arm}
     other = config.model_copy(update=changed)
     if other.plan.explore is None or not other.plan.regenerate:
-        plain = config.audit.model_copy(
+        audit = config.audit.model_copy(
             update={
                 "random_seeds": 0,
                 "min_sign_agreement": None,
@@ -91,18 +92,20 @@ def _as(config: RunConfig, arm: str) -> RunConfig:
                 "action": "warn",
             }
         )
-        changed |= {"explore_ahead": 0, "audit": plain}
+        changed |= {"explore_ahead": 0, "audit": audit}
         other = config.model_copy(update=changed)
-    # what is not written stays unwritten: a number that a layout has yet to choose is none by hand
+    # unset fields stay unset, so that numbers left to a layout do not count as set explicitly
     parse(other.model_dump(mode="json", exclude_unset=True))
     return other
 
 
 def ratios(config: RunConfig, arms: dict[str, Prediction]) -> Ratios | None:
-    """How much faster ``sol_rl`` is than ``naive_scaling``; None where either is not there."""
+    """Return the speedups of ``sol_rl`` over ``naive_scaling``; None if either is missing."""
     if not {"sol_rl", "naive_scaling"} <= arms.keys():
         return None
-    naive, ours = arms["naive_scaling"], arms["sol_rl"]
+    naive, sol_rl = arms["naive_scaling"], arms["sol_rl"]
     return Ratios(
-        naive.rollout / ours.rollout, naive.iteration / ours.iteration, PAPER.get(config.model.path)
+        naive.rollout / sol_rl.rollout,
+        naive.iteration / sol_rl.iteration,
+        PAPER.get(config.model.path),
     )

@@ -1,4 +1,4 @@
-"""The best predicted layout that fits. A pure function of configuration, GPUs and costs."""
+"""Choose the best predicted layout that fits: a pure function of configuration, GPUs and costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = {"rollout": "rollout actors", "learner": "the learner's frozen weights"}
 
 
 class DoesNotFit(ConfigError):
-    """No layout fits: the closest would hold ``gb`` on its fullest GPU, ``short`` too much."""
+    """No layout fits: the closest one needs ``gb`` GB on its fullest GPU, ``short`` GB too much."""
 
     def __init__(self, line: str, gb: float, short: float):
         super().__init__([line])
@@ -28,8 +28,10 @@ class DoesNotFit(ConfigError):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that was looked at. ``why_not`` says why it cannot be; then nothing is predicted.
-    ``gb`` is what the fullest GPU holds; ``short`` what it lacks.
+    """A layout that was considered.
+
+    ``why_not`` is the reason if it is impossible; then there is no prediction. ``gb`` are the GB
+    that its fullest GPU holds, ``short`` the GB that it lacks.
     """
 
     numbers: Numbers
@@ -40,13 +42,13 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds per iteration; infinite where it cannot be."""
+        """Predicted seconds per iteration; infinite if the layout is impossible."""
         return self.prediction.iteration if self.prediction else math.inf
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, why, and the best of each kind of layout that was looked at."""
+    """The chosen layout, the reason, and the best of each kind of layout that was considered."""
 
     best: Candidate
     table: Sequence[Candidate]
@@ -55,30 +57,30 @@ class Choice:
 
 
 def choose(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> Choice:
-    """The layout of ``config`` on ``gpus``. Raises DoesNotFit, a line, where none fits."""
-    asked = config.layout.mode if config.layout else "auto"
-    looked = _looked(config, gpus, costs)
-    table = _best_of_each(looked)
-    mine = [each for each in looked if _may_be(config, each, gpus)]
-    if not any(each.prediction for each in mine):
-        raise _nothing_fits(config, mine or looked, gpus, costs)
-    # of equals that with the fewest actors
-    # to a microsecond: the same seconds summed in another order are no better
-    best = min(mine, key=lambda each: (round(each.seconds, 6), _size(each.numbers)))
+    """Choose the layout of ``config`` on ``gpus``. Raises DoesNotFit if none fits."""
+    mode = config.layout.mode if config.layout else "auto"
+    considered = _considered(config, gpus, costs)
+    table = _best_of_each(considered)
+    allowed = [each for each in considered if _may_be(config, each, gpus)]
+    if not any(each.prediction for each in allowed):
+        raise _nothing_fits(config, allowed or considered, gpus, costs)
+    # among equally fast layouts the one with the fewest actors; rounded to a microsecond, so that
+    # summing the same seconds in another order makes no difference
+    best = min(allowed, key=lambda each: (round(each.seconds, 6), _size(each.numbers)))
     others = [each for each in table if each.prediction and each.numbers.mode != best.numbers.mode]
-    why = "asked for" if asked != "auto" else "the only one that fits"
-    if asked == "auto" and others:
+    why = "asked for" if mode != "auto" else "the only one that fits"
+    if mode == "auto" and others:
         why = "the fastest by prediction"
     if best.numbers.ahead and "explore_ahead" not in config.model_fields_set:
         why += "; rollout actors explore ahead, with the policy of the iteration before"
     if best.numbers.leaves:
-        who = " and ".join(NAMES[kind] for kind in best.numbers.leaves)
-        why += f"; {who} leave to host memory between turns, as both do not fit on one GPU"
+        leaving = " and ".join(NAMES[kind] for kind in best.numbers.leaves)
+        why += f"; {leaving} leave to host memory between turns, as both do not fit on one GPU"
     return Choice(best, table, why, bound(costs.tasks, gpus))
 
 
 def assessed(numbers: Numbers, gpus: Sequence[Gpus], costs: Costs) -> Candidate:
-    """A layout with its prediction, or with why it cannot be."""
+    """Return a layout with its prediction, or with the reason why it is impossible."""
     laid = lay(numbers, gpus)
     if laid is None:
         return Candidate(numbers, None, "its shares have no room on these GPUs")
@@ -90,9 +92,9 @@ def assessed(numbers: Numbers, gpus: Sequence[Gpus], costs: Costs) -> Candidate:
     lacking = [(size - room[each.kind], each) for size, each in held]
     short, fullest = max(lacking, key=itemgetter(0))
     if short > 0:
-        who = " + ".join(sorted(fullest.actors))
+        actors = " + ".join(sorted(fullest.actors))
         why = (
-            f"{who}: {room[fullest.kind] + short:.1f} GB on a {fullest.kind} of"
+            f"{actors}: {room[fullest.kind] + short:.1f} GB on a {fullest.kind} of"
             f" {room[fullest.kind]:g} GB, {short:.1f} GB short"
         )
         if numbers.leaves and short <= costs.encoder_gb(fullest):
@@ -104,14 +106,17 @@ def assessed(numbers: Numbers, gpus: Sequence[Gpus], costs: Costs) -> Candidate:
 def _no_host_memory(
     numbers: Numbers, laid: Sequence[Laid], gpus: Sequence[Gpus], costs: Costs
 ) -> str | None:
-    """Why what leaves the GPUs has no place on a node; None: it has, or nothing is known of it."""
-    room = {each.kind: each.host_gb for each in gpus}
-    for each in laid:
-        needed, there = costs.host_gb(each, numbers), room[each.kind]
-        if there is not None and needed > there:
+    """Return why the weights that leave GPUs do not fit into host memory; None if they do.
+
+    None also if the host memory of the nodes is not known.
+    """
+    room = {part.kind: part.host_gb for part in gpus}
+    for part in laid:
+        needed, available = costs.host_gb(part, numbers), room[part.kind]
+        if available is not None and needed > available:
             return (
                 f"{' and '.join(numbers.leaves)} between turns: {needed:.1f} GB of host memory for"
-                f" each {each.kind}, a node has {there:.1f} GB for each"
+                f" each {part.kind}, a node has {available:.1f} GB for each"
             )
     return None
 
@@ -121,10 +126,12 @@ def _size(numbers: Numbers) -> int:
 
 
 def _may_be(config: RunConfig, candidate: Candidate, gpus: Sequence[Gpus]) -> bool:
-    """Whether a candidate is what was asked for.
+    """Return True if the configuration allows a candidate.
 
-    Exploring ahead trains on what an older policy found, so it is not chosen for speed alone while
-    replicas can use every GPU: only where GPUs have rollout actors and no learner anyway.
+    Exploring ahead trains on samples of an older policy, so it is not chosen for speed alone as
+    long as learner replicas can use every GPU. It is allowed if some GPUs have rollout actors but
+    no learner anyway (mode split, several kinds of GPU, or more GPUs than replicas can use), or if
+    ``explore_ahead`` is set.
     """
     assert config.layout is not None
     mode, numbers = config.layout.mode, candidate.numbers
@@ -134,34 +141,45 @@ def _may_be(config: RunConfig, candidate: Candidate, gpus: Sequence[Gpus]) -> bo
     return bool(not numbers.ahead or "explore_ahead" in config.model_fields_set or free)
 
 
-def _best_of_each(looked: Sequence[Candidate]) -> list[Candidate]:
-    found: dict[tuple[str, int, str, bool], Candidate] = {}
-    for each in looked:
-        groups = each.numbers.groups.values()
+def _best_of_each(considered: Sequence[Candidate]) -> list[Candidate]:
+    """Return the best candidate of each kind of layout, the fastest first."""
+    best: dict[tuple[str, int, str, bool], Candidate] = {}
+    for candidate in considered:
+        groups = candidate.numbers.groups.values()
         kinds = "/".join(sorted({group.accelerator or "" for group in groups if group.gpus}))
-        key = (each.numbers.mode, each.numbers.ahead, kinds, bool(each.numbers.leaves))
-        if key not in found or (each.seconds, each.short) < (found[key].seconds, found[key].short):
-            found[key] = each
-    return sorted(found.values(), key=lambda each: each.seconds)
+        key = (
+            candidate.numbers.mode,
+            candidate.numbers.ahead,
+            kinds,
+            bool(candidate.numbers.leaves),
+        )
+        if key not in best or (candidate.seconds, candidate.short) < (
+            best[key].seconds,
+            best[key].short,
+        ):
+            best[key] = candidate
+    return sorted(best.values(), key=lambda candidate: candidate.seconds)
 
 
-def _looked(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> list[Candidate]:
-    """Every candidate, and where rollout actors and learner do not fit on one GPU, the same with
-    weights that leave it between turns.
+def _considered(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> list[Candidate]:
+    """Assess every candidate.
+
+    If rollout actors and learner do not fit on a GPU together, the variants in which weights leave
+    it between turns are assessed too.
     """
-    found: list[Candidate] = []
+    layouts: list[Candidate] = []
     for numbers in candidates(config, gpus):
-        found.append(assessed(numbers, gpus, costs))
-        if found[-1].short > 0 and costs.parts:
-            found += [assessed(each, gpus, costs) for each in with_turns(config, numbers)]
-    return found
+        layouts.append(assessed(numbers, gpus, costs))
+        if layouts[-1].short > 0 and costs.parts:
+            layouts += [assessed(each, gpus, costs) for each in with_turns(config, numbers)]
+    return layouts
 
 
 def _nothing_fits(
-    config: RunConfig, looked: Sequence[Candidate], gpus: Sequence[Gpus], costs: Costs
+    config: RunConfig, considered: Sequence[Candidate], gpus: Sequence[Gpus], costs: Costs
 ) -> DoesNotFit:
-    """A line: which model on which GPU, what is short by how much, the nearest layout that fits."""
-    closest = min(looked, key=lambda each: (each.short <= 0, each.short), default=None)
+    """Return the error: model and GPUs, how much memory is short, the nearest layout that fits."""
+    closest = min(considered, key=lambda each: (each.short <= 0, each.short), default=None)
     there = " and ".join(f"{each.count} x {each.kind} of {each.memory_gb:g} GB" for each in gpus)
     mode = config.layout.mode if config.layout else "auto"
     why = (
@@ -169,7 +187,7 @@ def _nothing_fits(
     )
     if not closest and config.services.learner.shard == "base":
         why = "replicas that share the base (services.learner.shard) need a GPU each, two at least"
-    crowded = (c.why_not for c in looked if c.numbers.leaves and c.why_not and not c.short)
+    crowded = (c.why_not for c in considered if c.numbers.leaves and c.why_not and not c.short)
     if (no_room := next(crowded, None)) is not None:
         why = f"{why}; with {no_room}"
     line = (
@@ -180,17 +198,17 @@ def _nothing_fits(
 
 
 def _nearest(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> str | None:
-    """The other mode, more GPUs of the kind, or larger ones."""
+    """Describe the nearest layout that fits: the other mode, more GPUs, or larger ones."""
     kind = max(gpus, key=lambda each: each.memory_gb)
     assert config.layout is not None
     layout = config.layout.model_copy(update={"mode": "auto"})
-    free = config.model_copy(update={"layout": layout})
+    any_mode = config.model_copy(update={"layout": layout})
     for more in [
         count for count in (kind.count, kind.count + 1, 2, 4, 8, 16) if count >= kind.count
     ]:
-        for each in _looked(free, [replace(kind, count=more)], costs):
+        for each in _considered(any_mode, [replace(kind, count=more)], costs):
             if each.prediction:
                 what = each.numbers.describe()
                 return f"{each.numbers.mode} on {more} x {kind.kind} ({what})"
-    least = min((each.gb for each in _looked(free, gpus, costs) if each.gb), default=0)
-    return f"GPUs of at least {least:.0f} GB" if least else None
+    smallest = min((each.gb for each in _considered(any_mode, gpus, costs) if each.gb), default=0)
+    return f"GPUs of at least {smallest:.0f} GB" if smallest else None

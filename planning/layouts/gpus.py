@@ -1,4 +1,4 @@
-"""The GPUs there are, and who lies on which of them when shares are laid as Ray lays them."""
+"""The available GPUs, and the actors on each of them if shares are assigned as Ray does it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from planning.placement import ACCELERATOR, WHOLE, Node, matches
 
 @dataclass(frozen=True)
 class Gpus:
-    """GPUs of one kind: how many, memory of each in GB, and CPUs and GB of host memory of a node
-    for each of its GPUs; None: not known.
+    """GPUs of one kind: their number and the memory of each in GB.
+
+    ``cpus`` and ``host_gb`` are the CPUs and the GB of host memory of a node per GPU; None: not
+    known.
     """
 
     kind: str
@@ -27,7 +29,7 @@ class Gpus:
 
 @dataclass(frozen=True)
 class Laid:
-    """GPUs that hold the same actors: ``count`` of them, with ``actors`` by service on each."""
+    """``count`` GPUs of one kind, each with the same numbers of actors by service."""
 
     kind: str
     count: int
@@ -38,9 +40,9 @@ _State = tuple[str, int, tuple[tuple[str, int], ...]]  # kind, free ten-thousand
 
 
 def gpus_of(nodes: Sequence[Node], memory: Mapping[str, float]) -> list[Gpus]:
-    """Whole free GPUs of nodes, by kind. ``memory``: GB of each kind that is known.
+    """Return the whole free GPUs of nodes, by kind.
 
-    Raises ConfigError for a kind that is not known.
+    ``memory`` has the GB of each known kind. Raises ConfigError for a kind that is not in it.
     """
     count: Counter[str] = Counter()
     cpus: dict[str, float] = {}
@@ -59,39 +61,40 @@ def gpus_of(nodes: Sequence[Node], memory: Mapping[str, float]) -> list[Gpus]:
         count[kind] += whole
         cpus[kind] = min(cpus.get(kind, node.cpus / whole), node.cpus / whole)
         if node.memory_gb is not None:
-            each = node.memory_gb / whole
-            host[kind] = min(host.get(kind, each), each)
+            per_gpu = node.memory_gb / whole
+            host[kind] = min(host.get(kind, per_gpu), per_gpu)
     return [Gpus(kind, count[kind], memory[kind], cpus[kind], host.get(kind)) for kind in count]
 
 
 def lay(numbers: Numbers, gpus: Sequence[Gpus]) -> list[Laid] | None:
-    """Who lies where, largest shares first and always on the fullest GPU that has room; None where
-    somebody has no place. Actors without a share of a GPU are not in it.
+    """Assign actors to GPUs, largest shares first, each to the fullest GPU that has room.
+
+    Returns None if an actor has no place. Actors without a share of a GPU are left out.
     """
     state: Counter[_State] = Counter({(g.kind, WHOLE, ()): g.count for g in gpus})
     for kind, group in sorted(numbers.groups.items(), key=lambda item: -item[1].gpus):
         if group.gpus and not _lay_group(state, kind, group):
             return None
-    alike: Counter[tuple[str, tuple[tuple[str, int], ...]]] = Counter()
+    merged: Counter[tuple[str, tuple[tuple[str, int], ...]]] = Counter()
     for (kind, _, actors), count in state.items():
-        alike[kind, actors] += count
-    return [Laid(kind, count, dict(actors)) for (kind, actors), count in alike.items() if count]
+        merged[kind, actors] += count
+    return [Laid(kind, count, dict(actors)) for (kind, actors), count in merged.items() if count]
 
 
 def _lay_group(state: Counter[_State], service: str, group: Group) -> bool:
-    """Put the actors of a service on GPUs; False where they have no room.
+    """Assign the actors of a service to GPUs in ``state``; return False if they have no room.
 
-    The fullest GPU with room stays the fullest until it has none, so that it gets all it can take.
+    The fullest GPU with room stays the fullest until it has none, so it gets as many as it holds.
     """
     share, left = round(group.gpus * WHOLE), group.actors
-    whole = -(-share // WHOLE)
-    if share > WHOLE:  # several whole GPUs each: as many actors, each on the first of its GPUs
-        left, share = left * whole, WHOLE
+    gpus_each = -(-share // WHOLE)
+    if share > WHOLE:  # an actor on n whole GPUs is treated as n actors with one GPU each
+        left, share = left * gpus_each, WHOLE
     while left:
-        room = [s for s, n in state.items() if n and s[1] >= share and _may(group, s[0])]
-        if not room:
+        with_room = [s for s, n in state.items() if n and s[1] >= share and _may(group, s[0])]
+        if not with_room:
             return False
-        fullest = min(room, key=itemgetter(1))
+        fullest = min(with_room, key=itemgetter(1))
         kind, free, actors = fullest
         each = min(left, free // share)
         count = min(state[fullest], left // each)

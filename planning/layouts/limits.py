@@ -1,4 +1,4 @@
-"""What no machine holds, said before anything is laid out or started."""
+"""Reject numbers of actors that no machine can hold, before anything is laid out or started."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from configs.schema import RunConfig
 from planning.placement import Node, kinds_of
 
 ACTOR_GB = 0.25
-"""Host memory of an actor's process at least: Python, torch and Ray, before it loads a model."""
+"""Minimum host memory of an actor process: Python, torch and Ray, before it loads a model."""
 PER_CORE = 64
-"""Processes on a core beyond which they do not even start within ``services.start_deadline_s``."""
+"""More processes per core than this do not start within ``services.start_deadline_s``."""
 
 
 def refuse_too_many(
     config: RunConfig, cpus: float, gpus: float, nodes: Sequence[Node] | None = None
 ) -> None:
-    """Raises ConfigError where a service's actors ask for more than ``nodes`` have, or more than
-    ``cpus`` and ``gpus``, which are assumed.
+    """Raise ConfigError if the actors of a service need more CPUs or GPUs than there are.
+
+    These are the resources of ``nodes``, or the assumed ``cpus`` and ``gpus`` without ``nodes``.
+    Services of up to 1000 actors are left to placement, as are nodes that an autoscaler may add.
     """
     if nodes is not None:
         cpus, gpus = sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)
@@ -28,17 +30,17 @@ def refuse_too_many(
     where = "there are" if nodes is not None else "a plan assumes at most"
     for kind in kinds_of(config):
         service = config.services.of(kind)
-        for what, each, most in (("CPU", service.cpus, cpus), ("GPU", service.gpus, gpus)):
-            if service.count > 1000 and service.count * each > most:
+        for what, each, available in (("CPU", service.cpus, cpus), ("GPU", service.gpus, gpus)):
+            if service.count > 1000 and service.count * each > available:
                 raise ConfigError(
                     f"services.{kind}: {service.count} actors of {each:g} {what} each need"
-                    f" {service.count * each:g}, {where} {most:g}: at most"
-                    f" {int(most / each)} have a place"
+                    f" {service.count * each:g}, {where} {available:g}: at most"
+                    f" {int(available / each)} have a place"
                 )
 
 
 def refuse_on_this_machine(config: RunConfig) -> None:
-    """Raises ConfigError where the actors of a service cannot all live on this machine."""
+    """Raise ConfigError if this machine cannot run all actors of a service."""
     cores = os.cpu_count() or 1
     gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     most = min(int(gb / ACTOR_GB), PER_CORE * cores)

@@ -1,4 +1,4 @@
-"""A layout, its prediction and the four arms as text and as JSON."""
+"""Text and JSON output of a layout, its prediction and the comparison of the four arms."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ HIDDEN = 0.05
 
 @dataclass(frozen=True)
 class Outlook:
-    """The prediction for a plan, with all that is printed beside it.
+    """The prediction for a plan, with everything else that is printed about it.
 
-    ``unhidden``: seconds of an iteration if exploring took no time. ``found``: what a simulation
-    adds, where there was one. ``fullest_gb``: what the fullest GPU holds. ``gathered``: seconds by
-    stage in which a sharded base is gathered. ``arms_not``: why the other arms are not in ``arms``.
+    ``unhidden``: seconds of an iteration if exploring took no time. ``found``: results of a
+    simulation, if there was one. ``fullest_gb``: GB that the fullest GPU holds. ``gathered``:
+    seconds by stage in which a sharded base is gathered. ``arms_not``: for each arm that is not in
+    ``arms``, the reason.
     """
 
     gpus: Sequence[Gpus]
@@ -43,9 +44,11 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a simulated iteration shows. ``critical``: seconds by kind of work along the critical
-    path. ``more``: seconds per iteration with one GPU more, by its kind. ``publish``: seconds of
-    publishing. ``driver``: share of the time in which the driver sends.
+    """Results of a simulated iteration.
+
+    ``critical``: seconds by kind of work along the critical path. ``more``: seconds per iteration
+    with one more GPU, by its kind. ``publish``: seconds of publishing. ``driver``: share of the
+    time in which the driver sends.
     """
 
     critical: Mapping[str, float]
@@ -54,7 +57,7 @@ class Findings:
     driver: float
 
     def lines(self, seconds: float, gpus: int) -> list[str]:
-        """For an iteration of ``seconds`` on so many GPUs."""
+        """Return the lines for an iteration of ``seconds`` on ``gpus`` GPUs."""
         chain = ", ".join(f"{work} {each:.1f} s" for work, each in self.critical.items())
         lines = [
             f"  critical  {chain}",
@@ -68,12 +71,12 @@ class Findings:
 
 
 def gpu_hours(seconds: float, gpus: int) -> float:
-    """For 1,000 updates of ``seconds`` each."""
+    """Return the GPU-hours of 1,000 updates of ``seconds`` each."""
     return 1000 * seconds * gpus / 3600
 
 
 def outlook_lines(config: RunConfig, outlook: Outlook) -> list[str]:
-    """The layout with what others would take, seconds, arms, warnings."""
+    """Return the lines about the layout and its alternatives, seconds, arms and warnings."""
     return [
         *_layout(config, outlook),
         *_seconds(config, outlook),
@@ -83,11 +86,11 @@ def outlook_lines(config: RunConfig, outlook: Outlook) -> list[str]:
 
 
 def _layout(config: RunConfig, outlook: Outlook) -> list[str]:
-    there = " and ".join(f"{each.count} x {each.kind}" for each in outlook.gpus)
+    gpus = " and ".join(f"{each.count} x {each.kind}" for each in outlook.gpus)
     if outlook.choice is None:
-        return ["", f"layout      by hand on {there}: {numbers_of(config).describe()}"]
+        return ["", f"layout      by hand on {gpus}: {numbers_of(config).describe()}"]
     choice = outlook.choice
-    lines = ["", f"layout      {choice.best.numbers.mode} on {there}: {choice.why}"]
+    lines = ["", f"layout      {choice.best.numbers.mode} on {gpus}: {choice.why}"]
     for each in choice.table:
         mark = "*" if each.numbers == choice.best.numbers else " "
         what = each.numbers.describe()
@@ -101,7 +104,7 @@ def _layout(config: RunConfig, outlook: Outlook) -> list[str]:
 
 
 def _not_chosen(each: Candidate, choice: Choice, config: RunConfig) -> str:
-    """Why a layout that is predicted to be faster was not taken."""
+    """Return the reason why a layout that is predicted to be faster was not chosen, or ""."""
     if each.seconds >= choice.best.seconds or each.numbers == choice.best.numbers:
         return ""
     if config.layout is not None and config.layout.mode not in ("auto", each.numbers.mode):
@@ -114,7 +117,7 @@ def _not_chosen(each: Candidate, choice: Choice, config: RunConfig) -> str:
 def _seconds(config: RunConfig, outlook: Outlook) -> list[str]:
     found = outlook.prediction
     gpus = sum(each.count for each in outlook.gpus)
-    more = outlook.found.lines(found.iteration, gpus) if outlook.found else []
+    simulated = outlook.found.lines(found.iteration, gpus) if outlook.found else []
     idle = ", ".join(f"{kind} {share:.0%}" for kind, share in found.idle.items())
     return [
         (
@@ -123,7 +126,7 @@ def _seconds(config: RunConfig, outlook: Outlook) -> list[str]:
             f" spread over these GPUs; samples to train on after {found.rollout:.1f} s"
         ),
         f"  idle      GPUs {found.mean_idle:.0%} of an iteration; of their time, actors: {idle}",
-        *more,
+        *simulated,
         *_gathered(outlook),
         (
             f"  assumed   actors on one GPU take turns {_cost_of_turns(config, outlook)};"
@@ -174,40 +177,41 @@ def _arms(config: RunConfig, outlook: Outlook) -> list[str]:
 
 
 def warnings(config: RunConfig, outlook: Outlook) -> list[str]:
-    """A line for each thing that buys nothing."""
-    found, lines = outlook.prediction, []
-    if found.explore and outlook.unhidden > (1 - HIDDEN) * found.iteration:
-        behind = "the learner" if found.idle.get("learner", 1) < 0.5 else "other stages"
+    """Return a line for each inefficiency: hidden exploring, a slower arm, waiting, idle GPUs."""
+    prediction, lines = outlook.prediction, []
+    if prediction.explore and outlook.unhidden > (1 - HIDDEN) * prediction.iteration:
+        behind = "the learner" if prediction.idle.get("learner", 1) < 0.5 else "other stages"
         lines.append(
             f"hidden      exploring is hidden behind {behind}: were it free, an iteration would"
-            f" take {outlook.unhidden:.1f} s instead of {found.iteration:.1f} s"
+            f" take {outlook.unhidden:.1f} s instead of {prediction.iteration:.1f} s"
         )
     for simpler in SIMPLER.get(config.arm, ()):
         other = outlook.arms.get(simpler)
-        if other is not None and other.iteration < found.iteration:
+        if other is not None and other.iteration < prediction.iteration:
             lines.append(
-                f"slower      {config.arm} is predicted to take {found.iteration:.1f} s per"
+                f"slower      {config.arm} is predicted to take {prediction.iteration:.1f} s per"
                 f" iteration, the simpler {simpler} {other.iteration:.1f} s"
             )
-    if (longer := _waiting(config, outlook)) > 1 + HIDDEN:
+    if (factor := _waiting(config, outlook)) > 1 + HIDDEN:
         lines.append(
-            f"waiting     an update lasts {longer:.2f} times as long as its busiest replica"
+            f"waiting     an update lasts {factor:.2f} times as long as its busiest replica"
             " computes: replicas wait for each other after each of"
             f" {config.optimizer.steps_per_iteration} optimizer steps, which have unequal numbers"
             " of their samples"
             + ("" if config.optimizer.deal == "even" else ": set optimizer.deal = 'even'")
         )
-    idle = [(n, share, who) for n, share, who in found.gpu_idle if share > IDLE]
+    idle = [(n, share, actors) for n, share, actors in prediction.gpu_idle if share > IDLE]
     if idle:
         parts = [
-            f"{n} ({' + '.join(sorted(who)) or 'unused'}) {share:.0%}" for n, share, who in idle
+            f"{n} ({' + '.join(sorted(actors)) or 'unused'}) {share:.0%}"
+            for n, share, actors in idle
         ]
         lines.append(f"idle        GPUs idle more than {IDLE:.0%}: {', '.join(parts)}")
     return lines
 
 
 def _waiting(config: RunConfig, outlook: Outlook) -> float:
-    """How many times longer an update lasts as replicas wait for each other."""
+    """Return the factor by which an update takes longer because replicas wait for each other."""
     numbers = outlook.choice.best.numbers if outlook.choice else numbers_of(config)
     waiting = Waiting(config.selection.keep, Dealing.of(config.optimizer))
     replicas = numbers.groups["learner"].actors
@@ -215,18 +219,18 @@ def _waiting(config: RunConfig, outlook: Outlook) -> float:
 
 
 def as_json(config: RunConfig, outlook: Outlook) -> dict[str, object]:
-    """What ``sol-rl plan --json`` prints."""
-    found, choice = outlook.prediction, outlook.choice
+    """Return what ``sol-rl plan --json`` prints."""
+    prediction, choice = outlook.prediction, outlook.choice
     numbers = choice.best.numbers if choice else numbers_of(config)
     ratio = ratios(config, dict(outlook.arms))
     return {
         "name": config.name,
         "arm": config.arm,
-        "iteration_s": found.iteration,
+        "iteration_s": prediction.iteration,
         "bound_s": outlook.bound,
-        "explore_s": found.explore,
-        "rollout_s": found.rollout,
-        "update_s": found.update,
+        "explore_s": prediction.explore,
+        "rollout_s": prediction.rollout,
+        "update_s": prediction.update,
         "layout": {
             "mode": numbers.mode,
             "gpus": sum(each.count for each in outlook.gpus),
@@ -238,10 +242,10 @@ def as_json(config: RunConfig, outlook: Outlook) -> dict[str, object]:
             "candidates": [_candidate(each) for each in choice.table] if choice else [],
         },
         "gathering_s": dict(outlook.gathered),
-        "idle_share": dict(found.idle),
+        "idle_share": dict(prediction.idle),
         "gpu_idle_share": [
-            {"gpus": n, "idle_share": share, "actors": dict(who)}
-            for n, share, who in found.gpu_idle
+            {"gpus": n, "idle_share": share, "actors": dict(actors)}
+            for n, share, actors in prediction.gpu_idle
         ],
         "arms": {arm: each.iteration for arm, each in outlook.arms.items()},
         "arms_not": dict(outlook.arms_not),
@@ -253,15 +257,15 @@ def as_json(config: RunConfig, outlook: Outlook) -> dict[str, object]:
 
 
 def _found(outlook: Outlook) -> dict[str, object]:
-    found, gpus = outlook.found, sum(each.count for each in outlook.gpus)
-    if found is None:
+    findings, gpus = outlook.found, sum(each.count for each in outlook.gpus)
+    if findings is None:
         return {}
     return {
-        "critical_path_s": dict(found.critical),
+        "critical_path_s": dict(findings.critical),
         "gpu_hours_per_1000_updates": gpu_hours(outlook.prediction.iteration, gpus),
-        "one_more_gpu_s": dict(found.more),
-        "publish_s": found.publish,
-        "driver_share": found.driver,
+        "one_more_gpu_s": dict(findings.more),
+        "publish_s": findings.publish,
+        "driver_share": findings.driver,
     }
 
 

@@ -1,4 +1,4 @@
-"""The numbers that a layout consists of: actors and shares of each service, and explore_ahead."""
+"""The values that make up a layout: actors and shares of each service, and explore_ahead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TAKE_TURNS = ("rollout", "learner")
 
 @dataclass(frozen=True)
 class Group:
-    """The actors of one service: how many, and what each reserves on which kind of GPU."""
+    """The actors of one service: their number, and what each reserves on which kind of GPU."""
 
     actors: int
     gpus: float = 0.0
@@ -28,16 +28,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A layout; ``groups`` by service. What a service's table says by hand is in it already."""
+    """A layout, with ``groups`` by service; explicitly configured values are already applied."""
 
     mode: str
     groups: Mapping[str, Group]
     ahead: int = 0
     share: Share = "prompts"  # what learner replicas share
-    leaves: tuple[str, ...] = ()  # of TAKE_TURNS, who is in host memory between turns
+    leaves: tuple[str, ...] = ()  # services of TAKE_TURNS that are in host memory between turns
 
     def describe(self) -> str:
-        """``8 learner at 0.52 GPU, 8 rollout at 0.36 GPU``: those with a share of a GPU."""
+        """Return ``8 learner at 0.52 GPU, 8 rollout at 0.36 GPU``: services with GPU shares."""
         parts = [
             f"{group.actors} {kind} at {group.gpus:g} GPU"
             + (f" of {group.accelerator}" if group.accelerator else "")
@@ -51,55 +51,62 @@ class Numbers:
 
 
 def numbers_of(config: RunConfig) -> Numbers:
-    """The numbers of a configuration, whether given by hand or chosen by a layout."""
+    """Return the layout of a configuration, whether set explicitly or chosen."""
     groups = {}
     for kind in kinds_of(config):
         service = config.services.of(kind)
         groups[kind] = Group(service.count, service.gpus, service.cpus, service.accelerator)
     services = config.services
-    given = {"rollout": services.rollout.between_turns, "learner": services.learner.between_turns}
-    leaves = tuple(kind for kind in TAKE_TURNS if kind in groups and given[kind] == "host")
+    between_turns = {
+        "rollout": services.rollout.between_turns,
+        "learner": services.learner.between_turns,
+    }
+    leaves = tuple(kind for kind in TAKE_TURNS if kind in groups and between_turns[kind] == "host")
     return Numbers("by hand", groups, config.explore_ahead, services.learner.share, leaves)
 
 
 def by_hand(config: RunConfig) -> dict[str, dict[str, int | float | str | None]]:
-    """What the tables of the services say themselves, by service: fields of ``Group``."""
-    found: dict[str, dict[str, int | float | str | None]] = {}
+    """Return the explicitly configured fields of ``Group``, by service."""
+    result: dict[str, dict[str, int | float | str | None]] = {}
     for kind in kinds_of(config):
         service = config.services.of(kind)
         keys = {field: field for field in FIELDS}  # of Group -> of the service
         if kind == "learner":
             keys["actors"] = "replicas"
-        written = {field: key for field, key in keys.items() if key in service.model_fields_set}
-        found[kind] = {field: getattr(service, key) for field, key in written.items()}
-    return found
+        explicit = {field: key for field, key in keys.items() if key in service.model_fields_set}
+        result[kind] = {field: getattr(service, key) for field, key in explicit.items()}
+    return result
 
 
 def completed(config: RunConfig, numbers: Numbers) -> Numbers:
-    """``numbers`` with everything in its place that the configuration gives by hand.
+    """Return ``numbers`` with the values that the configuration sets explicitly.
 
-    A scorer whose share is given is not multiplied: its actors are what the table says.
+    A scoring service whose GPU share is set keeps its configured number of actors.
     """
     groups = dict(numbers.groups)
-    for kind, given in by_hand(config).items():
-        own = config.services.of(kind)
-        if kind.partition(".")[0] in ("reward", "scorers") and "gpus" in given:
-            given = {"actors": own.count, **given}
-        base = groups.get(kind, Group(own.count, own.gpus, own.cpus, own.accelerator))
-        groups[kind] = replace(base, **given)  # type: ignore[arg-type]
+    for kind, explicit in by_hand(config).items():
+        service = config.services.of(kind)
+        if kind.partition(".")[0] in ("reward", "scorers") and "gpus" in explicit:
+            explicit = {"actors": service.count, **explicit}
+        base = groups.get(
+            kind, Group(service.count, service.gpus, service.cpus, service.accelerator)
+        )
+        groups[kind] = replace(base, **explicit)  # type: ignore[arg-type]
     ahead = config.explore_ahead if "explore_ahead" in config.model_fields_set else numbers.ahead
     learner = config.services.learner
     share = learner.share if "share" in learner.model_fields_set else numbers.share
-    given_turns = [
+    explicit_turns = [
         kind for kind in TAKE_TURNS if "between_turns" in config.services.of(kind).model_fields_set
     ]
-    hand = numbers_of(config).leaves
-    leaves = (k for k in TAKE_TURNS if k in (hand if k in given_turns else numbers.leaves))
+    configured_leaves = numbers_of(config).leaves
+    leaves = (
+        k for k in TAKE_TURNS if k in (configured_leaves if k in explicit_turns else numbers.leaves)
+    )
     return Numbers(numbers.mode, groups, ahead, share, tuple(leaves))
 
 
 def with_numbers(config: RunConfig, numbers: Numbers) -> RunConfig:
-    """The configuration with a layout written out. Raises ConfigError for what it refuses."""
+    """Return the configuration with a layout written out. Raises ConfigError if it is invalid."""
     tree = config.model_dump(mode="json")
     tree["explore_ahead"] = numbers.ahead
     tree["services"]["learner"]["share"] = numbers.share
@@ -116,12 +123,15 @@ def with_numbers(config: RunConfig, numbers: Numbers) -> RunConfig:
 
 
 def as_started(config: RunConfig, recorded: RunConfig) -> RunConfig:
-    """``config`` with the recorded numbers in the place of those that a layout chooses."""
+    """Return ``config`` with recorded values in place of those that a layout would choose."""
     if config.layout is None:
         return config
     return with_numbers(config, completed(config, numbers_of(recorded)))
 
 
 def as_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
-    """``config`` with what the start of the recorded run chose; what then differs is by hand."""
+    """Return ``config`` with all values that the recorded run chose when it started.
+
+    Any remaining difference from ``recorded`` was configured explicitly.
+    """
     return keep_threads(as_started(config, recorded), recorded)

@@ -1,9 +1,9 @@
-"""How long an iteration takes in a layout, by arithmetic: what is counted, laid on the GPUs.
+"""Predict the duration of an iteration in a layout analytically, from counted task durations.
 
-Actors on one GPU take turns at no cost. Where weights leave the GPU between turns, everything is
-explored before anything is regenerated, and a change of turns takes as long as the GPU that moves
+Assumptions: actors on one GPU take turns at no cost. If weights leave the GPU between turns, all
+exploring precedes all regenerating, and a change of turns takes as long as on the GPU that moves
 the most weights. A chunk goes to the rollout actor that would finish it first. Prompts are spread
-evenly over the replicas: whole prompts, or samples where replicas share those.
+evenly over the replicas: whole prompts, or samples if replicas share those.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from planning.waiting import NOBODY, Waiting
 
 @dataclass(frozen=True)
 class Tasks:
-    """An iteration as seconds on one GPU of a kind.
+    """Seconds of the tasks of an iteration on one kind of GPU.
 
-    ``chunk``, ``regenerate`` and ``update`` are seconds of one task: of a chunk, of a prompt, of a
-    prompt. ``score`` is of all images, by the service that scores; ``encode`` of all prompts.
-    ``move`` is of one actor whose weights leave its GPU, or come back, by service. ``gathering`` of
-    a base in shards, and ``waiting`` of replicas for each other, come on top, as they depend on
-    how many there are.
+    ``chunk`` is for one chunk, ``regenerate`` and ``update`` are for one prompt. ``score``, by
+    service, is for all images, ``encode`` for all prompts. ``move``, by service, is the time in
+    which the weights of one actor leave its GPU, or return. ``gathering`` of a sharded base, and
+    ``waiting`` of replicas for each other, are added later, as they depend on the number of
+    replicas.
     """
 
     chunks: int
@@ -43,11 +43,12 @@ class Tasks:
     waiting: Waiting = NOBODY
 
     def gathered(self, replicas: int, part: float) -> Tasks:
-        """With what is gathered by each of so many replicas, which regenerate such a ``part`` of a
-        prompt at a time.
+        """Return the tasks with the seconds in which each of ``replicas`` replicas gathers added.
+
+        ``part`` is the share of a prompt that is regenerated per task.
         """
-        again, trained = self.gathering.of_prompt(replicas, part)
-        return replace(self, regenerate=self.regenerate + again, update=self.update + trained)
+        regenerated, trained = self.gathering.of_prompt(replicas, part)
+        return replace(self, regenerate=self.regenerate + regenerated, update=self.update + trained)
 
     @property
     def total(self) -> float:
@@ -58,52 +59,57 @@ class Tasks:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds, and shares of an iteration. ``rollout``: until all samples to train on are there."""
+    """Predicted seconds and idle shares of an iteration.
+
+    ``rollout`` is the time until all samples to train on are available.
+    """
 
     iteration: float
     explore: float
     rollout: float
     update: float
-    idle: Mapping[str, float]  # of a service's actors
-    gpu_idle: Sequence[tuple[int, float, Mapping[str, int]]]  # GPUs, share, who is on each
+    idle: Mapping[str, float]  # mean of a service's actors, by service
+    gpu_idle: Sequence[tuple[int, float, Mapping[str, int]]]  # (GPUs, idle share, actors on each)
 
     @property
     def mean_idle(self) -> float:
-        """Idle share of all GPUs together."""
+        """Mean idle share of all GPUs."""
         return sum(n * share for n, share, _ in self.gpu_idle) / sum(n for n, _, _ in self.gpu_idle)
 
 
 def bound(tasks: Mapping[str, Tasks], gpus: Sequence[Gpus]) -> float:
-    """Seconds of an iteration, were all of its work spread evenly over all GPUs."""
+    """Return the lower bound of an iteration: its seconds if all work were spread over all GPUs."""
     return 1 / sum(each.count / tasks[each.kind].total for each in gpus)
 
 
 def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) -> Prediction:
-    """The prediction for a layout whose actors are ``laid``; ``tasks`` are by kind of GPU."""
+    """Predict an iteration in a layout with actors on ``laid``; ``tasks`` is by kind of GPU."""
     any_tasks, replicas = next(iter(tasks.values())), numbers.groups["learner"].actors
-    part_of = part_at_a_time(numbers, any_tasks)
-    tasks = {kind: each.gathered(replicas, part_of) for kind, each in tasks.items()}
+    task_share = part_at_a_time(numbers, any_tasks)
+    tasks = {kind: each.gathered(replicas, task_share) for kind, each in tasks.items()}
     parts = _by_prompts(laid, any_tasks.prompts, numbers.share)
     actors = {kind: sum(p.count * p.actors.get(kind, 0) for p in parts) for kind in numbers.groups}
     score = [_scoring(part, tasks[part.kind], actors) for part in parts]
-    stage2 = [part.prompts * tasks[part.kind].regenerate for part in parts]
+    regeneration = [part.prompts * tasks[part.kind].regenerate for part in parts]
     updates = [part.prompts * tasks[part.kind].update for part in parts]
-    longer = any_tasks.waiting.longer(any_tasks.prompts, replicas, numbers.share)
-    trained = max(updates) * longer
-    # ahead, chunks of the next iteration wait for the updates on their GPU as well
-    late = [each * longer if numbers.ahead else 0.0 for each in updates]
-    loads = [sum(each) for each in zip(score, stage2, late, strict=True)]
+    waiting_factor = any_tasks.waiting.longer(any_tasks.prompts, replicas, numbers.share)
+    trained = max(updates) * waiting_factor
+    # if exploring ahead, chunks of the next iteration also wait for the updates on their GPU
+    delayed_by = [each * waiting_factor if numbers.ahead else 0.0 for each in updates]
+    loads = [sum(each) for each in zip(score, regeneration, delayed_by, strict=True)]
     chunks = [part.actors.get("rollout", 0) * tasks[part.kind].chunk for part in parts]
     slots = [part.count * part.actors.get("rollout", 0) for part in parts]
+    # explored: when exploring ends if only scoring uses the same GPUs; ended: when its last chunk
+    # ends if regenerating (and, if exploring ahead, updates) use them too
     explored, _ = fill(list(zip(slots, score, chunks, strict=True)), any_tasks.chunks)
     ended, done = fill(list(zip(slots, loads, chunks, strict=True)), any_tasks.chunks)
-    # what is explored last has still to be regenerated, by the quickest GPU at best
-    last = [tasks[p.kind].regenerate * part_of for p in parts if p.prompts]
+    # the prompt that is explored last has still to be regenerated, at best by the fastest GPU
+    last = [tasks[p.kind].regenerate * task_share for p in parts if p.prompts]
     rollout = max(ended, *loads, explored + (min(last, default=0.0) if any_tasks.chunks else 0.0))
     encode = max((tasks[p.kind].encode for p in parts if "encoder" in p.actors), default=0.0)
     if numbers.leaves:
         change = max(_change(part, tasks[part.kind], numbers.leaves) for part in parts)
-        rollout = explored + change + max(stage2)
+        rollout = explored + change + max(regeneration)
         iteration = encode + rollout + trained + change
     elif numbers.ahead:
         iteration = max(ended, *loads, explored + encode)
@@ -111,18 +117,20 @@ def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) 
         iteration = encode + rollout + trained
     busy = [
         sum(each) + count / part.count * tasks[part.kind].chunk
-        for part, count, *each in zip(parts, done, score, stage2, updates, strict=True)
+        for part, count, *each in zip(parts, done, score, regeneration, updates, strict=True)
     ]
-    works = {
+    work_of = {
         "rollout": sum(n * tasks[p.kind].chunk for p, n in zip(parts, done, strict=True)),
-        "learner": sum(p.count * (g + u) for p, g, u in zip(parts, stage2, updates, strict=True)),
+        "learner": sum(
+            p.count * (g + u) for p, g, u in zip(parts, regeneration, updates, strict=True)
+        ),
         "encoder": encode,
         **any_tasks.score,
     }
     idle = {
-        kind: _idle(works[kind] / actors[kind], iteration)
+        kind: _idle(work_of[kind] / actors[kind], iteration)
         for kind in numbers.groups
-        if kind in works and actors[kind]
+        if kind in work_of and actors[kind]
     }
     gpus = [
         (p.count, _idle(each, iteration), p.actors) for p, each in zip(parts, busy, strict=True)
@@ -131,30 +139,31 @@ def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) 
 
 
 def _idle(busy_s: float, whole_s: float) -> float:
-    """The share that is left over."""
+    """Return the idle share of ``whole_s`` seconds of which ``busy_s`` are busy."""
     return max(0.0, 1 - busy_s / whole_s)
 
 
 def _change(part: _Part, tasks: Tasks, leaves: Sequence[str]) -> float:
-    """Seconds until one side's weights have left a GPU and the other's have come."""
+    """Return the seconds until weights of one side have left a GPU and the other's are loaded."""
     return sum(part.actors.get(kind, 0) * tasks.move.get(kind, 0.0) for kind in leaves)
 
 
 def gathered(numbers: Numbers, tasks: Mapping[str, Tasks]) -> dict[str, float]:
-    """Seconds of the busiest replica's stages in which it gathers a base in shards; none where it
-    is whole.
+    """Return the seconds, by stage, in which the busiest replica gathers a sharded base.
+
+    The result is empty if the base is not sharded.
     """
     any_tasks, replicas = next(iter(tasks.values())), numbers.groups["learner"].actors
     prompts = any_tasks.prompts / replicas
     prompts = math.ceil(prompts) if numbers.share == "prompts" else prompts
     part = part_at_a_time(numbers, any_tasks)
-    found = [each.gathering.of_prompt(replicas, part) for each in tasks.values()]
-    again, trained = (max(each) for each in zip(*found, strict=True))
-    return {"regenerate": prompts * again, "update": prompts * trained} if trained else {}
+    per_prompt = [each.gathering.of_prompt(replicas, part) for each in tasks.values()]
+    regenerated, trained = (max(each) for each in zip(*per_prompt, strict=True))
+    return {"regenerate": prompts * regenerated, "update": prompts * trained} if trained else {}
 
 
 def part_at_a_time(numbers: Numbers, tasks: Tasks) -> float:
-    """Share of a prompt that a learner regenerates at a time."""
+    """Return the share of a prompt that a learner regenerates per task."""
     replicas = numbers.groups["learner"].actors
     if numbers.share == "prompts":
         return 1.0
@@ -166,24 +175,24 @@ class _Part:
     kind: str
     count: int
     actors: Mapping[str, int]
-    prompts: float  # of the learners on each
+    prompts: float  # of all learners on one of these GPUs
 
 
 def _by_prompts(laid: Sequence[Laid], prompts: int, shared: Share) -> list[_Part]:
-    """GPUs that are alike, also in how many prompts their learners have."""
+    """Group GPUs with the same actors and the same number of prompts of their learners."""
     learners = sum(each.count * each.actors.get("learner", 0) for each in laid)
     if shared == "samples":
-        each_has = prompts / max(1, learners)
+        per_learner = prompts / max(1, learners)
         return [
-            _Part(each.kind, each.count, each.actors, each.actors.get("learner", 0) * each_has)
+            _Part(each.kind, each.count, each.actors, each.actors.get("learner", 0) * per_learner)
             for each in laid
         ]
-    share, more = divmod(prompts, max(1, learners))
+    share, remainder = divmod(prompts, max(1, learners))
     parts = []
     for each in laid:
         on_each = each.actors.get("learner", 0)
-        first = min(each.count, more // on_each if on_each else 0)
-        more -= first * on_each
+        first = min(each.count, remainder // on_each if on_each else 0)
+        remainder -= first * on_each
         parts += [
             _Part(each.kind, count, each.actors, on_each * (share + extra))
             for count, extra in ((first, 1), (each.count - first, 0))
@@ -193,7 +202,7 @@ def _by_prompts(laid: Sequence[Laid], prompts: int, shared: Share) -> list[_Part
 
 
 def _scoring(part: _Part, tasks: Tasks, actors: Mapping[str, int]) -> float:
-    """Seconds that the scorers on a GPU work: images are spread evenly over a service's actors."""
+    """Return the seconds that scorers on a GPU work; actors of a service share images evenly."""
     return sum(
         seconds * part.actors.get(kind, 0) / actors[kind]
         for kind, seconds in tasks.score.items()
@@ -202,8 +211,10 @@ def _scoring(part: _Part, tasks: Tasks, actors: Mapping[str, int]) -> float:
 
 
 def fill(slots: Sequence[tuple[int, float, float]], tasks: int) -> tuple[float, list[int]]:
-    """(when the last of equal tasks ends, tasks of each) where ``slots`` are (how many, busy until,
-    seconds of a task) and each task goes to the slot that ends first with it.
+    """Assign equal tasks greedily, each to the slot that would finish it first.
+
+    ``slots`` has (number of equal slots, busy until, seconds per task). Returns (when the last task
+    ends, number of tasks of each entry of ``slots``).
     """
     done = [0] * len(slots)
     heap = [(busy + each, i) for i, (count, busy, each) in enumerate(slots) if count]
@@ -211,8 +222,8 @@ def fill(slots: Sequence[tuple[int, float, float]], tasks: int) -> tuple[float, 
     ended = 0.0
     while tasks > 0 and heap:
         ended, i = heapq.heappop(heap)
-        taken = min(slots[i][0], tasks)
-        done[i] += taken
-        tasks -= taken
+        assigned = min(slots[i][0], tasks)
+        done[i] += assigned
+        tasks -= assigned
         heapq.heappush(heap, (ended + slots[i][2], i))
     return ended, done

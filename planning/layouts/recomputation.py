@@ -1,4 +1,4 @@
-"""How many blocks training computes again in the backward pass: as few as there is memory for."""
+"""Choose the share of blocks that training recomputes in the backward pass (checkpointing)."""
 
 from __future__ import annotations
 
@@ -14,35 +14,38 @@ from policy.families import Family
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 ROOM = 0.9
-"""Of a GPU's memory, where something is kept to save time: allocators leave gaps."""
+"""Share of GPU memory that may be used if fewer blocks are recomputed: allocators leave gaps."""
 
 
 def with_recomputation(
     config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Assumptions | None = None
 ) -> RunConfig:
-    """``config`` with a number in the place of ``optimizer.gradient_checkpointing = "auto"``: the
-    share of recomputed blocks whose best layout on ``gpus`` is predicted to be the fastest. All
-    blocks, where there is no layout to choose or no other fits.
+    """Return ``config`` with ``optimizer.gradient_checkpointing = "auto"`` resolved.
+
+    It becomes the share of recomputed blocks whose best layout on ``gpus`` is predicted to be the
+    fastest, or all blocks if there is no layout to choose or no smaller share fits.
     """
     if config.optimizer.gradient_checkpointing != "auto":
         return config
-    every = _recomputing(config, 1.0)
+    default = _recomputing(config, 1.0)
     if not (to_choose(config) and gpus):
-        return every
-    mine = used(gpus, config.layout.gpus if config.layout else None)
-    room, least, found = min(each.memory_gb for each in mine), math.inf, every
+        return default
+    usable = used(gpus, config.layout.gpus if config.layout else None)
+    memory_gb, least_s, fastest = min(each.memory_gb for each in usable), math.inf, default
     for share in SHARES:
-        other = _recomputing(config, share)
+        candidate = _recomputing(config, share)
         try:
-            best = choose(other, mine, costs_of(other, family, mine, given or Assumptions())).best
+            best = choose(
+                candidate, usable, costs_of(candidate, family, usable, given or Assumptions())
+            ).best
         except DoesNotFit:
-            break  # with fewer recomputed less fits
-        if best.seconds < least and (share == 1 or best.gb <= ROOM * room):
-            found, least = other, best.seconds
-    return found
+            break  # smaller shares need even more memory
+        if best.seconds < least_s and (share == 1 or best.gb <= ROOM * memory_gb):
+            fastest, least_s = candidate, best.seconds
+    return fastest
 
 
 def _recomputing(config: RunConfig, share: float) -> RunConfig:
-    given = {0.0: False, 1.0: True}.get(share, share)
-    optimizer = config.optimizer.model_copy(update={"gradient_checkpointing": given})
+    setting = {0.0: False, 1.0: True}.get(share, share)
+    optimizer = config.optimizer.model_copy(update={"gradient_checkpointing": setting})
     return config.model_copy(update={"optimizer": optimizer})

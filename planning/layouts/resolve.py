@@ -1,4 +1,4 @@
-"""From a configuration that asks for a layout to one with its numbers, for the GPUs there are."""
+"""Resolve the ``[layout]`` of a configuration: actors and shares for the available GPUs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from rewards import may_use_gpu
 
 @dataclass(frozen=True)
 class LaidOut:
-    """A configuration with the numbers of its layout; ``choice`` None: there was none to make."""
+    """A configuration with its layout written out; ``choice`` is None if there was none to make."""
 
     config: RunConfig
     choice: Choice | None
@@ -49,7 +49,10 @@ class LaidOut:
 def laid_out(
     config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Assumptions | None = None
 ) -> LaidOut:
-    """The layout of a run on ``gpus``. Raises ConfigError, a line, where none fits."""
+    """Return the configuration with the best layout on ``gpus`` written out.
+
+    Raises ConfigError, with one line, if there is no GPU or no layout fits.
+    """
     if not to_choose(config):
         return LaidOut(config, None)
     if not gpus:
@@ -59,22 +62,25 @@ def laid_out(
             " where GPUs are, or give services.rollout, learner, encoder and reward gpus = 0 to"
             " run it on CPUs"
         )
-    mine = used(gpus, config.layout.gpus if config.layout else None)
-    choice = choose(config, mine, costs_of(config, family, mine, given or Assumptions()))
+    used_gpus = used(gpus, config.layout.gpus if config.layout else None)
+    choice = choose(config, used_gpus, costs_of(config, family, used_gpus, given or Assumptions()))
     return LaidOut(with_numbers(config, choice.best.numbers), choice)
 
 
 def to_choose(config: RunConfig) -> bool:
-    """Whether a layout is asked for and any of its numbers is not given by hand."""
+    """Return True if a layout is requested and not all its values are configured explicitly.
+
+    False also if all services that may use GPUs are explicitly configured to use none.
+    """
     if config.layout is None:
         return False
-    given = by_hand(config)
-    large = [kind for kind in ("rollout", "learner") if kind in given]
-    models = [kind for kind in kinds_of(config) if _may_use_gpu(config, kind)]
-    if all(given[kind].get("gpus") == 0 for kind in models):
+    explicit = by_hand(config)
+    large_services = [kind for kind in ("rollout", "learner") if kind in explicit]
+    gpu_services = [kind for kind in kinds_of(config) if _may_use_gpu(config, kind)]
+    if all(explicit[kind].get("gpus") == 0 for kind in gpu_services):
         return False
-    by_hand_all = all(given[kind].keys() >= {"actors", "gpus"} for kind in large)
-    return not (by_hand_all and all("gpus" in given[kind] for kind in models))
+    all_explicit = all(explicit[kind].keys() >= {"actors", "gpus"} for kind in large_services)
+    return not (all_explicit and all("gpus" in explicit[kind] for kind in gpu_services))
 
 
 def _may_use_gpu(config: RunConfig, kind: str) -> bool:
@@ -85,15 +91,20 @@ def _may_use_gpu(config: RunConfig, kind: str) -> bool:
 
 
 def used(gpus: Sequence[Gpus], count: int | None) -> list[Gpus]:
-    """``gpus``, of each kind at most ``count``. Raises ConfigError where there are fewer."""
-    there = sum(each.count for each in gpus)
-    if count is not None and count > there:
-        raise ConfigError(f"layout.gpus = {count}: there are {there} GPUs: lower it, or add nodes")
+    """Return ``gpus`` with at most ``count`` of each kind.
+
+    Raises ConfigError if there are fewer than ``count`` in all.
+    """
+    available = sum(each.count for each in gpus)
+    if count is not None and count > available:
+        raise ConfigError(
+            f"layout.gpus = {count}: there are {available} GPUs: lower it, or add nodes"
+        )
     return [replace(each, count=min(each.count, count or each.count)) for each in gpus]
 
 
 def known_gpus(nodes: Sequence[Node], given: Assumptions | None = None) -> list[Gpus]:
-    """Whole free GPUs of nodes. Raises ConfigError for a kind whose memory is not known."""
+    """Return the whole free GPUs of nodes. Raises ConfigError for a kind of unknown memory."""
     memory = {kind: known.memory_gb for kind, known in ACCELERATORS.items()}
     if given is not None and given.gpu_memory_gb:
         memory |= dict.fromkeys([*memory, given.accelerator or ""], given.gpu_memory_gb)
@@ -101,23 +112,25 @@ def known_gpus(nodes: Sequence[Node], given: Assumptions | None = None) -> list[
 
 
 def keep_layout(config: RunConfig, recorded: RunConfig) -> RunConfig:
-    """For ``--resume``: what training depends on stays as the run was started with, as if given by
-    hand; everything else is chosen for the GPUs that are there now.
+    """Return the configuration for ``--resume``, with recorded values that affect results fixed.
+
+    These values count as configured explicitly; everything else is chosen for the GPUs that are
+    available now.
     """
     if config.layout is None:
         return config
-    given, services, ours = by_hand(config), recorded.services, config.services
+    explicit, services, own = by_hand(config), recorded.services, config.services
     learner: dict[str, object] = {}
-    if "actors" not in given["learner"]:
+    if "actors" not in explicit["learner"]:
         learner["replicas"] = services.learner.replicas
         learner |= (
-            {} if "share" in ours.learner.model_fields_set else {"share": services.learner.share}
+            {} if "share" in own.learner.model_fields_set else {"share": services.learner.share}
         )
-    changed: dict[str, Service] = {"learner": ours.learner.model_copy(update=learner)}
+    changed: dict[str, Service] = {"learner": own.learner.model_copy(update=learner)}
     for kind in ("encoder", "reward"):
-        if not services.of(kind).gpus and "gpus" not in given.get(kind, {"gpus": 0}):
-            changed[kind] = ours.of(kind).model_copy(update={"gpus": 0.0})
-    top: dict[str, object] = {"services": ours.model_copy(update=changed)}
+        if not services.of(kind).gpus and "gpus" not in explicit.get(kind, {"gpus": 0}):
+            changed[kind] = own.of(kind).model_copy(update={"gpus": 0.0})
+    top: dict[str, object] = {"services": own.model_copy(update=changed)}
     if "explore_ahead" not in config.model_fields_set:
         top["explore_ahead"] = recorded.explore_ahead
     return config.model_copy(update=top)
@@ -127,7 +140,7 @@ def keep_layout(config: RunConfig, recorded: RunConfig) -> RunConfig:
 
 
 def costs_of(config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Assumptions) -> Costs:
-    """Seconds on each kind of GPU, and bytes of each actor."""
+    """Return the seconds of tasks and the bytes of actors on each kind of GPU."""
     tasks, memory, parts = {}, {}, {}
     dtype = DTYPES[config.regenerate.precision]
     for kind in [each.kind for each in gpus]:
@@ -136,7 +149,7 @@ def costs_of(config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Ass
         parts[kind] = parts_of(config, counts, backend, held)
         move = {service: each.models / host_link(kind) for service, each in parts[kind].items()}
         tasks[kind] = tasks_of(config, counts, device, move)
-        if given.measured:  # with what replicas gathered there
+        if given.measured:  # measured durations already include gathering
             tasks[kind] = as_measured(config, tasks[kind], given.measured[kind])
         else:
             gathering = gathering_of(config, counts, kind, given.node_gpus)
@@ -154,7 +167,7 @@ def costs_of(config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Ass
         parts = held_of(
             config.model_copy(update={"services": services}), counts, family, backend, dtype
         )["learner"]
-        # exploring ahead keeps the policy before as well
+        # reserve room for exploring ahead, which also keeps the previous policy
         ahead = counts.trained * 4 if not config.explore_ahead and config.plan.regenerate else 0
         return float(sum(size or 0 for size in parts.values()) + ahead)
 
@@ -164,7 +177,7 @@ def costs_of(config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Ass
 def on_kind(
     config: RunConfig, family: Family, kind: str, given: Assumptions
 ) -> tuple[Device, str, Counts]:
-    """(device, name of the rollout actors' backend, counts) on one kind of GPU."""
+    """Return (device, name of the rollout actors' backend, counts) for one kind of GPU."""
     device, name = device_of(config, replace(given, accelerator=kind))
     assert device is not None
     backend, _ = backend_of(as_on_gpus(config), name)
@@ -173,7 +186,10 @@ def on_kind(
 
 
 def as_on_gpus(config: RunConfig) -> RunConfig:
-    """``config`` with a GPU for each rollout actor and learner, as a layout will give a share."""
+    """Return ``config`` with a GPU for each rollout actor and learner.
+
+    It stands in for the shares that a layout will assign.
+    """
     own, gpu = config.services, {"gpus": 1.0}
     changed = {"rollout": own.rollout.model_copy(update=gpu)}
     services = own.model_copy(update={**changed, "learner": own.learner.model_copy(update=gpu)})
@@ -181,7 +197,7 @@ def as_on_gpus(config: RunConfig) -> RunConfig:
 
 
 def tasks_of(config: RunConfig, counts: Counts, device: Device, move: Mapping[str, float]) -> Tasks:
-    """An iteration as seconds on one such device; ``move`` as in ``Tasks``."""
+    """Return the tasks of an iteration in seconds on one device; ``move`` as in ``Tasks``."""
     prompts, explore = config.prompts.per_iteration, config.plan.explore
     seconds = {
         name: stage.seconds(device) * stage.gpus
@@ -190,8 +206,8 @@ def tasks_of(config: RunConfig, counts: Counts, device: Device, move: Mapping[st
     per_prompt = -(-explore.pool_size // config.explore.chunk_size) if explore else 0
     drawn = [(prompts * (explore.pool_size if explore else 0), config.explored_model)]
     if config.plan.regenerate:
-        again = config.selection.keep + config.audit.random_seeds
-        drawn.append((prompts * again, config.model))
+        regenerated = config.selection.keep + config.audit.random_seeds
+        drawn.append((prompts * regenerated, config.model))
     return Tasks(
         chunks=prompts * per_prompt,
         prompts=prompts,
@@ -206,24 +222,27 @@ def tasks_of(config: RunConfig, counts: Counts, device: Device, move: Mapping[st
 
 
 def _encode(config: RunConfig, counts: Counts, device: Device) -> float:
-    """Seconds of all prompts; a model that edits shows each one's image beside the negative prompt
-    too, where others encode that once.
+    """Return the seconds to encode all prompts of an iteration; 0 if all are encoded at the start.
+
+    An editing model encodes each source image with the negative prompt too; other models encode the
+    negative prompt once.
     """
     if config.prompts.encode_once:
         return 0.0
-    twice = FAMILIES[config.model.family].edits and config.guidance.stages
-    rows = config.prompts.per_iteration * (2 if twice else 1)
+    with_negative = FAMILIES[config.model.family].edits and config.guidance.stages
+    rows = config.prompts.per_iteration * (2 if with_negative else 1)
     flops = rows * (counts.text_flops + counts.source_flops)
     return flops / (1e12 * device.plain)
 
 
 def gathering_of(config: RunConfig, counts: Counts, accelerator: str, node: int) -> Gathering:
-    """What learners on such GPUs gather, with ``node`` GPUs in a node."""
+    """Return what learners on GPUs of this kind gather, with ``node`` GPUs per node."""
     if config.services.learner.shard == "none":
         return NOTHING
     full, scales = config.regenerate, config.guidance
     points, others = training_points(config)
-    each = points / config.optimizer.batch_size  # passes of a policy over a sample's points
+    # passes of one policy over the points of a sample
+    passes_per_sample = points / config.optimizer.batch_size
     near = counts.denoiser / peer_link(accelerator)
     return Gathering(
         near_s=near,
@@ -231,7 +250,7 @@ def gathering_of(config: RunConfig, counts: Counts, accelerator: str, node: int)
         node=node,
         batch=full.batch_size,
         generate=full.steps * (1 if scales.one_pass else passes(scales.regenerate)),
-        train=each * (2 + others) * (1 if scales.one_pass else passes(scales.train)),
+        train=passes_per_sample * (2 + others) * (1 if scales.one_pass else passes(scales.train)),
         publish=counts.targets / counts.denoiser if config.plan.explore else 0.0,
         images=config.selection.keep + config.audit.random_seeds if config.plan.regenerate else 0,
         samples=config.selection.keep,

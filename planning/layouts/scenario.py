@@ -1,4 +1,4 @@
-"""A configuration in a layout with what its calls take: all that a simulation of it needs."""
+"""Input of a simulation: a configuration in a layout, with the durations of its calls."""
 
 from __future__ import annotations
 
@@ -18,35 +18,40 @@ from planning.layouts.resolve import costs_of, on_kind
 from policy.families import Family
 
 NODE_GPUS = 8
-"""GPUs of a node, where publishing is counted."""
+"""GPUs per node that are assumed for the time of publishing."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """``durations`` by kind of GPU; ``prediction`` is what arithmetic says of it."""
+    """A run in a layout, ready to be simulated.
+
+    ``durations`` is by kind of GPU; ``prediction`` is the analytical one.
+    """
 
     config: RunConfig
     laid: Sequence[Laid]
     durations: Mapping[str, Durations]
-    sent: int  # bytes of what an update changes
+    sent: int  # bytes that are published after an update
     prediction: Prediction
 
     @property
     def shards(self) -> int:
-        """Pieces in which weights are published."""
+        """Number of shards in which weights are published."""
         return max(1, -(-self.sent // (self.config.publish.shard_mb << 20)))
 
     @property
     def free(self) -> Scenario:
-        """The same scenario if exploring took no time."""
-        swift = {kind: replace(each, explore=Line()) for kind, each in self.durations.items()}
-        return replace(self, durations=swift)
+        """The same scenario with exploring that takes no time."""
+        durations = {kind: replace(each, explore=Line()) for kind, each in self.durations.items()}
+        return replace(self, durations=durations)
 
 
 @dataclass(frozen=True)
 class Scenarios:
-    """What a plan simulates: ``mine``, the run itself; its ``arms``; the run with one GPU ``more``
-    of each kind; and every layout of the choice's ``table`` that fits, in its order.
+    """The scenarios that a plan simulates.
+
+    ``mine``: the run itself; ``arms``: the run with other arms; ``more``: the run with one more GPU
+    of each kind; ``table``: every layout of the choice's table that fits, in the same order.
     """
 
     mine: Scenario
@@ -63,7 +68,7 @@ def scenario_of(
     given: Assumptions,
     costs: Costs,
 ) -> Scenario:
-    """The scenario of a layout that was ``found`` to fit, with durations from its ``costs``."""
+    """Return the scenario of a layout that fits, with durations from ``costs``."""
     laid = lay(found.numbers, gpus)
     assert laid is not None and found.prediction is not None
     kinds = [each.kind for each in gpus]
@@ -82,8 +87,9 @@ def scenario_of(
 def chosen(
     config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Assumptions
 ) -> tuple[Scenario, Choice]:
-    """In the layout that is chosen for ``gpus``, and the choice. Raises ConfigError, a line, where
-    none fits.
+    """Return (scenario in the layout that is chosen for ``gpus``, the choice).
+
+    Raises ConfigError, with one line, if no layout fits.
     """
     costs = costs_of(config, family, gpus, given)
     choice = choose(config, gpus, costs)
@@ -93,8 +99,11 @@ def chosen(
 def one_more(
     config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Assumptions
 ) -> dict[str, Scenario]:
-    """The best layout with one GPU more, by its kind; none where numbers by hand forbid it."""
-    found = {}
+    """Return the scenario of the best layout with one more GPU, by its kind.
+
+    A kind for which explicitly configured values leave no fitting layout is left out.
+    """
+    scenarios = {}
     layout = config.layout
     if layout is not None and layout.gpus is not None:
         layout = layout.model_copy(update={"gpus": layout.gpus + 1})
@@ -102,7 +111,7 @@ def one_more(
     for each in gpus:
         more = [replace(other, count=other.count + (other is each)) for other in gpus]
         try:
-            found[each.kind], _ = chosen(config, family, more, given)
+            scenarios[each.kind], _ = chosen(config, family, more, given)
         except ConfigError:
             continue
-    return found
+    return scenarios

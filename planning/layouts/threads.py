@@ -1,42 +1,46 @@
-"""Threads of the learner on a machine without GPUs, where no number is given by hand."""
+"""Choose the learner's threads on a machine without GPUs, unless they are configured."""
 
 from __future__ import annotations
 
 from configs.schema import RunConfig
 
 MOST = 4
-"""More threads than this have not been measured, and small models do not fill them."""
+"""Most threads that are chosen: more have not been measured, and small models do not use them."""
 
 
 def with_threads(config: RunConfig, cores: int) -> RunConfig:
-    """``config`` whose learner replicas share ``cores``, as rollout actors mostly wait while they
-    work; but where a replica regenerates what those explore meanwhile, only the cores that they
-    leave. What ``services.learner`` says by hand stays, and so does a learner on a GPU.
+    """Return ``config`` with learner replicas that share ``cores`` evenly.
 
-    Threads fix the order of sums, so that they are part of the results and written down with them.
+    They get all cores, because rollout actors mostly wait while replicas work. If rollout actors
+    explore at the same time (``explore_ahead``, or while a replica regenerates), replicas only get
+    the cores that these leave. Values set in ``services.learner``, and a learner on a GPU, stay
+    unchanged.
+
+    The number of threads determines the order of summation, and thereby results, so it is recorded
+    with them.
     """
     learner, rollout, plan = config.services.learner, config.services.rollout, config.plan
     if learner.gpus:
         return config
     explorers = rollout.actors * rollout.threads
-    given, count = learner.model_fields_set, learner.threads
-    if "threads" not in given:
+    explicit, count = learner.model_fields_set, learner.threads
+    if "threads" not in explicit:
         count = _each(cores - explorers * config.explore_ahead, learner.replicas, MOST)
-    again = learner.regenerate_threads
-    if "regenerate_threads" not in given:
+    regenerating = learner.regenerate_threads
+    if "regenerate_threads" not in explicit:
         beside = explorers if plan.explore and plan.regenerate else 0
-        again = _each(cores - beside, learner.replicas, count)
-    return _changed(config, count, again)
+        regenerating = _each(cores - beside, learner.replicas, count)
+    return _changed(config, count, regenerating)
 
 
 def keep_threads(config: RunConfig, recorded: RunConfig) -> RunConfig:
-    """For what goes on from a run: its threads, where none are given by hand."""
-    ours, theirs = config.services.learner, recorded.services.learner
-    given = ours.model_fields_set
+    """Return ``config`` with the threads of the run that it continues, unless set explicitly."""
+    own, previous = config.services.learner, recorded.services.learner
+    explicit = own.model_fields_set
     return _changed(
         config,
-        (ours if "threads" in given else theirs).threads,
-        (ours if "regenerate_threads" in given else theirs).regenerate_threads,
+        (own if "threads" in explicit else previous).threads,
+        (own if "regenerate_threads" in explicit else previous).regenerate_threads,
     )
 
 
@@ -44,8 +48,8 @@ def _each(cores: int, replicas: int, most: int) -> int:
     return max(1, min(most, cores // replicas))
 
 
-def _changed(config: RunConfig, threads: int, again: int | None) -> RunConfig:
-    found = {"threads": threads, "regenerate_threads": again}
-    learner = config.services.learner.model_copy(update=found)
+def _changed(config: RunConfig, threads: int, regenerate_threads: int | None) -> RunConfig:
+    changes = {"threads": threads, "regenerate_threads": regenerate_threads}
+    learner = config.services.learner.model_copy(update=changes)
     services = config.services.model_copy(update={"learner": learner})
     return config.model_copy(update={"services": services})
