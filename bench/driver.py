@@ -25,7 +25,7 @@ from planning.assumptions import Assumptions
 from planning.layouts.choose import Choice
 from planning.layouts.gpus import Gpus
 from planning.layouts.scenario import Scenario, chosen
-from planning.make import described
+from planning.plan import open_architecture
 from policy.precision.accelerators import ACCELERATORS
 from records.timeline import Timeline
 from simulator.outlook import run
@@ -58,7 +58,7 @@ def laid_out(config: RunConfig, count: int) -> tuple[Scenario, Choice]:
     assumptions = Assumptions(gpus=count, accelerator=KIND)
     cpus = assumptions.node_cpus / assumptions.node_gpus
     gpus = [Gpus(KIND, count, ACCELERATORS[KIND].memory_gb, cpus)]
-    with described(config) as (family, _):
+    with open_architecture(config) as (family, _):
         return chosen(config, family, gpus, assumptions)
 
 

@@ -16,7 +16,7 @@ import torch
 from configs.load import MODELS, load
 from configs.schema import RunConfig
 from configs.section import Tree
-from planning.make import described
+from planning.plan import open_architecture
 from policy.checkpointing import checkpoint_blocks
 from policy.families import Family
 from policy.lora import use_adapter
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: dict[str, list[Tree]] = {}
     for model in options.models:
         config = load(f"{model}-sol_rl-hpsv2" if model in MODELS else model)
-        with described(config) as (family, _):
+        with open_architecture(config) as (family, _):
             results[model] = as_rows(passes_of(config, family))
         if options.json:
             continue

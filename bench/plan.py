@@ -30,7 +30,7 @@ from configs.section import Tree
 from records.atomic import write_text
 from records.rundir import RunDirectory
 from records.timeline import Span
-from simulator.measured import Measured, learned
+from simulator.measured import Measured, measurements_from_spans
 
 WORST, MEDIAN = 0.2, 0.1
 
@@ -93,7 +93,7 @@ def _model(base: RunConfig, options: Options, place: int) -> Measured:
     """Learn from the calibrating layout as measured after ``place`` other layouts."""
     row = _stored_or_measured(base, CALIBRATED, options, f"-after-{place}")
     spans = [Span(**{**span, "unit": tuple(span["unit"])}) for span in row["spans"]]
-    return learned(shaped(base, CALIBRATED), spans, row["seconds"])
+    return measurements_from_spans(shaped(base, CALIBRATED), spans, row["seconds"])
 
 
 def _ratio(

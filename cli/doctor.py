@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     from planning import doctor
     from planning.facts import examine
 
-    checks = doctor.of_configuration(config) if config else []
+    checks = doctor.check_configuration(config) if config else []
     if address:
         from cluster.jobs.doctor import of_cluster
         from cluster.jobs.live_runs import connected
@@ -49,9 +49,9 @@ def run(options: argparse.Namespace) -> int:
         with connected(address):
             checks += of_cluster(config)
     else:
-        checks += doctor.of_this_machine(config, examine())
-        checks += [doctor.of_run_root(config)] if config else []
-        checks.append(doctor.of_token(joined=False))
+        checks += doctor.check_this_machine(config, examine())
+        checks += [doctor.check_run_root_writable(config)] if config else []
+        checks.append(doctor.check_token(joined=False))
     if options.json:
         print(json.dumps(doctor.json_of(checks), indent=2))
     else:

@@ -15,8 +15,8 @@ from configs.schema import RunConfig
 
 if TYPE_CHECKING:
     from planning.assumptions import Assumptions
-    from planning.make import Plan
     from planning.placement import Node
+    from planning.plan import Plan
     from records.rundir import RunDirectory
     from simulator.run import Simulated
 HELP = (
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
     require_positive(options, *names)
     config = load(options.config, options.overrides)
     from planning.assumptions import Assumptions
-    from planning.make import make_plan
+    from planning.plan import make_plan
     from planning.steps import step_lines
 
     nodes = None
@@ -152,8 +152,8 @@ def _from_cores(
     nodes: Sequence[Node] | None,
 ) -> int:
     from planning.layouts.threads import keep_threads
-    from planning.lines import lines_of
-    from planning.make import make_plan
+    from planning.plan import make_plan
+    from planning.report import lines_of
     from simulator.measured import measured, measured_json, measured_lines, require_same
 
     config = keep_threads(config, recorded)
@@ -180,7 +180,7 @@ def _print(
 
     ``lines`` are printed after it as text; ``fields`` are further fields of the JSON object.
     """
-    from planning.lines import json_of, lines_of
+    from planning.report import json_of, lines_of
     from simulator.outlook import simulated
 
     plan, iteration = simulated(made)

@@ -40,7 +40,7 @@ class Calibration:
     spans: int
 
 
-def calibrated(
+def calibrate(
     config: RunConfig, spans: Sequence[Span], part_of: Callable[[Span], str], capacity: float
 ) -> Calibration:
     """Estimate the durations of calls from the spans of a run of ``config``.
@@ -61,14 +61,16 @@ def calibrated(
     if capacity > 1:
         speeds = [SLOWEST + (1 - SLOWEST) * step / (STEPS - 1) for step in range(STEPS)]
     work_at = {
-        together: works(spans, part_of, lambda s: wanted[s.service, s.work], capacity, together)
+        together: uncontended_work(
+            spans, part_of, lambda s: wanted[s.service, s.work], capacity, together
+        )
         for together in speeds
     }
     together = min(speeds, key=lambda each: _scatter(config, used, work_at[each]))
     return Calibration(_durations(config, used, work_at[together]), together, len(used))
 
 
-def works(
+def uncontended_work(
     spans: Sequence[Span],
     part_of: Callable[[Span], str],
     wanted: Callable[[Span], float],

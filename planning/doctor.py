@@ -46,7 +46,7 @@ class Check:
 # ---- from facts to lines
 
 
-def of_configuration(config: RunConfig) -> list[Check]:
+def check_configuration(config: RunConfig) -> list[Check]:
     """Check a configuration on the driver's machine: prompts, model, scorers, metrics port etc."""
 
     def prompts(config: RunConfig) -> None:
@@ -83,7 +83,7 @@ def _checked(name: str, problems: Sequence[str], good: str = "as configured") ->
     return Check(name, "failed", "; ".join(problems)) if problems else Check(name, "ok", good)
 
 
-def of_this_machine(config: RunConfig | None, facts: Facts) -> list[Check]:
+def check_this_machine(config: RunConfig | None, facts: Facts) -> list[Check]:
     """Check that this machine can hold all actors of a run."""
     checks = [_machine(facts), _gpus(config, [facts])]
     if config is None:
@@ -101,7 +101,7 @@ def of_this_machine(config: RunConfig | None, facts: Facts) -> list[Check]:
     return checks
 
 
-def of_run_root(config: RunConfig) -> Check:
+def check_run_root_writable(config: RunConfig) -> Check:
     """Check that the run root is writable and has enough free disk space."""
     path = Path(config.run_root or "runs").absolute()
     try:
@@ -119,7 +119,7 @@ def of_run_root(config: RunConfig) -> Check:
     return Check("run root", "ok", f"{path}, {free:.1f} GB free")
 
 
-def of_nodes(config: RunConfig | None, facts: Sequence[Facts]) -> list[Check]:
+def check_nodes(config: RunConfig | None, facts: Sequence[Facts]) -> list[Check]:
     """Check the nodes of a cluster against one another and against what the run needs."""
     checks = [_machine(each) for each in facts]
     checks += [_alike(facts), _gpus(config, facts)]
@@ -215,7 +215,7 @@ def _bandwidth(facts: Sequence[Facts]) -> Check:
     return Check("bandwidth", "note" if slow else "ok", f"{rate:.0f} MB/s to {host}", advice)
 
 
-def of_token(joined: bool, home: Path | None = None) -> Check:
+def check_token(joined: bool, home: Path | None = None) -> Check:
     """Check that Ray's token keeps strangers from submitting work, which would run their code.
 
     ``joined`` is True for a cluster that was joined, False for a Ray started locally. ``home``

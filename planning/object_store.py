@@ -50,7 +50,9 @@ def store_size(held: int) -> int:
     return math.ceil(held * 1.1 / SPILLS_AT / step) * step
 
 
-def puts(config: RunConfig, family: Family, sent: WireBytes, dtype: torch.dtype) -> dict[str, int]:
+def object_store_bytes(
+    config: RunConfig, family: Family, sent: WireBytes, dtype: torch.dtype
+) -> dict[str, int]:
     """Return the most bytes that an iteration puts into the object stores, by purpose.
 
     Each object is counted once, without copies on other nodes.

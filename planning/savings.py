@@ -13,8 +13,8 @@ from configs.schema import RunConfig
 from configs.section import Tree
 from planning.assumptions import Assumptions
 from planning.layouts.choose import DoesNotFit
-from planning.make import layout_of
 from planning.placement import Node
+from planning.plan import layout_of
 
 
 @dataclass(frozen=True)

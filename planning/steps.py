@@ -6,7 +6,7 @@ import torch
 
 from configs.schema import RunConfig
 from planning.counting import batch_of
-from planning.make import described
+from planning.plan import open_architecture
 from policy.meta import meta_denoiser
 from policy.precision import cost
 from policy.precision.backends import BACKENDS
@@ -25,7 +25,7 @@ def step_lines(config: RunConfig) -> list[str]:
     """
     if config.plan.explore is None or not (config.services.rollout.gpus or config.layout):
         return []
-    with described(config) as (family, _):
+    with open_architecture(config) as (family, _):
         step = step_of(
             family,
             meta_denoiser(family, torch.bfloat16),

@@ -49,7 +49,7 @@ SAME = ProbeResult(np.zeros((1, 1), np.float32), "simulated")
 
 
 @dataclass(frozen=True)
-class Took:
+class TimedAnswer:
     """An answer, and the seconds of work that it takes if the actor runs alone.
 
     ``steps``: seconds of the parts of the work; after each, all replicas wait for each other and
@@ -71,9 +71,9 @@ class Simulated:
         self.durations, self.index = durations, index
         self.replicas, self.backend = replicas, backend
 
-    def ready(self) -> Took:
+    def ready(self) -> TimedAnswer:
         """Return the actor's info at once, as if its models were loaded."""
-        return Took(0.0, ActorInfo(0, "simulated", backend=self.backend))
+        return TimedAnswer(0.0, ActorInfo(0, "simulated", backend=self.backend))
 
 
 class TakesTurns(Simulated):
@@ -81,26 +81,28 @@ class TakesTurns(Simulated):
 
     service = ""
 
-    def begin_turn(self) -> Took:
+    def begin_turn(self) -> TimedAnswer:
         """Move the weights back to the GPU."""
         return self._moves()
 
-    def end_turn(self) -> Took:
+    def end_turn(self) -> TimedAnswer:
         """Move the weights to host memory."""
         return self._moves()
 
-    def _moves(self) -> Took:
+    def _moves(self) -> TimedAnswer:
         seconds = self.durations.move.get(self.service, 0.0)
-        return Took(seconds, Moved(0, seconds))
+        return TimedAnswer(seconds, Moved(0, seconds))
 
 
 class Encoder(Simulated):
     """Simulated ``EncoderActor``."""
 
-    def encode(self, groups: list[list[str]], images: list[list[Images]] | None = None) -> Took:
+    def encode(
+        self, groups: list[list[str]], images: list[list[Images]] | None = None
+    ) -> TimedAnswer:
         """Return the seconds and a token per group."""
         seconds = self.durations.encode.at(sum(map(len, groups)))
-        return Took(seconds, (seconds, *(TOKEN for _ in groups)))
+        return TimedAnswer(seconds, (seconds, *(TOKEN for _ in groups)))
 
 
 class Rollout(TakesTurns):
@@ -114,19 +116,19 @@ class Rollout(TakesTurns):
         manifest: Manifest,
         sent: Sequence[int],
         *shards: ObjectRef[object],
-    ) -> Took:
+    ) -> TimedAnswer:
         """Acknowledge the loaded weights."""
         loaded = WeightsId(manifest.version, manifest.checksum, backend)
-        return Took(self.durations.load.at(1), loaded)
+        return TimedAnswer(self.durations.load.at(1), loaded)
 
-    def explore(self, request: ExploreChunk, conditioning: object) -> Took:
+    def explore(self, request: ExploreChunk, conditioning: object) -> TimedAnswer:
         """Return the seconds, and tokens for images and samples."""
         seconds = self.durations.explore.at(len(request.seeds))
-        return Took(seconds, (seconds, TOKEN, TOKEN))
+        return TimedAnswer(seconds, (seconds, TOKEN, TOKEN))
 
-    def probe(self, request: Probe, conditioning: object) -> Took:
+    def probe(self, request: Probe, conditioning: object) -> TimedAnswer:
         """Return the same result as the learner's probe."""
-        return Took(self.durations.explore.at(len(request.seeds)), SAME)
+        return TimedAnswer(self.durations.explore.at(len(request.seeds)), SAME)
 
 
 class Reward(Simulated):
@@ -145,20 +147,20 @@ class Reward(Simulated):
         metadata: list[Metadata],
         labels: tuple[str, ...] = (),
         cached: bool = False,
-    ) -> Took:
+    ) -> TimedAnswer:
         """Return random scores by label, float32 [B]."""
         return self._scored(len(prompts), labels)
 
     def compare(
         self, prompt: str, metadata: Metadata, labels: tuple[str, ...], *images: Sized
-    ) -> Took:
+    ) -> TimedAnswer:
         """Return random scores by label, float32 [N]."""
         return self._scored(sum(len(part) for part in images), labels)
 
-    def _scored(self, count: int, labels: tuple[str, ...]) -> Took:
+    def _scored(self, count: int, labels: tuple[str, ...]) -> TimedAnswer:
         line = self.durations.score.get(self._kind)
         values = {label: self._chance.random(count, np.float32) for label in labels}
-        return Took(line.at(count) if line else 0.0, Scores(values))
+        return TimedAnswer(line.at(count) if line else 0.0, Scores(values))
 
 
 class Selector(Simulated):
@@ -170,9 +172,11 @@ class Selector(Simulated):
         super().__init__(durations, index, replicas, backend)
         self._real = SelectorActor(tree)
 
-    def select(self, iteration: int, prompt: int, rewards: Floats) -> Took:
+    def select(self, iteration: int, prompt: int, rewards: Floats) -> TimedAnswer:
         """Return the indices that the real selector chooses."""
-        return Took(self.durations.select.at(1), self._real.select(iteration, prompt, rewards))
+        return TimedAnswer(
+            self.durations.select.at(1), self._real.select(iteration, prompt, rewards)
+        )
 
 
 class Learner(TakesTurns):
@@ -200,33 +204,33 @@ class Learner(TakesTurns):
         self._shards, self._regenerating = tuple(shards), regenerating
         self._dealing, self._seed = dealing, run_seed
 
-    def rendezvous(self, timeout_s: float) -> Took:
+    def rendezvous(self, timeout_s: float) -> TimedAnswer:
         """Return a placeholder address."""
-        return Took(0.0, Rendezvous("simulated", 0, timeout_s))
+        return TimedAnswer(0.0, Rendezvous("simulated", 0, timeout_s))
 
-    def join(self, rank: int, size: int, at: Rendezvous) -> Took:
+    def join(self, rank: int, size: int, at: Rendezvous) -> TimedAnswer:
         """Do nothing, in no time."""
-        return Took(0.0, None)
+        return TimedAnswer(0.0, None)
 
-    def generate(self, request: GenerateRequest, conditioning: object) -> Took:
+    def generate(self, request: GenerateRequest, conditioning: object) -> TimedAnswer:
         """Return the seconds, and tokens for images and samples."""
         count, gathering = len(request.seeds), self.durations.gathering
         seconds = self.durations.generate.at(count) + gathering.generating(count, self.replicas)
         wanted = self._regenerating if request.weights is None else None
-        return Took(seconds, (seconds, TOKEN, TOKEN), wanted=wanted)
+        return TimedAnswer(seconds, (seconds, TOKEN, TOKEN), wanted=wanted)
 
-    def stand_by(self, request: GenerateRequest) -> Took:
+    def stand_by(self, request: GenerateRequest) -> TimedAnswer:
         """Take no time: the round lasts as long as the replicas that generate."""
-        return Took(0.0, None)
+        return TimedAnswer(0.0, None)
 
-    def update(self, request: UpdateRequest, told: AllRewards) -> Took:
+    def update(self, request: UpdateRequest, told: AllRewards) -> TimedAnswer:
         """Return no metrics, with one part per optimizer step that takes its share of samples."""
         line, together = self.durations.update, self.durations.summing.at(self.replicas)
         counts = self._dealt(request, told)
         gathered = self.durations.gathering.training(1, self.replicas)
         fixed = line.fixed / len(counts)
         steps = [fixed + (line.each + gathered) * count for count in counts]
-        return Took(sum(steps), dict[str, float](), steps, together / len(counts))
+        return TimedAnswer(sum(steps), dict[str, float](), steps, together / len(counts))
 
     def _dealt(self, request: UpdateRequest, rewards: AllRewards) -> list[int]:
         """Return the number of this replica's samples in each optimizer step."""
@@ -239,20 +243,22 @@ class Learner(TakesTurns):
         dealt = _steps_of(self._dealing, sum(rewards.counts), seed)
         return np.bincount(dealt[np.concatenate(rows)], minlength=int(dealt.max()) + 1).tolist()
 
-    def export(self, version: int, backend: str | None = None, weights: str | None = None) -> Took:
+    def export(
+        self, version: int, backend: str | None = None, weights: str | None = None
+    ) -> TimedAnswer:
         """Return a manifest with shards of the right sizes."""
         names = tuple(f"{version}-{index}" for index in range(len(self._shards)))
         manifest = Manifest(version, "simulated", 0, self._shards, names, ())
         seconds = self.durations.export.at(1) + self.durations.gathering.publishing(self.replicas)
-        return Took(seconds, Exported(manifest, {}))
+        return TimedAnswer(seconds, Exported(manifest, {}))
 
-    def probe(self, request: Probe, conditioning: object) -> Took:
+    def probe(self, request: Probe, conditioning: object) -> TimedAnswer:
         """Return the same result as the rollout actors' probe."""
-        return Took(self.durations.explore.at(len(request.seeds)), SAME)
+        return TimedAnswer(self.durations.explore.at(len(request.seeds)), SAME)
 
-    def shard(self, index: int) -> Took:
+    def shard(self, index: int) -> TimedAnswer:
         """Return the bytes of a shard, and a token for its content."""
-        return Took(self.durations.shard.at(1), (self._shards[index], TOKEN))
+        return TimedAnswer(self.durations.shard.at(1), (self._shards[index], TOKEN))
 
 
 @functools.lru_cache(maxsize=1)

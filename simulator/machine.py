@@ -18,7 +18,7 @@ class _Job:
     done: Callable[[], None]
 
 
-class Shared:
+class SharedResource:
     """A GPU (capacity 1), or ``capacity`` cores.
 
     Concurrent jobs together get at most the capacity, each in proportion to its demand.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from configs.training import Optimizer
-from planning.calibration import calibrated
+from planning.calibration import calibrate
 from planning.placement import kinds_of, needs_of
 from records.rundir import RunDirectory
 from records.timeline import Span, read_spans
@@ -43,7 +43,9 @@ def measured(rundir: RunDirectory, cores: int | None = None) -> Measured:
     Raises ConfigError if it has no iteration or update after the first.
     """
     seconds = iteration_seconds(rundir)
-    return learned(rundir.configuration(), read_spans(rundir.timeline_file), seconds, cores)
+    return measurements_from_spans(
+        rundir.configuration(), read_spans(rundir.timeline_file), seconds, cores
+    )
 
 
 def iteration_seconds(rundir: RunDirectory) -> list[float]:
@@ -55,7 +57,7 @@ def iteration_seconds(rundir: RunDirectory) -> list[float]:
     return seconds
 
 
-def learned(
+def measurements_from_spans(
     config: RunConfig, spans: Sequence[Span], seconds: Sequence[float], cores: int | None = None
 ) -> Measured:
     """Calibrate from the spans of a run on cores and the ``seconds`` of its later iterations.
@@ -63,7 +65,7 @@ def learned(
     ``cores`` is the number of cores of the run; None: that of this machine.
     """
     capacity = float(cores or os.cpu_count() or 1)
-    calibration = calibrated(config, spans, lambda span: "cores", capacity)
+    calibration = calibrate(config, spans, lambda span: "cores", capacity)
     hardware = Hardware(
         {"cores": calibration.durations}, cores=capacity, together=calibration.together
     )

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning.assumptions import Assumptions
-from planning.calibration import calibrated
+from planning.calibration import calibrate
 from planning.durations import Durations, Summing
-from planning.layouts.gpus import Laid
-from planning.make import Plan, make_plan
+from planning.layouts.gpus import GpuAssignment
 from planning.placement import Node
+from planning.plan import Plan, make_plan
 from policy.precision.accelerators import ACCELERATORS, accelerator_of
 from records.rundir import RunDirectory
 from records.timeline import Span, read_spans
@@ -40,13 +40,13 @@ class RunGpus:
         """Return the GPU that a call used; for an actor without one, the name of the actor."""
         return self.of.get((span.service, span.actor, span.incarnation), span.who)
 
-    def laid(self) -> list[Laid]:
+    def laid(self) -> list[GpuAssignment]:
         """Return the GPUs with the actors that were on them when the run began."""
         actors: dict[str, Counter[str]] = {}
         for (service, _, incarnation), gpu in self.of.items():
             if incarnation == 0:
                 actors.setdefault(gpu, Counter())[service] += 1
-        return [Laid(self.kind, 1, dict(each)) for each in actors.values()]
+        return [GpuAssignment(self.kind, 1, dict(each)) for each in actors.values()]
 
 
 def gpus_of_run(rundir: RunDirectory) -> RunGpus:
@@ -107,7 +107,7 @@ def measured_on_gpus(rundir: RunDirectory, gpus: RunGpus, summing: Summing) -> M
     config, seconds = rundir.configuration(), statistics.median(iteration_seconds(rundir))
     spans = read_spans(rundir.timeline_file)
     summed = summing.at(config.services.learner.replicas)
-    calibration = calibrated(config, [_without(span, summed) for span in spans], gpus.part_of, 1.0)
+    calibration = calibrate(config, [_without(span, summed) for span in spans], gpus.part_of, 1.0)
     durations = replace(calibration.durations, summing=summing, move=_moves(spans))
     hardware = Hardware({gpus.kind: durations}, gpus.laid(), shards=_shards(spans))
     fitted = with_driver(config, hardware, seconds).any_durations

@@ -7,10 +7,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from planning.layouts.choose import Candidate, Choice
-from planning.layouts.lines import Findings
 from planning.layouts.predict import Prediction
+from planning.layouts.report import Findings
 from planning.layouts.scenario import Scenario
-from planning.make import Plan
+from planning.plan import Plan
 from records.timeline import Span
 from simulator.run import Around, Record, Simulated, forget, simulate
 from simulator.services import Hardware

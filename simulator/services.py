@@ -13,12 +13,12 @@ from cluster.runtime.transport import Handle
 from configs.schema import RunConfig
 from learner.dealing import Dealing
 from planning.durations import Durations
-from planning.layouts.gpus import Laid
+from planning.layouts.gpus import GpuAssignment
 from planning.placement import kinds_of
 from records.rundir import Event, RunDirectory
 from records.timeline import Span
 from simulator.actors import Encoder, Learner, Reward, Rollout, Selector, Simulated
-from simulator.machine import Shared
+from simulator.machine import SharedResource
 from simulator.transport import Actor, SimulatedTransport
 
 NO_DEADLINE_S = 1e12
@@ -35,7 +35,7 @@ class Hardware:
     """
 
     durations: Mapping[str, Durations]
-    laid: Sequence[Laid] = ()
+    laid: Sequence[GpuAssignment] = ()
     cores: float = 0.0
     together: float = 1.0
     shards: int = 1
@@ -52,23 +52,25 @@ class Board:
 
     def __init__(self, hardware: Hardware):
         self.hardware = hardware
-        self.parts: list[tuple[Shared, str, Mapping[str, int]]] = []  # (resource, kind, actors)
-        self._of: dict[str, list[tuple[Shared, str]]] = {}
+        self.parts: list[
+            tuple[SharedResource, str, Mapping[str, int]]
+        ] = []  # (resource, kind, actors)
+        self._of: dict[str, list[tuple[SharedResource, str]]] = {}
         for laid in hardware.laid if not hardware.cores else ():
             for _ in range(laid.count):
-                part = Shared(f"GPU {len(self.parts)}")
+                part = SharedResource(f"GPU {len(self.parts)}")
                 self.parts.append((part, laid.kind, laid.actors))
                 for service, count in laid.actors.items():
                     self._of.setdefault(service, []).extend([(part, laid.kind)] * count)
         if hardware.cores:
-            part = Shared("cores", hardware.cores, hardware.together)
+            part = SharedResource("cores", hardware.cores, hardware.together)
             self.parts.append((part, next(iter(hardware.durations)), {}))
 
     def used(self) -> list[float]:
         """Return the seconds until now in which each GPU, or any of the cores, was in use."""
         return [part.used() for part, _, _ in self.parts]
 
-    def place(self, service: str, index: int) -> tuple[Shared, Durations]:
+    def place(self, service: str, index: int) -> tuple[SharedResource, Durations]:
         """Return the resource that an actor uses, and the durations of its calls."""
         hardware = self.hardware
         if hardware.cores:
@@ -77,7 +79,7 @@ class Board:
         if index < len(own_parts):
             part, kind = own_parts[index]
             return part, hardware.durations[kind]
-        return Shared(f"{service}-{index}"), hardware.any_durations
+        return SharedResource(f"{service}-{index}"), hardware.any_durations
 
 
 class SimulatedPlaces(ActorPlacement):
@@ -109,7 +111,7 @@ class SimulatedServices(ActorServices):
         transport = SimulatedTransport(durations.call_s, durations.driver_s)
         self.transport: SimulatedTransport = transport
         self._tree = config.model_dump(mode="json")
-        super().__init__(patient(config), RunDirectory(Path()), event, record)
+        super().__init__(without_deadlines(config), RunDirectory(Path()), event, record)
 
     def _places(self) -> ActorPlacement:
         return SimulatedPlaces(self.config, self._event)
@@ -142,7 +144,7 @@ class SimulatedServices(ActorServices):
         return Reward(*common, None, kind)
 
 
-def patient(config: RunConfig) -> RunConfig:
+def without_deadlines(config: RunConfig) -> RunConfig:
     """Return the configuration without deadlines, so that long calls are simulated to their end."""
     services = config.services
     for kind in kinds_of(config):

@@ -13,8 +13,8 @@ from ray import ObjectRef
 
 from actors.calls import Answer, Call
 from cluster.runtime.transport import Handle
-from simulator.actors import Simulated, Took
-from simulator.machine import Shared
+from simulator.actors import Simulated, TimedAnswer
+from simulator.machine import SharedResource
 
 Value = TypeVar("Value")
 
@@ -41,7 +41,7 @@ class Actor:
 
     kind: str
     does: Simulated
-    on: Shared
+    on: SharedResource
     wanted: float
     waiting: deque[tuple[Call, Sequence[Reference]]] = field(
         default_factory=deque[tuple[Call, Sequence[Reference]]]
@@ -94,7 +94,7 @@ class SimulatedTransport:
         actor.working = True
         args = [arg.value if isinstance(arg, Stored) else arg for arg in call.args]
         try:
-            took: Took = getattr(actor.does, call.method)(*args, **call.named)
+            took: TimedAnswer = getattr(actor.does, call.method)(*args, **call.named)
         except Exception as error:  # delivered as the answer, so that the pool ends the run
             self._fails(actor, refs, error)
             return
@@ -111,7 +111,7 @@ class SimulatedTransport:
         actor: Actor,
         call: Call,
         refs: Sequence[Reference],
-        took: Took,
+        took: TimedAnswer,
         wanted: float,
         index: int = 0,
     ) -> None:
@@ -141,7 +141,7 @@ class SimulatedTransport:
         actor.working = False
         self._begin(actor)
 
-    def _answers(self, actor: Actor, refs: Sequence[Reference], took: Took) -> None:
+    def _answers(self, actor: Actor, refs: Sequence[Reference], took: TimedAnswer) -> None:
         values = cast("tuple[object, ...]", took.value) if len(refs) > 1 else (took.value,)
         for ref, value in zip(refs, values, strict=True):
             if not ref.future.done():

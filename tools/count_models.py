@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from configs.load import EDITORS, MODELS, REFERENCE, load, rewards_of
 from planning.counting import count, kept_rows, key_of, write_kept
-from planning.make import described
+from planning.plan import open_architecture
 from policy.precision.backends import BACKENDS
 
 ARMS = ("sol_rl", "naive_quant")
@@ -32,7 +32,10 @@ def main(models: Sequence[str]) -> None:
     for model in models or (*MODELS, *EDITORS, *reference, *ONE_GPU):
         several = [f"{model}-{arm}-{rewards_of(model)[-1]}" for arm in ARMS]
         configs = [load(name) for name in ([model] if model in ONE_GPU else several)]
-        with described(configs[0]) as (family, _):  # one, so that what they share is counted once
+        with open_architecture(configs[0]) as (
+            family,
+            _,
+        ):  # one, so that what they share is counted once
             for config in configs:
                 for name in FORMATS:
                     rows[key_of(config, name)] = count(config, family, BACKENDS[name])

@@ -48,10 +48,10 @@ def operations_of(config: RunConfig) -> Operations:
     """Counted, or as kept for a published architecture. Raises ConfigError, ValueError."""
     from planning.assumptions import backend_of
     from planning.counting import counts_of
-    from planning.make import described
+    from planning.plan import open_architecture
     from planning.stages import stages_of
 
-    with described(config) as (family, _):
+    with open_architecture(config) as (family, _):
         counts = counts_of(config, family, backend_of(config, None)[0])
     stages = stages_of(config, counts)[0].values()
     quantized = math.fsum(stage.quantized for stage in stages)

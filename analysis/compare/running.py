@@ -24,7 +24,7 @@ from configs.load import ConfigError, parse
 from configs.prompts import changed_files
 from configs.resume import differences
 from configs.toml_text import to_toml
-from planning.layouts.numbers import as_recorded
+from planning.layouts.spec import as_recorded
 from records.atomic import write_text
 from records.errors import Stopped
 from records.lock import held

@@ -13,9 +13,9 @@ from planning.layouts.choose import Choice
 from planning.layouts.gpus import Gpus
 from planning.layouts.limits import refuse_too_many
 from planning.layouts.recomputation import with_recomputation
-from planning.layouts.resolve import known_gpus, laid_out, to_choose
+from planning.layouts.resolve import known_gpus, needs_layout, resolve_layout
 from planning.layouts.threads import with_threads
-from planning.make import described
+from planning.plan import open_architecture
 
 
 def choose_cluster_layout(config: RunConfig, tell: Callable[[str], None]) -> RunConfig:
@@ -28,11 +28,11 @@ def choose_cluster_layout(config: RunConfig, tell: Callable[[str], None]) -> Run
     refuse_too_many(config, 0, 0, nodes)
     # a node's CPUs are the number Ray was started with, which may exceed the machine's cores
     cores = min([os.cpu_count() or 1, *(int(node.cpus) for node in nodes if node.cpus >= 1)])
-    if not to_choose(config):
+    if not needs_layout(config):
         return with_threads(config, cores)
     gpus = _free_gpus(config)
-    with described(config) as (family, _):
-        final = laid_out(with_recomputation(config, family, gpus), family, gpus)
+    with open_architecture(config) as (family, _):
+        final = resolve_layout(with_recomputation(config, family, gpus), family, gpus)
     if final.choice is not None:
         best, prediction = final.choice.best, final.choice.best.prediction
         seconds = f", {prediction.iteration:.1f} s per iteration predicted" if prediction else ""

@@ -15,9 +15,9 @@ from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning import sizes
 from planning.assumptions import ACCELERATORS, backend_of
-from planning.make import GB, described
 from planning.object_store import NOTHING_SENT, SPILLS_AT, store_size, versions_bytes, versions_held
 from planning.placement import Node, needs_of, place
+from planning.plan import GB, open_architecture
 from planning.sizes import WireBytes
 from policy import meta
 from policy.families import model_directory
@@ -35,7 +35,7 @@ def published_bytes(config: RunConfig, accelerator: str | None = None) -> WireBy
     if config.plan.explore is None:
         return NOTHING_SENT
     dtype = DTYPES[config.regenerate.precision]
-    with described(config) as (family, _):
+    with open_architecture(config) as (family, _):
         backend, _ = backend_of(config, accelerator)
         model = meta.meta_denoiser(family, dtype)
         adapted = target_modules(model, config.lora.targets or family.lora_targets)

@@ -18,8 +18,8 @@ from cluster.runtime.nodes import find_room
 from configs.prompts import read_prompts, refuse_overlap
 from configs.schema import RunConfig
 from learner.checkpoint import CheckpointError, latest_checkpoint
-from planning.layouts.numbers import as_recorded
 from planning.layouts.resolve import keep_layout
+from planning.layouts.spec import as_recorded
 from planning.layouts.threads import keep_threads
 from planning.preflight import check_model, check_prompts, check_resumable, check_scorers
 from records.errors import RunFailed

@@ -20,7 +20,7 @@ from cluster.runtime.nodes import all_nodes, free_nodes, object_stores
 from cluster.runtime.starting import cause
 from configs.load import ConfigError, parse
 from configs.schema import RunConfig
-from planning.doctor import Check, of_nodes, of_token
+from planning.doctor import Check, check_nodes, check_token
 from planning.facts import Facts, examine
 from planning.placement import NoRoom, needs_of, place
 
@@ -38,9 +38,9 @@ def of_cluster(config: RunConfig | None) -> list[Check]:
         checks.append(placed)
     with _mark(config) as mark:
         facts, silent = _facts(config, mark)
-    checks += of_nodes(config, facts) if facts else []
+    checks += check_nodes(config, facts) if facts else []
     checks += [Check(f"node {node[:8]}", "failed", why, "see `ray status`") for node, why in silent]
-    return [*checks, *_stores(config), of_token(joined=True)]
+    return [*checks, *_stores(config), check_token(joined=True)]
 
 
 def _placed(config: RunConfig) -> tuple[RunConfig, Check]:

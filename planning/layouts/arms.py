@@ -13,10 +13,10 @@ from planning.assumptions import Assumptions
 from planning.layouts.choose import Candidate, assessed, choose
 from planning.layouts.costs import Costs
 from planning.layouts.gpus import Gpus
-from planning.layouts.numbers import numbers_of
 from planning.layouts.predict import Prediction
-from planning.layouts.resolve import costs_of, to_choose
+from planning.layouts.resolve import costs_of, needs_layout
 from planning.layouts.scenario import Scenario, scenario_of
+from planning.layouts.spec import configured_layout
 from policy.families import Family
 
 PAPER = {
@@ -72,9 +72,9 @@ def arms_of(config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Assu
 
 def _laid_out(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> Candidate:
     """Return the best layout, or the one that is configured explicitly. Raises DoesNotFit."""
-    if to_choose(config):
+    if needs_layout(config):
         return choose(config, gpus, costs).best
-    return assessed(numbers_of(config), gpus, costs)
+    return assessed(configured_layout(config), gpus, costs)
 
 
 def _as(config: RunConfig, arm: str) -> RunConfig:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from configs.schema import RunConfig
 from configs.services import Share
 from planning.layouts.gpus import Gpus
-from planning.layouts.numbers import TAKE_TURNS, Group, Numbers, completed
+from planning.layouts.spec import TAKE_TURNS, Group, LayoutSpec, apply_explicit_fields
 from rewards import may_use_gpu
 
 LEARNER, ROLLOUT = 0.52, 0.36
@@ -21,7 +21,7 @@ Replicas = tuple[int, Share]
 """The number of learner replicas, and whether they share prompts or samples."""
 
 
-def candidates(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[Numbers]:
+def candidates(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[LayoutSpec]:
     """Yield every layout worth a prediction once, with explicitly configured values applied."""
     seen: set[str] = set()
     explores = config.plan.explore is not None
@@ -35,7 +35,7 @@ def candidates(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[Numbers]:
             and (groups["rollout"].actors == groups["learner"].actors)
         )
         for ahead in aheads[:1] if on_all_gpus else aheads:
-            final = completed(config, replace(numbers, ahead=ahead))
+            final = apply_explicit_fields(config, replace(numbers, ahead=ahead))
             if final.ahead and final.leaves:  # exploring ahead leaves no turns to take
                 continue
             # compared by repr, because mappings are not hashable
@@ -44,7 +44,7 @@ def candidates(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[Numbers]:
                 yield final
 
 
-def _synchronous(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[Numbers]:
+def _synchronous(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[LayoutSpec]:
     """Yield layouts that do not explore ahead, before explicitly configured values are applied."""
     limit = (config.layout.gpus if config.layout else None) or sum(each.count for each in gpus)
     for first in gpus:
@@ -104,7 +104,7 @@ def most_replicas(config: RunConfig) -> int:
     return prompts if by_prompts else prompts * config.selection.keep
 
 
-def _shared(config: RunConfig, gpus: Gpus, learners: int, kind: str | None) -> Numbers:
+def _shared(config: RunConfig, gpus: Gpus, learners: int, kind: str | None) -> LayoutSpec:
     """Return a layout with a learner and a rollout actor per GPU, or two actors and no learner."""
     explores = config.plan.explore is not None
     room = 1 - LEARNER - (ROLLOUT if explores else 0)
@@ -114,7 +114,7 @@ def _shared(config: RunConfig, gpus: Gpus, learners: int, kind: str | None) -> N
         actors = learners + 2 * (gpus.count - learners)
         groups["rollout"] = Group(actors, ROLLOUT, 2 * share, kind)
     groups |= _small(config, room, learners, share, kind)
-    return Numbers("shared", groups)
+    return LayoutSpec("shared", groups)
 
 
 def _split(
@@ -125,7 +125,7 @@ def _split(
     learners: int,
     rollouts: str | None,
     trainers: str | None,
-) -> Numbers:
+) -> LayoutSpec:
     """Return a layout with rollout actors, scorers and encoder on GPUs without a learner."""
     first_cpus, second_cpus = _cpus(config, first, 2), _cpus(config, second, 4)
     chunks = -(-config.explore.pool_size // config.explore.chunk_size)
@@ -135,14 +135,14 @@ def _split(
         "rollout": Group(rollout, ROLLOUT_ALONE, 2 * first_cpus, rollouts),
         **_small(config, 1 - ROLLOUT_ALONE, rollout, first_cpus, rollouts),
     }
-    return Numbers("split", groups)
+    return LayoutSpec("split", groups)
 
 
-def _beside(config: RunConfig, gpus: Gpus, learners: int, kind: str | None) -> Numbers:
+def _beside(config: RunConfig, gpus: Gpus, learners: int, kind: str | None) -> LayoutSpec:
     """Return a layout without rollout actors: scorers and encoder on GPUs without a learner."""
     cpus = _cpus(config, gpus, 4)
     small = _small(config, 1.0, gpus.count - learners, cpus, kind)
-    return Numbers("split", {"learner": Group(learners, 1.0, 4 * cpus, kind), **small})
+    return LayoutSpec("split", {"learner": Group(learners, 1.0, 4 * cpus, kind), **small})
 
 
 def _small(
@@ -170,7 +170,7 @@ def _cpus(config: RunConfig, gpus: Gpus, per_gpu: float) -> float:
     return min(1.0, math.floor(100 * max(0.04, gpus.cpus * 0.8) / (per_gpu + scorers + 1)) / 100)
 
 
-def with_turns(config: RunConfig, numbers: Numbers) -> Iterator[Numbers]:
+def with_turns(config: RunConfig, numbers: LayoutSpec) -> Iterator[LayoutSpec]:
     """Yield variants of a shared layout in which rollout actors, learner or both leave the GPU.
 
     Their weights are in host memory between turns. Yields nothing for layouts in which services do
@@ -182,7 +182,7 @@ def with_turns(config: RunConfig, numbers: Numbers) -> Iterator[Numbers]:
     both = config.services.learner.shard == "none" and config.lora.base == "full"
     seen = {numbers.leaves}
     for leaves in (("rollout",), ("learner",), TAKE_TURNS) if both else (("rollout",),):
-        variant = completed(config, replace(numbers, leaves=leaves))
+        variant = apply_explicit_fields(config, replace(numbers, leaves=leaves))
         if variant.leaves not in seen:
             seen.add(variant.leaves)
             yield variant

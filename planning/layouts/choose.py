@@ -11,9 +11,9 @@ from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning.layouts.candidates import candidates, most_replicas, with_turns
 from planning.layouts.costs import Costs
-from planning.layouts.gpus import Gpus, Laid, lay
-from planning.layouts.numbers import Numbers
+from planning.layouts.gpus import GpuAssignment, Gpus, assign_gpus
 from planning.layouts.predict import Prediction, bound, predict
+from planning.layouts.spec import LayoutSpec
 
 NAMES = {"rollout": "rollout actors", "learner": "the learner's frozen weights"}
 
@@ -34,7 +34,7 @@ class Candidate:
     that its fullest GPU holds, ``short`` the GB that it lacks.
     """
 
-    numbers: Numbers
+    numbers: LayoutSpec
     prediction: Prediction | None
     why_not: str | None
     gb: float = 0.0
@@ -79,9 +79,9 @@ def choose(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> Choice:
     return Choice(best, table, why, bound(costs.tasks, gpus))
 
 
-def assessed(numbers: Numbers, gpus: Sequence[Gpus], costs: Costs) -> Candidate:
+def assessed(numbers: LayoutSpec, gpus: Sequence[Gpus], costs: Costs) -> Candidate:
     """Return a layout with its prediction, or with the reason why it is impossible."""
-    laid = lay(numbers, gpus)
+    laid = assign_gpus(numbers, gpus)
     if laid is None:
         return Candidate(numbers, None, "its shares have no room on these GPUs")
     room = {each.kind: each.memory_gb for each in gpus}
@@ -104,7 +104,7 @@ def assessed(numbers: Numbers, gpus: Sequence[Gpus], costs: Costs) -> Candidate:
 
 
 def _no_host_memory(
-    numbers: Numbers, laid: Sequence[Laid], gpus: Sequence[Gpus], costs: Costs
+    numbers: LayoutSpec, laid: Sequence[GpuAssignment], gpus: Sequence[Gpus], costs: Costs
 ) -> str | None:
     """Return why the weights that leave GPUs do not fit into host memory; None if they do.
 
@@ -121,7 +121,7 @@ def _no_host_memory(
     return None
 
 
-def _size(numbers: Numbers) -> int:
+def _size(numbers: LayoutSpec) -> int:
     return sum(group.actors for group in numbers.groups.values())
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from planning.layouts.gpus import Laid
-from planning.layouts.numbers import TAKE_TURNS, Numbers
+from planning.layouts.gpus import GpuAssignment
 from planning.layouts.predict import Tasks
+from planning.layouts.spec import TAKE_TURNS, LayoutSpec
 
 PROCESS_GB = 1.0
 """GPU memory of a process that is not counted: the device's libraries and its allocator's gaps."""
@@ -40,7 +40,7 @@ class Costs:
     # by service that takes turns; a service that is missing never leaves its GPU
     parts: Mapping[str, Mapping[str, Parts]] = field(default_factory=dict)
 
-    def held_gb(self, laid: Laid, numbers: Numbers) -> float:
+    def held_gb(self, laid: GpuAssignment, numbers: LayoutSpec) -> float:
         """Return the most GB that the actors of a GPU hold at once."""
         replicas = numbers.groups["learner"].actors
         actor_bytes = {**self.memory[laid.kind], "learner": self.learner(replicas)}
@@ -48,7 +48,7 @@ class Costs:
         encoder_gb = held.pop("encoder", 0.0) if self.encoder_leaves else 0.0
         return max(encoder_gb, sum(held.values()) - self._freed_gb(laid, numbers))
 
-    def _freed_gb(self, laid: Laid, numbers: Numbers) -> float:
+    def _freed_gb(self, laid: GpuAssignment, numbers: LayoutSpec) -> float:
         """Return the GB that are saved by turns: one side is in host memory in the other's turn."""
         if not numbers.leaves:
             return 0.0
@@ -58,13 +58,13 @@ class Costs:
             freed[kind] = laid.actors.get(kind, 0) * size / 1e9
         return min(freed.values())
 
-    def encoder_gb(self, laid: Laid) -> float:
+    def encoder_gb(self, laid: GpuAssignment) -> float:
         """Return the GB that would be free on a GPU if all prompts were encoded at the start."""
         if self.encoder_leaves or "encoder" not in laid.actors:
             return 0.0
         return self.memory[laid.kind].get("encoder", 0.0) / 1e9 + PROCESS_GB
 
-    def host_gb(self, laid: Laid, numbers: Numbers) -> float:
+    def host_gb(self, laid: GpuAssignment, numbers: LayoutSpec) -> float:
         """Return the GB of host memory for the weights that leave a GPU between turns."""
         parts = self.parts.get(laid.kind, {})
         leaving = (kind for kind in numbers.leaves if kind in parts)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from configs.load import ConfigError
-from planning.layouts.numbers import Group, Numbers
+from planning.layouts.spec import Group, LayoutSpec
 from planning.placement import ACCELERATOR, WHOLE, Node, matches
 
 
@@ -28,7 +28,7 @@ class Gpus:
 
 
 @dataclass(frozen=True)
-class Laid:
+class GpuAssignment:
     """``count`` GPUs of one kind, each with the same numbers of actors by service."""
 
     kind: str
@@ -66,7 +66,7 @@ def gpus_of(nodes: Sequence[Node], memory: Mapping[str, float]) -> list[Gpus]:
     return [Gpus(kind, count[kind], memory[kind], cpus[kind], host.get(kind)) for kind in count]
 
 
-def lay(numbers: Numbers, gpus: Sequence[Gpus]) -> list[Laid] | None:
+def assign_gpus(numbers: LayoutSpec, gpus: Sequence[Gpus]) -> list[GpuAssignment] | None:
     """Assign actors to GPUs, largest shares first, each to the fullest GPU that has room.
 
     Returns None if an actor has no place. Actors without a share of a GPU are left out.
@@ -78,7 +78,11 @@ def lay(numbers: Numbers, gpus: Sequence[Gpus]) -> list[Laid] | None:
     merged: Counter[tuple[str, tuple[tuple[str, int], ...]]] = Counter()
     for (kind, _, actors), count in state.items():
         merged[kind, actors] += count
-    return [Laid(kind, count, dict(actors)) for (kind, actors), count in merged.items() if count]
+    return [
+        GpuAssignment(kind, count, dict(actors))
+        for (kind, actors), count in merged.items()
+        if count
+    ]
 
 
 def _lay_group(state: Counter[_State], service: str, group: Group) -> bool:

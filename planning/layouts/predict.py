@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 
 from configs.services import Share
 from planning.gathering import NOTHING, Gathering
-from planning.layouts.gpus import Gpus, Laid
-from planning.layouts.numbers import Numbers
+from planning.layouts.gpus import GpuAssignment, Gpus
+from planning.layouts.spec import LayoutSpec
 from planning.waiting import NOBODY, Waiting
 
 
@@ -82,7 +82,9 @@ def bound(tasks: Mapping[str, Tasks], gpus: Sequence[Gpus]) -> float:
     return 1 / sum(each.count / tasks[each.kind].total for each in gpus)
 
 
-def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) -> Prediction:
+def predict(
+    numbers: LayoutSpec, laid: Sequence[GpuAssignment], tasks: Mapping[str, Tasks]
+) -> Prediction:
     """Predict an iteration in a layout with actors on ``laid``; ``tasks`` is by kind of GPU."""
     any_tasks, replicas = next(iter(tasks.values())), numbers.groups["learner"].actors
     task_share = part_at_a_time(numbers, any_tasks)
@@ -148,7 +150,7 @@ def _change(part: _Part, tasks: Tasks, leaves: Sequence[str]) -> float:
     return sum(part.actors.get(kind, 0) * tasks.move.get(kind, 0.0) for kind in leaves)
 
 
-def gathered(numbers: Numbers, tasks: Mapping[str, Tasks]) -> dict[str, float]:
+def gathered(numbers: LayoutSpec, tasks: Mapping[str, Tasks]) -> dict[str, float]:
     """Return the seconds, by stage, in which the busiest replica gathers a sharded base.
 
     The result is empty if the base is not sharded.
@@ -162,7 +164,7 @@ def gathered(numbers: Numbers, tasks: Mapping[str, Tasks]) -> dict[str, float]:
     return {"regenerate": prompts * regenerated, "update": prompts * trained} if trained else {}
 
 
-def part_at_a_time(numbers: Numbers, tasks: Tasks) -> float:
+def part_at_a_time(numbers: LayoutSpec, tasks: Tasks) -> float:
     """Return the share of a prompt that a learner regenerates per task."""
     replicas = numbers.groups["learner"].actors
     if numbers.share == "prompts":
@@ -178,7 +180,7 @@ class _Part:
     prompts: float  # of all learners on one of these GPUs
 
 
-def _by_prompts(laid: Sequence[Laid], prompts: int, shared: Share) -> list[_Part]:
+def _by_prompts(laid: Sequence[GpuAssignment], prompts: int, shared: Share) -> list[_Part]:
     """Group GPUs with the same actors and the same number of prompts of their learners."""
     learners = sum(each.count * each.actors.get("learner", 0) for each in laid)
     if shared == "samples":

@@ -9,7 +9,7 @@ from configs.schema import RunConfig
 from planning.assumptions import Assumptions
 from planning.layouts.choose import DoesNotFit, choose
 from planning.layouts.gpus import Gpus
-from planning.layouts.resolve import costs_of, to_choose, used
+from planning.layouts.resolve import costs_of, limit_gpus, needs_layout
 from policy.families import Family
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -28,9 +28,9 @@ def with_recomputation(
     if config.optimizer.gradient_checkpointing != "auto":
         return config
     default = _recomputing(config, 1.0)
-    if not (to_choose(config) and gpus):
+    if not (needs_layout(config) and gpus):
         return default
-    usable = used(gpus, config.layout.gpus if config.layout else None)
+    usable = limit_gpus(gpus, config.layout.gpus if config.layout else None)
     memory_gb, least_s, fastest = min(each.memory_gb for each in usable), math.inf, default
     for share in SHARES:
         candidate = _recomputing(config, share)

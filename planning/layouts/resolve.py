@@ -23,13 +23,13 @@ from planning.assumptions import (
 from planning.counting import Counts, counts_of
 from planning.durations import LINK, as_measured
 from planning.gathering import NOTHING, Gathering
-from planning.held import held_of, parts_of
 from planning.layouts.choose import Choice, choose
 from planning.layouts.costs import Costs
 from planning.layouts.gpus import Gpus, gpus_of
-from planning.layouts.numbers import by_hand, with_numbers
 from planning.layouts.predict import Tasks
+from planning.layouts.spec import explicit_fields, with_layout
 from planning.placement import Node, kinds_of
+from planning.resident_memory import actor_memory, parts_of
 from planning.scoring import score_seconds
 from planning.stages import passes, stages_of, training_points
 from planning.waiting import Waiting
@@ -39,22 +39,22 @@ from rewards import may_use_gpu
 
 
 @dataclass(frozen=True)
-class LaidOut:
+class ResolvedLayout:
     """A configuration with its layout written out; ``choice`` is None if there was none to make."""
 
     config: RunConfig
     choice: Choice | None
 
 
-def laid_out(
+def resolve_layout(
     config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Assumptions | None = None
-) -> LaidOut:
+) -> ResolvedLayout:
     """Return the configuration with the best layout on ``gpus`` written out.
 
     Raises ConfigError, with one line, if there is no GPU or no layout fits.
     """
-    if not to_choose(config):
-        return LaidOut(config, None)
+    if not needs_layout(config):
+        return ResolvedLayout(config, None)
     if not gpus:
         mode = config.layout.mode if config.layout else None
         raise ConfigError(
@@ -62,19 +62,19 @@ def laid_out(
             " where GPUs are, or give services.rollout, learner, encoder and reward gpus = 0 to"
             " run it on CPUs"
         )
-    used_gpus = used(gpus, config.layout.gpus if config.layout else None)
+    used_gpus = limit_gpus(gpus, config.layout.gpus if config.layout else None)
     choice = choose(config, used_gpus, costs_of(config, family, used_gpus, given or Assumptions()))
-    return LaidOut(with_numbers(config, choice.best.numbers), choice)
+    return ResolvedLayout(with_layout(config, choice.best.numbers), choice)
 
 
-def to_choose(config: RunConfig) -> bool:
+def needs_layout(config: RunConfig) -> bool:
     """Return True if a layout is requested and not all its values are configured explicitly.
 
     False also if all services that may use GPUs are explicitly configured to use none.
     """
     if config.layout is None:
         return False
-    explicit = by_hand(config)
+    explicit = explicit_fields(config)
     large_services = [kind for kind in ("rollout", "learner") if kind in explicit]
     gpu_services = [kind for kind in kinds_of(config) if _may_use_gpu(config, kind)]
     if all(explicit[kind].get("gpus") == 0 for kind in gpu_services):
@@ -90,7 +90,7 @@ def _may_use_gpu(config: RunConfig, kind: str) -> bool:
     return kind in ("rollout", "learner", "encoder")
 
 
-def used(gpus: Sequence[Gpus], count: int | None) -> list[Gpus]:
+def limit_gpus(gpus: Sequence[Gpus], count: int | None) -> list[Gpus]:
     """Return ``gpus`` with at most ``count`` of each kind.
 
     Raises ConfigError if there are fewer than ``count`` in all.
@@ -119,7 +119,7 @@ def keep_layout(config: RunConfig, recorded: RunConfig) -> RunConfig:
     """
     if config.layout is None:
         return config
-    explicit, services, own = by_hand(config), recorded.services, config.services
+    explicit, services, own = explicit_fields(config), recorded.services, config.services
     learner: dict[str, object] = {}
     if "actors" not in explicit["learner"]:
         learner["replicas"] = services.learner.replicas
@@ -145,7 +145,7 @@ def costs_of(config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Ass
     dtype = DTYPES[config.regenerate.precision]
     for kind in [each.kind for each in gpus]:
         device, backend, counts = on_kind(config, family, kind, given)
-        held = held_of(config, counts, family, backend, dtype)
+        held = actor_memory(config, counts, family, backend, dtype)
         parts[kind] = parts_of(config, counts, backend, held)
         move = {service: each.models / host_link(kind) for service, each in parts[kind].items()}
         tasks[kind] = tasks_of(config, counts, device, move)
@@ -164,7 +164,7 @@ def costs_of(config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Ass
         services = config.services.model_copy(
             update={"learner": config.services.learner.model_copy(update={"replicas": replicas})}
         )
-        parts = held_of(
+        parts = actor_memory(
             config.model_copy(update={"services": services}), counts, family, backend, dtype
         )["learner"]
         # reserve room for exploring ahead, which also keeps the previous policy

@@ -11,10 +11,10 @@ from planning.assumptions import Assumptions
 from planning.durations import Durations, Line, of_tasks
 from planning.layouts.choose import Candidate, Choice, choose
 from planning.layouts.costs import Costs
-from planning.layouts.gpus import Gpus, Laid, lay
-from planning.layouts.numbers import with_numbers
+from planning.layouts.gpus import GpuAssignment, Gpus, assign_gpus
 from planning.layouts.predict import Prediction
 from planning.layouts.resolve import costs_of, on_kind
+from planning.layouts.spec import with_layout
 from policy.families import Family
 
 NODE_GPUS = 8
@@ -29,7 +29,7 @@ class Scenario:
     """
 
     config: RunConfig
-    laid: Sequence[Laid]
+    laid: Sequence[GpuAssignment]
     durations: Mapping[str, Durations]
     sent: int  # bytes that are published after an update
     prediction: Prediction
@@ -69,12 +69,12 @@ def scenario_of(
     costs: Costs,
 ) -> Scenario:
     """Return the scenario of a layout that fits, with durations from ``costs``."""
-    laid = lay(found.numbers, gpus)
+    laid = assign_gpus(found.numbers, gpus)
     assert laid is not None and found.prediction is not None
     kinds = [each.kind for each in gpus]
     counts = {kind: on_kind(config, family, kind, given)[2] for kind in kinds}
     nodes = -(-sum(each.count for each in gpus) // NODE_GPUS)
-    config = with_numbers(config, found.numbers)
+    config = with_layout(config, found.numbers)
     durations = {kind: of_tasks(config, costs.tasks[kind], counts[kind], nodes) for kind in kinds}
     for kind, calls in (given.measured or {}).items():
         summing, move = durations[kind].summing, durations[kind].move

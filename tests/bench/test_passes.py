@@ -11,7 +11,7 @@ import torch
 from bench.passes import passes_of, plus, share
 from configs.load import load
 from configs.training import Lora
-from planning.make import described
+from planning.plan import open_architecture
 from policy.families import family_for
 from policy.lora import adapted_modules, inject
 from policy.pass_cost import count_cost
@@ -58,7 +58,7 @@ def test_the_goals_hold_at_a_published_size(blocks):
     to train, on both GPUs. All of its 20 blocks are alike, and nearly all of its work.
     """
     config = load("sana-sol_rl-hpsv2")
-    with described(config) as (family, _):
+    with open_architecture(config) as (family, _):
         file = Path(family.directory) / "transformer" / "config.json"
         described_there = json.loads(file.read_text())
         assert described_there["num_layers"] == 20

@@ -15,9 +15,9 @@ from cluster.driver.conditioning_cache import CachedEncoderClient, group_key, gr
 from configs.prompts import Prompt
 from configs.sections import Model
 from planning.layouts.costs import Costs
-from planning.layouts.gpus import Laid
-from planning.layouts.numbers import Group, Numbers
-from planning.make import make_plan
+from planning.layouts.gpus import GpuAssignment
+from planning.layouts.spec import Group, LayoutSpec
+from planning.plan import make_plan
 from records.errors import RunFailed
 from records.progress import Progress
 from tests.cluster.outcomes import outcome
@@ -156,8 +156,8 @@ def test_what_is_lost_in_the_store_is_encoded_again(ray_here, tiny_sd3_dir, tmp_
 def test_the_encoder_takes_no_room_beside_the_others_and_prompts_stay_in_the_store(
     tiny_sd3_dir, tmp_path
 ):
-    laid = Laid("B200", 1, {"learner": 1, "encoder": 1})
-    numbers = Numbers("", {"learner": Group(1, 0.5), "encoder": Group(1, 0.1)})
+    laid = GpuAssignment("B200", 1, {"learner": 1, "encoder": 1})
+    numbers = LayoutSpec("", {"learner": Group(1, 0.5), "encoder": Group(1, 0.1)})
     for size, held in ((3e9, 11.0), (30e9, 31.0)):  # a GB more for each process
         costs = Costs({}, {"B200": {"encoder": size}}, lambda _: 10e9, encoder_leaves=True)
         assert costs.held_gb(laid, numbers) == held

@@ -6,7 +6,7 @@ import pytest
 
 from configs.load import load
 from planning.assumptions import Assumptions, Device
-from planning.make import make_plan
+from planning.plan import make_plan
 from planning.stages import Stage
 from policy.precision.cost import COMPILED
 

@@ -28,7 +28,9 @@ OTHER = replace(FACTS, host="b", node="abcdef", bandwidth_mb_s=900.0)
 
 def outcomes(facts: list[Facts], *overrides: str) -> dict[str, tuple[str, str]]:
     config = load("quickstart", ["run_root=/data", *overrides])
-    return {check.name: (check.outcome, check.line()) for check in doctor.of_nodes(config, facts)}
+    return {
+        check.name: (check.outcome, check.line()) for check in doctor.check_nodes(config, facts)
+    }
 
 
 def test_equal_nodes_are_well():
@@ -70,7 +72,7 @@ def test_gpus_that_are_not_there():
         "failed  GPUs: there are 0, the configuration asks for 3: give --address of a cluster that"
         " has them, or a configuration for CPUs",
     )
-    flux = doctor.of_nodes(load("flux1-sol_rl-hpsv2"), [bare])
+    flux = doctor.check_nodes(load("flux1-sol_rl-hpsv2"), [bare])
     assert next(check for check in flux if check.name == "GPUs").outcome == "failed"
 
 
@@ -108,7 +110,7 @@ def test_a_port_that_is_taken_is_found():
         taken.listen()
         port = taken.getsockname()[1]
         config = load("quickstart", [f"logging.prometheus_port={port}"])
-        (check,) = [c for c in doctor.of_configuration(config) if c.name == "metrics port"]
+        (check,) = [c for c in doctor.check_configuration(config) if c.name == "metrics port"]
     assert check.outcome == "failed" and f"127.0.0.1:{port} cannot be served" in check.found
 
 
@@ -128,7 +130,7 @@ def test_the_token(mode, file, joined, outcome, said, tmp_path, monkeypatch):
         (tmp_path / ".ray").mkdir()
         (tmp_path / ".ray" / "auth_token").write_text("x")
         (tmp_path / ".ray" / "auth_token").chmod(file)
-    check = doctor.of_token(joined, tmp_path)
+    check = doctor.check_token(joined, tmp_path)
     assert check.outcome == outcome and said in check.line()
 
 

@@ -10,10 +10,10 @@ from planning.assumptions import peer_link
 from planning.counting import Counts
 from planning.durations import Durations, Line
 from planning.gathering import NOTHING, Gathering
-from planning.layouts.gpus import Gpus, lay
-from planning.layouts.numbers import Group, Numbers
+from planning.layouts.gpus import Gpus, assign_gpus
 from planning.layouts.predict import gathered, predict
 from planning.layouts.resolve import gathering_of
+from planning.layouts.spec import Group, LayoutSpec
 from policy.pass_cost import PassCost
 from simulator.actors import Learner
 from tests.planning.made_up import SHARDS, preset, tasks
@@ -72,10 +72,10 @@ def test_a_base_that_is_whole_gathers_nothing():
 def test_an_iteration_is_longer_by_it():
     """6 prompts of each of 8 replicas; exploring, far shorter than regenerating, hides in it."""
     groups = {"rollout": Group(8, 0.36), "learner": Group(8, 0.52)}
-    numbers, gpus = Numbers("", groups), [Gpus("H200", 8, 141)]
+    numbers, gpus = LayoutSpec("", groups), [Gpus("H200", 8, 141)]
     plain = {"H200": tasks(8, 285, 855)}
     shards = {"H200": replace(plain["H200"], gathering=sharded())}
-    laid, once = lay(numbers, gpus) or [], 7 / 8 * 64 / 337.5
+    laid, once = assign_gpus(numbers, gpus) or [], 7 / 8 * 64 / 337.5
     found = gathered(numbers, shards)
     assert found == pytest.approx({"regenerate": 6 * 30 * once, "update": 6 * 144 * once})
     assert gathered(numbers, plain) == {}

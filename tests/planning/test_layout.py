@@ -12,11 +12,11 @@ from configs.load import ConfigError, load
 from configs.resume import differences
 from planning.layouts.choose import choose
 from planning.layouts.costs import Costs
-from planning.layouts.gpus import Gpus, gpus_of, lay
+from planning.layouts.gpus import Gpus, assign_gpus, gpus_of
 from planning.layouts.limits import refuse_on_this_machine, refuse_too_many
-from planning.layouts.numbers import Group, Numbers, as_started, numbers_of, with_numbers
 from planning.layouts.predict import bound, fill, predict
-from planning.layouts.resolve import keep_layout, to_choose
+from planning.layouts.resolve import keep_layout, needs_layout
+from planning.layouts.spec import Group, LayoutSpec, as_started, configured_layout, with_layout
 from planning.placement import ACCELERATOR, WHOLE, Node, needs_of, place
 from tests.planning.made_up import BYTES, MODELS, SHARDS, costs, preset, tasks
 
@@ -31,19 +31,21 @@ def test_tasks_go_to_the_slot_that_ends_first():
 
 def test_shares_are_laid_largest_first_on_the_fullest_gpu():
     groups = {"learner": Group(6, 0.52), "rollout": Group(10, 0.36), "reward": Group(6, 0.066)}
-    laid = lay(Numbers("", {**groups, "encoder": Group(1, 0.04)}), [Gpus("B200", 8, 180)])
+    laid = assign_gpus(
+        LayoutSpec("", {**groups, "encoder": Group(1, 0.04)}), [Gpus("B200", 8, 180)]
+    )
     found = {(each.count, tuple(sorted(each.actors.items()))) for each in laid or []}
     both = (("learner", 1), ("reward", 1), ("rollout", 1))
     assert found == {(1, (("encoder", 1), *both)), (5, both), (2, (("rollout", 2),))}
-    assert lay(Numbers("", {"learner": Group(9, 0.52)}), [Gpus("B200", 8, 180)]) is None
-    assert lay(Numbers("", {"learner": Group(2, 4)}), [Gpus("B200", 7, 180)]) is None
+    assert assign_gpus(LayoutSpec("", {"learner": Group(9, 0.52)}), [Gpus("B200", 8, 180)]) is None
+    assert assign_gpus(LayoutSpec("", {"learner": Group(2, 4)}), [Gpus("B200", 7, 180)]) is None
 
 
 def test_the_numbers_of_a_split_by_hand():
     """Six rollout actors, one learner: regenerating hides exploring, 47/48 of it at least."""
-    numbers = Numbers("", {"rollout": Group(6, 1), "learner": Group(1, 1)})
+    numbers = LayoutSpec("", {"rollout": Group(6, 1), "learner": Group(1, 1)})
     gpus, there = [Gpus("B200", 8, 180)], {"B200": tasks(229, 285, 855)}
-    found = predict(numbers, lay(numbers, gpus) or [], there)
+    found = predict(numbers, assign_gpus(numbers, gpus) or [], there)
     assert found.iteration == pytest.approx(285 + 855)
     assert found.explore == pytest.approx(229 / 6) and found.update == pytest.approx(855)
     assert found.idle["rollout"] == pytest.approx(1 - 229 / 6 / 1140)
@@ -78,7 +80,7 @@ def test_more_gpus_than_prompts_get_replicas_that_share_samples():
         assert numbers.groups["learner"].actors == numbers.groups["rollout"].actors == 64
         # three chunks or four of a GPU, and a quarter of a prompt after the last
         assert choice.best.seconds <= 1.1 * choice.bound
-        resolved = with_numbers(preset(model), numbers)
+        resolved = with_layout(preset(model), numbers)
         assert resolved.services.learner.share == "samples"
     even = choose(preset("flux1"), [Gpus("B200", 48, 180)], costs("flux1")).best.numbers
     assert even.share == "prompts"
@@ -134,13 +136,13 @@ def test_an_arm_without_rollout_actors():
     assert "rollout" not in numbers.groups
     # a scorer on each GPU, none with two
     both = {"learner": 1, "reward": 1}
-    laid = [(each.count, each.actors) for each in lay(numbers, gpus) or []]
+    laid = [(each.count, each.actors) for each in assign_gpus(numbers, gpus) or []]
     assert sorted(laid, key=repr) == [(1, {**both, "encoder": 1}), (7, both)]
     # where the encoder does not fit beside a learner, it is where none is: 66 + 4 + 10 GB
     gpus = [Gpus("H100", 8, 80)]
     seconds = costs("flux1", 66e9, H100=tasks(*MODELS["flux1"]))
     best = choose(preset(arm="diffusionnft"), gpus, seconds).best
-    laid = [(each.count, each.actors) for each in lay(best.numbers, gpus) or []]
+    laid = [(each.count, each.actors) for each in assign_gpus(best.numbers, gpus) or []]
     assert sorted(laid, key=repr) == [(1, {"reward": 1, "encoder": 1}), (7, {"learner": 1})]
 
 
@@ -167,21 +169,21 @@ def test_numbers_by_hand_win():
 def test_chosen_numbers_are_written_out_and_stay():
     config, gpus = preset("flux1"), [Gpus("B200", 8, 180)]
     choice = choose(config, gpus, costs("flux1"))
-    resolved = with_numbers(config, choice.best.numbers)
+    resolved = with_layout(config, choice.best.numbers)
     assert resolved.services.learner.replicas == resolved.services.rollout.actors == 8
     assert resolved.services.rollout.gpus == 0.36 and resolved.explore_ahead == 0
     again = choose(resolved, [Gpus("B200", 16, 180)], costs("flux1"))
-    assert again.best.numbers.groups == numbers_of(resolved).groups
+    assert again.best.numbers.groups == configured_layout(resolved).groups
 
 
 def test_whether_there_is_anything_to_choose():
     """Nothing without [layout], on CPUs by hand, or where every number is given."""
-    assert to_choose(preset("flux1")) and not to_choose(load("quickstart"))
+    assert needs_layout(preset("flux1")) and not needs_layout(load("quickstart"))
     cpus = [f"services.{kind}.gpus=0" for kind in ("rollout", "learner", "reward", "encoder")]
-    assert not to_choose(preset("flux1", *cpus)) and to_choose(preset("flux1", *cpus[:3]))
+    assert not needs_layout(preset("flux1", *cpus)) and needs_layout(preset("flux1", *cpus[:3]))
     config = preset("flux1")
     chosen = choose(config, [Gpus("B200", 8, 180)], costs("flux1")).best.numbers
-    assert not to_choose(with_numbers(config, chosen))
+    assert not needs_layout(with_layout(config, chosen))
 
 
 # ---- what does not fit
@@ -262,7 +264,7 @@ def test_a_machine_is_not_asked_for_more_actors_than_it_holds(monkeypatch):
 
 def test_a_resumed_run_keeps_its_replicas_and_gets_the_gpus_there_are_now():
     gpus = [Gpus("B200", 8, 180)]
-    started = with_numbers(
+    started = with_layout(
         preset("flux1"), choose(preset("flux1"), gpus, costs("flux1")).best.numbers
     )
     assert differences(started, as_started(preset("flux1"), started)) == []
@@ -271,9 +273,9 @@ def test_a_resumed_run_keeps_its_replicas_and_gets_the_gpus_there_are_now():
     # eight replicas are as quick with GPUs of their own, and then fewer actors do
     actors = {kind: group.actors for kind, group in again.groups.items()}
     assert (again.mode, actors["learner"], actors["rollout"]) == ("split", 8, 8)
-    assert differences(started, with_numbers(kept, again)) == []
+    assert differences(started, with_layout(kept, again)) == []
     large = choose(preset("flux1"), [Gpus("B200", 64, 180)], costs("flux1")).best.numbers
-    started_large = with_numbers(preset("flux1"), large)
+    started_large = with_layout(preset("flux1"), large)
     small = choose(
         keep_layout(preset("flux1"), started_large), [Gpus("B200", 72, 180)], costs("flux1")
     ).best
@@ -300,7 +302,7 @@ def test_every_actor_has_its_place(count, model, mode, arm):
             choose(config, gpus, costs(model))
         return
     numbers = choose(config, gpus, costs(model)).best.numbers
-    laid = lay(numbers, gpus)
+    laid = assign_gpus(numbers, gpus)
     assert laid is not None and sum(each.count for each in laid) == count
     for each in laid:
         shares = sum(round(numbers.groups[k].gpus * WHOLE) * n for k, n in each.actors.items())
@@ -308,7 +310,7 @@ def test_every_actor_has_its_place(count, model, mode, arm):
     for kind, group in numbers.groups.items():
         if group.gpus:
             assert sum(each.count * each.actors.get(kind, 0) for each in laid) == group.actors
-    resolved = with_numbers(config, numbers)
+    resolved = with_layout(config, numbers)
     needs = needs_of(resolved)
     nodes = [Node(f"n{i}", 96, min(8, count - 8 * i)) for i in range(-(-count // 8))]
     assert place(needs, nodes).keys() == {need.actor for need in needs}
@@ -346,7 +348,7 @@ def test_what_is_given_by_hand_is_kept(count, given):
     except ConfigError as error:
         assert "does not fit" in str(error)
         return
-    resolved = with_numbers(config, best.numbers).model_dump()
+    resolved = with_layout(config, best.numbers).model_dump()
     for key, value in given.items():
         node = resolved
         for part in key.split("."):

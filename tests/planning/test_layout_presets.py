@@ -21,9 +21,9 @@ from planning.assumptions import Assumptions
 from planning.layouts.arms import arms_of, ratios
 from planning.layouts.choose import choose
 from planning.layouts.gpus import Gpus
-from planning.layouts.lines import Outlook, as_json, outlook_lines, warnings
+from planning.layouts.report import Outlook, as_json, outlook_lines, warnings
 from planning.layouts.resolve import costs_of
-from planning.make import described
+from planning.plan import open_architecture
 from policy.families import Family
 from policy.precision.backends import BACKENDS
 from tests.planning.made_up import SHARDS
@@ -35,7 +35,7 @@ SIZES = [("B200", 180, n) for n in (1, 2, 4, 8, 16, 64)] + [("H200", 141, 8)]
 @contextmanager
 def preset(name: str, *overrides: str) -> Iterator[tuple[RunConfig, Family]]:
     config = load(name, overrides)
-    with described(config) as (family, _):
+    with open_architecture(config) as (family, _):
         yield config, family
 
 

@@ -8,9 +8,9 @@ from configs.load import ConfigError
 from configs.resume import differences
 from planning.layouts.choose import choose
 from planning.layouts.costs import Costs, Parts
-from planning.layouts.gpus import Gpus, lay
-from planning.layouts.numbers import Group, Numbers, with_numbers
+from planning.layouts.gpus import Gpus, assign_gpus
 from planning.layouts.predict import Tasks, predict
+from planning.layouts.spec import Group, LayoutSpec, with_layout
 from tests.planning.made_up import GB, MODELS, SHARDS, costs, preset
 
 
@@ -37,7 +37,7 @@ def test_where_two_models_do_not_fit_the_cheapest_to_move_leaves(memory, leaves,
     best = choose(preset("flux1"), [Gpus("B200", 1, memory)], turning()).best
     assert best.numbers.leaves == leaves and best.gb == pytest.approx(held)
     assert best.seconds == pytest.approx(sum(MODELS["flux1"]) + moved)
-    services = with_numbers(preset("flux1"), best.numbers).services
+    services = with_layout(preset("flux1"), best.numbers).services
     given = {"rollout": services.rollout.between_turns, "learner": services.learner.between_turns}
     assert {kind for kind, where in given.items() if where == "host"} == set(leaves)
     assert services.takes_turns == bool(leaves)
@@ -74,8 +74,8 @@ def test_turns_keep_the_learner_from_regenerating_while_others_explore():
     """Three prompts' learners on two of three GPUs, four rollout actors: all is explored first."""
     groups = {"learner": Group(2, 0.52), "rollout": Group(4, 0.36)}
     there = {"B200": Tasks(12, 4, 1.0, 10.0, 20.0, move={"rollout": 0.5})}
-    numbers = Numbers("shared", groups, leaves=("rollout",))
-    laid = lay(numbers, [Gpus("B200", 3, 180)]) or []
+    numbers = LayoutSpec("shared", groups, leaves=("rollout",))
+    laid = assign_gpus(numbers, [Gpus("B200", 3, 180)]) or []
     assert max(each.actors.get("rollout", 0) for each in laid) == 2
     found = predict(numbers, laid, there)
     # two rollout actors on a GPU are as quick as one; both leave: a second for each change
@@ -117,7 +117,7 @@ def test_who_leaves_may_be_said_by_hand():
 def test_it_may_change_when_a_run_goes_on():
     config = preset("flux1")
     stayed, left = (
-        with_numbers(config, choose(config, [Gpus("B200", 1, memory)], turning()).best.numbers)
+        with_layout(config, choose(config, [Gpus("B200", 1, memory)], turning()).best.numbers)
         for memory in (68, 60)
     )
     assert stayed.services.takes_turns != left.services.takes_turns

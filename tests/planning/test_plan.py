@@ -17,13 +17,13 @@ from configs.rewards import Scorer
 from configs.schema import RunConfig
 from configs.sections import Model
 from learner.trainer import Trainer
-from planning import make, passes, sizes
+from planning import passes, sizes
 from planning.assumptions import ACCELERATORS, Assumptions, Device
 from planning.counting import counts_of
-from planning.held import held_of
-from planning.lines import iteration_seconds, lines_of
-from planning.make import make_plan
 from planning.placement import Need, Node, place
+from planning.plan import make_plan
+from planning.report import iteration_seconds, lines_of
+from planning.resident_memory import actor_memory
 from planning.steps import step_lines
 from policy import meta, pass_cost
 from policy.explorer import Explorer
@@ -242,7 +242,7 @@ def test_as_many_nodes_as_shares_fill_are_tried_first(tiny_sd3_dir, tmp_path, mo
         tried.append(len(nodes))
         return place(needs, nodes)
 
-    monkeypatch.setattr(make, "place", counted)
+    monkeypatch.setattr("planning.plan.place", counted)
     plan = make_plan(on_gpus(tiny_sd3_dir, tmp_path, services__rollout__actors=11))
     assert tried == [len(plan.nodes)] == [2]
 
@@ -350,7 +350,7 @@ def test_a_packed_input_is_in_the_peak_of_an_actor_on_a_gpu(tiny_sd3_dir, tmp_pa
         bare = replace(counts, step=replace(counts.step, widest=0), proxy_peak=0)
         sizes = []
         for each in (replace(counts, proxy_peak=0), bare):
-            held = held_of(config, each, family, backend, torch.bfloat16)["rollout"]
+            held = actor_memory(config, each, family, backend, torch.bfloat16)["rollout"]
             sizes.append(sum(size or 0 for size in held.values()))
         found[backend] = sizes[0] - sizes[1], counts.step.widest
     part = family_for(config.model).part_config("transformer")

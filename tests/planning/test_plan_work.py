@@ -14,8 +14,8 @@ from planning import passes
 from planning.assumptions import Device
 from planning.counting import counts_of
 from planning.layouts.resolve import tasks_of
-from planning.lines import lines_of
-from planning.make import described, make_plan
+from planning.plan import make_plan, open_architecture
+from planning.report import lines_of
 from planning.scoring import scored
 from planning.stages import Part, Stage, training_points
 from policy import meta, pass_cost
@@ -90,7 +90,7 @@ def test_an_image_to_edit_is_shown_with_the_negative_prompt_too(tiny_qwen_image_
         config = run_of(
             "qwen_image_edit", tiny_qwen_image_edit_dir, tmp_path, guidance__train=scale
         )
-        with described(config) as (family, _):
+        with open_architecture(config) as (family, _):
             counts = counts_of(config, family, BACKENDS["fp8"])
         seconds[scale] = tasks_of(config, counts, device, {}).encode
     rows = config.prompts.per_iteration

@@ -11,8 +11,8 @@ from planning.layouts import recomputation
 from planning.layouts.choose import DoesNotFit
 from planning.layouts.gpus import Gpus
 from planning.layouts.recomputation import ROOM, with_recomputation
-from planning.make import make_plan
 from planning.placement import ACCELERATOR, Node
+from planning.plan import make_plan
 
 KEY = "optimizer.gradient_checkpointing"
 EIGHT = [Gpus("B200", 8, 180.0)]

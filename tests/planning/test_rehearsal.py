@@ -11,7 +11,7 @@ import torch
 
 from configs.load import load
 from learner.trainer import Trainer
-from planning.make import make_plan
+from planning.plan import make_plan
 from tools.rehearsal import gpu
 from tools.rehearsal.__main__ import table
 from tools.rehearsal.measuring import MemoryMeasurements, memory_of, tensor_bytes

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from configs.load import ConfigError, load
-from planning.lines import lines_of
-from planning.make import make_plan
 from planning.placement import Node, check_placement, needs_of
+from planning.plan import make_plan
+from planning.report import lines_of
 from planning.sizes import shards_of
 from policy.families import family_for
 from tests.cluster.runs import tiny_config

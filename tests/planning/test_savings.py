@@ -12,8 +12,8 @@ from configs.load import load
 from planning import savings
 from planning.assumptions import Assumptions
 from planning.layouts.choose import DoesNotFit
-from planning.layouts.resolve import to_choose
-from planning.make import layout_of
+from planning.layouts.resolve import needs_layout
+from planning.plan import layout_of
 from planning.savings import changed, lowers, savings_lines
 
 ONE = Assumptions(accelerator="RTX 4090", gpus=1, node_gpus=1, node_cpus=16)
@@ -26,7 +26,7 @@ def lines(monkeypatch: pytest.MonkeyPatch, room: float, *overrides: str) -> list
     """
 
     def layout(config: Any, given: Any, nodes: Any) -> Any:
-        assert to_choose(config)  # what was left to the layout still is
+        assert needs_layout(config)  # what was left to the layout still is
         encoder = 0 if config.prompts.encode_once else room
         gb = 10 + encoder + config.optimizer.batch_size
         if gb > 24:

@@ -7,10 +7,10 @@ import torch
 
 from cluster.driver.store import check_store, published_bytes
 from configs.load import ConfigError
-from planning.lines import lines_of
-from planning.make import make_plan
 from planning.object_store import SPILLS_AT, store_size, versions_held
 from planning.placement import Node
+from planning.plan import make_plan
+from planning.report import lines_of
 from planning.sizes import conditioning_bytes
 from policy.explorer import Explorer
 from policy.families import family_for

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from configs.load import ConfigError, load
 from learner.publish import export_policy
 from planning import passes
-from planning.make import make_plan
+from planning.plan import make_plan
 from planning.preflight import check_model
 from policy import meta, pass_cost
 from policy.decoders import (

@@ -14,7 +14,7 @@ from configs.load import ConfigError, load
 from configs.sections import Guidance
 from configs.training import Lora
 from learner.trained_adapter import TrainedAdapter
-from planning.make import make_plan
+from planning.plan import make_plan
 from planning.preflight import check_model, layers_on_disk
 from policy.experts import Experts, experts_of
 from policy.families import family_for

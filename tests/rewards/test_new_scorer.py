@@ -13,7 +13,7 @@ from analysis.report.rewards import scores_of, verdicts
 from configs.load import ConfigError
 from configs.rewards import Scorer as ScorerConfig
 from planning.assumptions import Device
-from planning.make import make_plan
+from planning.plan import make_plan
 from planning.preflight import check_scorers
 from planning.scoring import score_seconds
 from rewards import SCORERS, build

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from configs.load import parse
-from planning.layouts.gpus import Laid
+from planning.layouts.gpus import GpuAssignment
 from simulator.run import simulate
 from simulator.services import Hardware
 from tests.simulator.test_simulator import DURATIONS, config
@@ -43,7 +43,7 @@ def functions_and_calls(size: int) -> tuple[int, float]:
         tree["services"][kind][named] = size
     each = {"learner": 1, "rollout": 1, "reward": 1}
     found = Functions()
-    hardware = Hardware({"one": DURATIONS}, [Laid("one", size, each)])
+    hardware = Hardware({"one": DURATIONS}, [GpuAssignment("one", size, each)])
     # the second iteration: in the first some is done for the first time
     simulated = simulate(parse(tree), hardware, 2, found.counting)
     assert simulated.calls > 10 * size

@@ -12,9 +12,9 @@ from configs.load import ConfigError, load
 from configs.schema import RunConfig
 from planning.assumptions import Assumptions
 from planning.durations import Durations, Line, Summing
-from planning.layouts.gpus import Laid
+from planning.layouts.gpus import GpuAssignment
 from planning.layouts.scenario import Scenario
-from planning.make import make_plan
+from planning.plan import make_plan
 from records.rundir import RunDirectory
 from records.timeline import Span, Timeline
 from simulator.measured_gpus import gpus_of_run, measured_on_gpus
@@ -29,7 +29,7 @@ PRESET = "sana-sol_rl-hpsv2"
 def recorded(
     path: Path,
     ran: RunConfig,
-    laid: Sequence[Laid],
+    laid: Sequence[GpuAssignment],
     spans: Sequence[Span],
     seconds: float,
     device: str = "NVIDIA H200",
@@ -59,7 +59,10 @@ def recorded(
 
 def made(path: Path, durations: Durations, replicas: int = 2) -> tuple[RunDirectory, float]:
     """A run on two GPUs with an explorer and a replica each, and a third with the scorer."""
-    laid = [Laid("H200", 2, {"rollout": 1, "learner": 1}), Laid("H200", 1, {"reward": 1})]
+    laid = [
+        GpuAssignment("H200", 2, {"rollout": 1, "learner": 1}),
+        GpuAssignment("H200", 1, {"reward": 1}),
+    ]
     ran = config(2, replicas)
     found = simulate(ran, Hardware({"H200": durations}, laid), 3)
     return recorded(path, ran, laid, found.timeline, found.iteration), found.iteration
@@ -90,7 +93,10 @@ def test_a_timeline_gives_back_what_calls_take_alone(tmp_path):
 def test_time_between_turns_is_learned(tmp_path):
     moving = replace(DURATIONS, move={"rollout": 2.0, "learner": 3.0})
     ran = config(2, 2, leaves=("rollout", "learner"))
-    laid = [Laid("H200", 2, {"rollout": 1, "learner": 1}), Laid("H200", 1, {"reward": 1})]
+    laid = [
+        GpuAssignment("H200", 2, {"rollout": 1, "learner": 1}),
+        GpuAssignment("H200", 1, {"reward": 1}),
+    ]
     found = simulate(ran, Hardware({"H200": moving}, laid), 3)
     rundir = recorded(tmp_path / "run", ran, laid, found.timeline, found.iteration)
     model = measured_on_gpus(rundir, gpus_of_run(rundir), Summing())
@@ -176,7 +182,7 @@ def test_a_plan_on_cores_from_a_run_on_gpus_is_refused(slow_run, capsys):
 
 
 def test_events_that_do_not_say_enough(tmp_path):
-    ran, laid = config(1), [Laid("H200", 1, {"rollout": 1, "learner": 1, "reward": 1})]
+    ran, laid = config(1), [GpuAssignment("H200", 1, {"rollout": 1, "learner": 1, "reward": 1})]
     earlier = recorded(tmp_path / "earlier", ran, laid, [], 1.0, gpu="")
     with pytest.raises(ConfigError, match="do not say which GPU an actor was on"):
         gpus_of_run(earlier)

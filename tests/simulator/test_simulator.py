@@ -22,17 +22,17 @@ from cluster.runtime import clock
 from configs.load import ConfigError, load, parse
 from learner.dealing import Dealing
 from planning.assumptions import Assumptions
-from planning.calibration import calibrated, fitted
+from planning.calibration import calibrate, fitted
 from planning.durations import Durations, Line, Summing, fetching
-from planning.layouts.gpus import Laid
-from planning.make import make_plan
+from planning.layouts.gpus import GpuAssignment
+from planning.plan import make_plan
 from planning.waiting import owners
 from policy.sampling.noise import stream_seed
 from records.rundir import RunDirectory
 from records.timeline import Timeline
 from simulator import actors
-from simulator.machine import Shared
-from simulator.measured import learned
+from simulator.machine import SharedResource
+from simulator.measured import measurements_from_spans
 from simulator.outlook import critical_path, run
 from simulator.run import simulate
 from simulator.services import Hardware
@@ -102,7 +102,7 @@ def test_waiting_for_nothing_is_an_error():
 )
 def test_users_of_a_part_slow_each_other(capacity, together, jobs, ends):
     async def go() -> tuple[list[float], float]:
-        part, found = Shared("part", capacity, together), [0.0] * len(jobs)
+        part, found = SharedResource("part", capacity, together), [0.0] * len(jobs)
         for index, (_, seconds) in sorted(enumerate(jobs), key=lambda job: job[1][0]):
             await asyncio.sleep(jobs[index][0] - clock.now())
             part.run(seconds, 1.0, lambda i=index: found.__setitem__(i, clock.now()))
@@ -140,7 +140,7 @@ def test_simulated_actors_take_the_arguments_of_real_ones(simulated, real):
 def test_on_one_gpu_an_iteration_is_the_sum_of_its_work():
     """All actors on one GPU, and calls on their way for no time: somebody always works."""
     on_it = dict.fromkeys(("rollout", "learner", "reward", "encoder", "selector"), 1)
-    hardware = Hardware({"one": DURATIONS}, [Laid("one", 1, on_it)])
+    hardware = Hardware({"one": DURATIONS}, [GpuAssignment("one", 1, on_it)])
     found = simulate(config(actors=1), hardware)
     scored = PROMPTS * (3 * 0.01 + POOL * 0.002 + 0.01 + KEEP * 0.002)
     work = (
@@ -161,7 +161,10 @@ def test_on_one_gpu_an_iteration_is_the_sum_of_its_work():
 
 def test_replicas_share_prompts_and_wait_for_each_other():
     """On GPUs of their own: the replica with two prompts, the sums, and the driver's sending."""
-    laid = [Laid("one", 3, {"learner": 1}), Laid("one", 1, {"rollout": 1, "reward": 1})]
+    laid = [
+        GpuAssignment("one", 3, {"learner": 1}),
+        GpuAssignment("one", 1, {"rollout": 1, "reward": 1}),
+    ]
     summed = replace(DURATIONS, summing=Summing(6, 0.3, 0.01), driver_s=0.001)
     asked = config(actors=1, replicas=3)
     found = simulate(asked, Hardware({"one": summed}, laid))
@@ -178,7 +181,10 @@ def test_replicas_share_prompts_and_wait_for_each_other():
 
 def test_replicas_that_share_samples_all_work_as_long():
     """Four prompts over eight replicas: half a prompt each, in both stages."""
-    laid = [Laid("one", 8, {"learner": 1}), Laid("one", 1, {"rollout": 1, "reward": 1})]
+    laid = [
+        GpuAssignment("one", 8, {"learner": 1}),
+        GpuAssignment("one", 1, {"rollout": 1, "reward": 1}),
+    ]
     asked = config(actors=1)
     learner = asked.services.learner.model_copy(update={"replicas": 8, "share": "samples"})
     asked = asked.model_copy(
@@ -205,7 +211,10 @@ def test_replicas_that_share_samples_all_work_as_long():
 @pytest.mark.parametrize("actors", [4, 5])
 def test_no_actor_explores_two_chunks_while_another_has_none(actors):
     """Four chunks for actors that take two each, in every iteration."""
-    laid = [Laid("one", actors, {"rollout": 1}), Laid("one", 1, {"learner": 1, "reward": 1})]
+    laid = [
+        GpuAssignment("one", actors, {"rollout": 1}),
+        GpuAssignment("one", 1, {"learner": 1, "reward": 1}),
+    ]
     found = simulate(config(actors=actors, chunk=POOL), Hardware({"one": DURATIONS}, laid), 6)
     chunks = [span for span in found.timeline if span.work == "explore"]
     for iteration in range(6):
@@ -217,7 +226,10 @@ def test_who_leaves_a_gpu_between_turns_does_so_before_the_other_comes():
     """Two actors on two GPUs each, which leave in 2 and 3 s: exploring, two moves, all that the
     learner does, two moves, loading.
     """
-    laid = [Laid("one", 2, {"learner": 1, "rollout": 1}), Laid("one", 1, {"reward": 1})]
+    laid = [
+        GpuAssignment("one", 2, {"learner": 1, "rollout": 1}),
+        GpuAssignment("one", 1, {"reward": 1}),
+    ]
     moving = replace(DURATIONS, move={"rollout": 2.0, "learner": 3.0})
     both = config(2, 2, leaves=("rollout", "learner"))
     found = simulate(both, Hardware({"one": moving}, laid), 2)
@@ -248,7 +260,7 @@ def test_who_leaves_a_gpu_between_turns_does_so_before_the_other_comes():
 
 def test_exploring_ahead_hides_it():
     """With GPUs of their own an iteration is what the learner takes, exploring being shorter."""
-    laid = [Laid("one", 1, {"learner": 1}), Laid("one", 1, {"rollout": 1})]
+    laid = [GpuAssignment("one", 1, {"learner": 1}), GpuAssignment("one", 1, {"rollout": 1})]
     times = [simulate(config(1, 1, ahead), Hardware({"one": DURATIONS}, laid)) for ahead in (0, 1)]
     learner = PROMPTS * (0.1 + KEEP * 0.2) + PROMPTS * KEEP * 0.25
     assert times[0].iteration > times[1].iteration >= learner
@@ -260,7 +272,10 @@ def test_prompts_are_encoded_before_their_turn():
     """The first before the run's clock starts, the second beside the first iteration: of the two,
     one is as long as its encoding, if that is the longer.
     """
-    laid = [Laid("one", 1, {"learner": 1, "rollout": 1}), Laid("one", 1, {"encoder": 1})]
+    laid = [
+        GpuAssignment("one", 1, {"learner": 1, "rollout": 1}),
+        GpuAssignment("one", 1, {"encoder": 1}),
+    ]
     times = [
         simulate(config(1), Hardware({"one": replace(DURATIONS, encode=each)}, laid), 2).iteration
         for each in (Line(), Line(0.0, 1.0), Line(0.0, 20.0))
@@ -275,12 +290,12 @@ def test_a_timeline_gives_back_what_calls_take():
     truth = simulate(config(), hardware, 2)
     # the timeline leaves out the first iteration, by its number
     late = simulate(config(), hardware, 3).timeline
-    found = calibrated(config(), late, lambda span: "cores", 2.0)
+    found = calibrate(config(), late, lambda span: "cores", 2.0)
     assert found.together == pytest.approx(0.8, abs=0.011)
     assert found.durations.explore.at(16) == pytest.approx(DURATIONS.explore.at(16), rel=0.02)
     assert found.durations.explore.at(8) == pytest.approx(DURATIONS.explore.at(8), rel=0.02)
     assert found.durations.update.at(64) == pytest.approx(DURATIONS.update.at(64), rel=0.02)
-    model = learned(config(), late, [truth.iteration], cores=2)
+    model = measurements_from_spans(config(), late, [truth.iteration], cores=2)
     for shape in ((1, 1, 0, 16), (3, 1, 0, 8), (2, 2, 0, 16), (1, 1, 1, 16)):
         other = config(*shape)
         wanted = simulate(other, hardware, 3).iteration
@@ -319,7 +334,7 @@ def test_a_line_through_two_sizes():
 
 def test_too_little_to_learn_from():
     with pytest.raises(ConfigError, match="no update after the first"):
-        calibrated(config(), [], lambda span: "cores", 2.0)
+        calibrate(config(), [], lambda span: "cores", 2.0)
 
 
 def test_nodes_pass_on_what_they_have():

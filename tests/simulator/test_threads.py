@@ -7,13 +7,13 @@ import pytest
 from actors.messages import GenerateRequest
 from cli.main import main
 from configs.load import parse
-from planning.calibration import calibrated, cores_of, works
+from planning.calibration import calibrate, cores_of, uncontended_work
 from planning.durations import Durations, Line
-from planning.layouts.gpus import Laid
+from planning.layouts.gpus import GpuAssignment
 from records.rundir import RunDirectory
 from records.timeline import Span, Timeline
 from simulator.actors import Learner
-from simulator.measured import learned
+from simulator.measured import measurements_from_spans
 from simulator.run import Simulated, simulate
 from simulator.services import Board, Hardware, SimulatedServices
 from tests.cluster.runs import write_toml
@@ -73,7 +73,7 @@ def test_two_prompts_on_two_cores(threads, again, explored, regenerated, trained
 
 
 def test_on_gpus_threads_are_of_no_account():
-    laid = [Laid("one", 1, {"learner": 1, "rollout": 1})]
+    laid = [GpuAssignment("one", 1, {"learner": 1, "rollout": 1})]
     both = [simulate(two_prompts(again), Hardware({"one": PLAIN}, laid)) for again in (1, 2)]
     # on one GPU somebody always works
     assert [each.iteration for each in both] == pytest.approx([2 * (4.0 + 6.0) + 8.0] * 2)
@@ -109,7 +109,9 @@ def test_a_timeline_is_taken_apart_by_the_threads_of_each_call(again, beside, au
     together = [span("rollout", "explore", 0, 10), span("learner", "regenerate", 0, 10)]
     alone = [span("learner", "audit", 10, 20), span("learner", "evaluate", 20, 30)]
     spans = [*together, *alone, span("learner", "update", 30, 40)]
-    done = works(spans, lambda _: "cores", lambda each: cores_of(ran, each, 2.0), 2.0, TOGETHER)
+    done = uncontended_work(
+        spans, lambda _: "cores", lambda each: cores_of(ran, each, 2.0), 2.0, TOGETHER
+    )
     wanted = [beside, beside, audited, 8.0, 8.0]
     assert [done[each] for each in spans] == pytest.approx(wanted)
 
@@ -123,14 +125,14 @@ def test_a_timeline_gives_back_what_calls_take(cores, threads, again, audited):
     hardware = Hardware({"cores": DURATIONS}, cores=float(cores), together=TOGETHER)
     ran = threaded(again, threads, audited)
     late = simulate(ran, hardware, 3)
-    found = calibrated(ran, late.timeline, lambda each: "cores", float(cores))
+    found = calibrate(ran, late.timeline, lambda each: "cores", float(cores))
     assert found.together == pytest.approx(TOGETHER, abs=0.011)
     assert found.durations.generate.at(KEEP) == pytest.approx(3.3, rel=0.02)
     assert found.durations.update.at(4 * KEEP) == pytest.approx(16.0, rel=0.02)
     assert found.durations.explore.at(16) == pytest.approx(1.1, rel=0.02)
     if audited:  # of fewer images, whose seconds are taken to be in proportion
         return
-    model = learned(ran, late.timeline, [late.iteration], cores)
+    model = measurements_from_spans(ran, late.timeline, [late.iteration], cores)
     for shape in ({"actors": 1}, {"actors": 3, "chunk": 8}, {"replicas": 2}):
         other = threaded(again, threads, **shape)
         wanted = simulate(other, hardware, 3).iteration
@@ -142,7 +144,7 @@ def test_predictions_where_no_core_is_ever_alone(shape):
     """The speed of cores that are busy together cannot be seen then, and hardly counts."""
     hardware = Hardware({"cores": DURATIONS}, cores=2.0, together=TOGETHER)
     late = simulate(threaded(2), hardware, 3)
-    model = learned(threaded(2), late.timeline, [late.iteration], 2)
+    model = measurements_from_spans(threaded(2), late.timeline, [late.iteration], 2)
     assert model.hardware.together < 0.7
     other = threaded(2, **shape)
     wanted = simulate(other, hardware, 3).iteration

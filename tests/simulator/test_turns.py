@@ -17,7 +17,7 @@ from cluster.driver.loop import Ring
 from cluster.runtime import clock
 from cluster.runtime.transport import Handle
 from configs.prompts import Prompt
-from planning.layouts.gpus import Laid
+from planning.layouts.gpus import GpuAssignment
 from records.errors import StateLost
 from records.progress import Progress
 from records.timeline import Span
@@ -72,7 +72,10 @@ async def scene(method: str, at: int) -> tuple[Deadly, list[Span], list[str]]:
     rewards = leaves.rewards.model_copy(update={"deterministic": False})  # they are drawn
     run = leaves.model_copy(update={"iterations": 2, "rewards": rewards})
     spans, events = list[Span](), list[str]()
-    laid = [Laid("one", 2, {"learner": 1, "rollout": 1}), Laid("one", 1, {"reward": 1})]
+    laid = [
+        GpuAssignment("one", 2, {"learner": 1, "rollout": 1}),
+        GpuAssignment("one", 1, {"reward": 1}),
+    ]
     services = SimulatedServices(
         run,
         Board(Hardware({"one": DURATIONS}, laid)),

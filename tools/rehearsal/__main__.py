@@ -18,8 +18,8 @@ import ray
 
 from analysis.compare.table import lines
 from analysis.report.parts import Table
-from planning.make import Plan, make_plan
 from planning.object_store import store_size
+from planning.plan import Plan, make_plan
 from records.errors import RunFailed
 from tools.rehearsal import __doc__ as about
 from tools.rehearsal.measuring import MemoryMeasurements, MemoryMonitor

@@ -49,7 +49,7 @@ def _per_element(backend: str) -> float:
     return spec.bits / 8 if spec.quantizes else 0.0
 
 
-def held_of(
+def actor_memory(
     config: RunConfig, counts: Counts, family: Family, backend: str, dtype: torch.dtype
 ) -> Held:
     """Return the bytes of an actor by service and purpose; None marks an unknown size.

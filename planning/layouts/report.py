@@ -12,8 +12,8 @@ from planning.durations import LINK
 from planning.layouts.arms import SIMPLER, ratios
 from planning.layouts.choose import Candidate, Choice
 from planning.layouts.gpus import Gpus
-from planning.layouts.numbers import Numbers, numbers_of
 from planning.layouts.predict import Prediction
+from planning.layouts.spec import LayoutSpec, configured_layout
 from planning.waiting import Waiting
 
 IDLE = 0.15
@@ -88,7 +88,7 @@ def outlook_lines(config: RunConfig, outlook: Outlook) -> list[str]:
 def _layout(config: RunConfig, outlook: Outlook) -> list[str]:
     gpus = " and ".join(f"{each.count} x {each.kind}" for each in outlook.gpus)
     if outlook.choice is None:
-        return ["", f"layout      by hand on {gpus}: {numbers_of(config).describe()}"]
+        return ["", f"layout      by hand on {gpus}: {configured_layout(config).describe()}"]
     choice = outlook.choice
     lines = ["", f"layout      {choice.best.numbers.mode} on {gpus}: {choice.why}"]
     for each in choice.table:
@@ -147,7 +147,7 @@ def _gathered(outlook: Outlook) -> list[str]:
 
 
 def _cost_of_turns(config: RunConfig, outlook: Outlook) -> str:
-    numbers = outlook.choice.best.numbers if outlook.choice else numbers_of(config)
+    numbers = outlook.choice.best.numbers if outlook.choice else configured_layout(config)
     if not numbers.leaves:
         return "at no cost"
     speeds = {f"{host_link(each.kind) / 1e9:g}" for each in outlook.gpus}
@@ -212,7 +212,7 @@ def warnings(config: RunConfig, outlook: Outlook) -> list[str]:
 
 def _waiting(config: RunConfig, outlook: Outlook) -> float:
     """Return the factor by which an update takes longer because replicas wait for each other."""
-    numbers = outlook.choice.best.numbers if outlook.choice else numbers_of(config)
+    numbers = outlook.choice.best.numbers if outlook.choice else configured_layout(config)
     waiting = Waiting(config.selection.keep, Dealing.of(config.optimizer))
     replicas = numbers.groups["learner"].actors
     return waiting.longer(config.prompts.per_iteration, replicas, numbers.share)
@@ -221,7 +221,7 @@ def _waiting(config: RunConfig, outlook: Outlook) -> float:
 def as_json(config: RunConfig, outlook: Outlook) -> dict[str, object]:
     """Return what ``sol-rl plan --json`` prints."""
     prediction, choice = outlook.prediction, outlook.choice
-    numbers = choice.best.numbers if choice else numbers_of(config)
+    numbers = choice.best.numbers if choice else configured_layout(config)
     ratio = ratios(config, dict(outlook.arms))
     return {
         "name": config.name,
@@ -270,7 +270,7 @@ def _found(outlook: Outlook) -> dict[str, object]:
 
 
 def _candidate(each: Candidate) -> dict[str, object]:
-    numbers: Numbers = each.numbers
+    numbers: LayoutSpec = each.numbers
     return {
         "mode": numbers.mode,
         "explore_ahead": numbers.ahead,

@@ -18,19 +18,26 @@ from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning.assumptions import Assumptions, Device, backend_of, device_of, with_format
 from planning.counting import counts_of
-from planning.held import held_of
 from planning.layouts.arms import arms_of
 from planning.layouts.choose import Candidate, Choice
-from planning.layouts.gpus import Gpus, lay
+from planning.layouts.gpus import Gpus, assign_gpus
 from planning.layouts.limits import refuse_too_many
-from planning.layouts.lines import Outlook
-from planning.layouts.numbers import numbers_of
 from planning.layouts.predict import bound, gathered, predict
 from planning.layouts.recomputation import with_recomputation
-from planning.layouts.resolve import as_on_gpus, costs_of, known_gpus, laid_out, to_choose, used
+from planning.layouts.report import Outlook
+from planning.layouts.resolve import (
+    as_on_gpus,
+    costs_of,
+    known_gpus,
+    limit_gpus,
+    needs_layout,
+    resolve_layout,
+)
 from planning.layouts.scenario import Scenarios, one_more, scenario_of
-from planning.object_store import NOTHING_SENT, puts
+from planning.layouts.spec import configured_layout
+from planning.object_store import NOTHING_SENT, object_store_bytes
 from planning.placement import Node, NoRoom, needs_of, place
+from planning.resident_memory import actor_memory
 from planning.sizes import WireBytes
 from planning.stages import Stage, stages_of
 from policy.families import Family, family_for
@@ -43,7 +50,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Plan:
-    """All values that ``planning.lines`` prints; sizes are in bytes.
+    """All values that ``planning.report`` prints; sizes are in bytes.
 
     ``memory`` has the bytes of one actor, by service and purpose.
     """
@@ -79,12 +86,12 @@ def make_plan(
     given = given or Assumptions()
     refuse_too_many(config, MOST_NODES * given.node_cpus, MOST_NODES * given.node_gpus, nodes)
     try:
-        with described(config) as (family, source):
+        with open_architecture(config) as (family, source):
             gpus = _gpus(config, given, nodes)
             if len(gpus) == 1 and given.accelerator is None:
                 given = replace(given, accelerator=gpus[0].kind)
             asked = with_recomputation(config, family, gpus, given)
-            final = laid_out(asked, family, gpus, given)
+            final = resolve_layout(asked, family, gpus, given)
             plan = _plan(final.config, family, source, given, nodes)
             return _with_outlook(plan, asked, final.choice, family, gpus, given)
     except (FileNotFoundError, ValueError) as error:
@@ -99,9 +106,11 @@ def layout_of(
     Raises DoesNotFit if no layout fits, ConfigError for other faults of the configuration, and
     ValueError or FileNotFoundError for a model that is unsuitable or missing.
     """
-    with described(config) as (family, _):
+    with open_architecture(config) as (family, _):
         gpus = _gpus(config, given, nodes)
-        return laid_out(with_recomputation(config, family, gpus, given), family, gpus, given).choice
+        return resolve_layout(
+            with_recomputation(config, family, gpus, given), family, gpus, given
+        ).choice
 
 
 def _gpus(config: RunConfig, given: Assumptions, nodes: Sequence[Node] | None) -> Sequence[Gpus]:
@@ -113,12 +122,12 @@ def _gpus(config: RunConfig, given: Assumptions, nodes: Sequence[Node] | None) -
     requested = given.gpus or (config.layout.gpus if config.layout else None)
     if nodes is not None:
         try:
-            return used(known_gpus(nodes, given), requested)
+            return limit_gpus(known_gpus(nodes, given), requested)
         except ConfigError:
-            if to_choose(config):
+            if needs_layout(config):
                 raise
             return []
-    device, name = device_of(as_on_gpus(config) if to_choose(config) else config, given)
+    device, name = device_of(as_on_gpus(config) if needs_layout(config) else config, given)
     if device is None or name is None:
         if given.gpus:
             raise ConfigError(
@@ -127,11 +136,11 @@ def _gpus(config: RunConfig, given: Assumptions, nodes: Sequence[Node] | None) -
             )
         return []
     single = Gpus(name, 1, device.memory_gb, given.node_cpus / given.node_gpus)
-    if requested or to_choose(config):
+    if requested or needs_layout(config):
         return [replace(single, count=requested or given.node_gpus)]
-    numbers = numbers_of(config)
+    numbers = configured_layout(config)
     counts = range(1, MOST_NODES * given.node_gpus + 1)
-    sufficient = (count for count in counts if lay(numbers, [replace(single, count=count)]))
+    sufficient = (count for count in counts if assign_gpus(numbers, [replace(single, count=count)]))
     return [replace(single, count=count) for count in (next(sufficient, 0),) if count]
 
 
@@ -144,8 +153,8 @@ def _with_outlook(
     given: Assumptions,
 ) -> Plan:
     """Return the plan with its prediction, unchanged if the actors' GPUs are unknown."""
-    numbers = choice.best.numbers if choice else numbers_of(plan.config)
-    laid = lay(numbers, gpus) if gpus else None
+    numbers = choice.best.numbers if choice else configured_layout(plan.config)
+    laid = assign_gpus(numbers, gpus) if gpus else None
     if laid is None or not any("learner" in each.actors for each in laid):
         return plan
     costs = costs_of(plan.config, family, gpus, given)
@@ -182,7 +191,7 @@ def _with_outlook(
 
 
 @contextmanager
-def described(config: RunConfig) -> Iterator[tuple[Family, str]]:
+def open_architecture(config: RunConfig) -> Iterator[tuple[Family, str]]:
     """Yield (family, source of its architecture), with published files for a known hub id.
 
     A local directory takes precedence. Raises ValueError or FileNotFoundError for a model that is
@@ -225,10 +234,10 @@ def _plan(
         quantized_weights=counts.quantized,
         all_weights=counts.weights,
         trained=counts.trained,
-        memory=held_of(config, counts, family, backend.name, dtype),
+        memory=actor_memory(config, counts, family, backend.name, dtype),
         broadcast=wire.total,
         changing=wire.changing,
-        store=puts(config, family, wire, dtype),
+        store=object_store_bytes(config, family, wire, dtype),
         stages=stages,
         evaluation=evaluation,
         device=device,

@@ -27,7 +27,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class LayoutSpec:
     """A layout, with ``groups`` by service; explicitly configured values are already applied."""
 
     mode: str
@@ -50,7 +50,7 @@ class Numbers:
         return ", ".join(parts) + shared + ahead + turns
 
 
-def numbers_of(config: RunConfig) -> Numbers:
+def configured_layout(config: RunConfig) -> LayoutSpec:
     """Return the layout of a configuration, whether set explicitly or chosen."""
     groups = {}
     for kind in kinds_of(config):
@@ -62,10 +62,10 @@ def numbers_of(config: RunConfig) -> Numbers:
         "learner": services.learner.between_turns,
     }
     leaves = tuple(kind for kind in TAKE_TURNS if kind in groups and between_turns[kind] == "host")
-    return Numbers("by hand", groups, config.explore_ahead, services.learner.share, leaves)
+    return LayoutSpec("by hand", groups, config.explore_ahead, services.learner.share, leaves)
 
 
-def by_hand(config: RunConfig) -> dict[str, dict[str, int | float | str | None]]:
+def explicit_fields(config: RunConfig) -> dict[str, dict[str, int | float | str | None]]:
     """Return the explicitly configured fields of ``Group``, by service."""
     result: dict[str, dict[str, int | float | str | None]] = {}
     for kind in kinds_of(config):
@@ -78,13 +78,13 @@ def by_hand(config: RunConfig) -> dict[str, dict[str, int | float | str | None]]
     return result
 
 
-def completed(config: RunConfig, numbers: Numbers) -> Numbers:
+def apply_explicit_fields(config: RunConfig, numbers: LayoutSpec) -> LayoutSpec:
     """Return ``numbers`` with the values that the configuration sets explicitly.
 
     A scoring service whose GPU share is set keeps its configured number of actors.
     """
     groups = dict(numbers.groups)
-    for kind, explicit in by_hand(config).items():
+    for kind, explicit in explicit_fields(config).items():
         service = config.services.of(kind)
         if kind.partition(".")[0] in ("reward", "scorers") and "gpus" in explicit:
             explicit = {"actors": service.count, **explicit}
@@ -98,14 +98,14 @@ def completed(config: RunConfig, numbers: Numbers) -> Numbers:
     explicit_turns = [
         kind for kind in TAKE_TURNS if "between_turns" in config.services.of(kind).model_fields_set
     ]
-    configured_leaves = numbers_of(config).leaves
+    configured_leaves = configured_layout(config).leaves
     leaves = (
         k for k in TAKE_TURNS if k in (configured_leaves if k in explicit_turns else numbers.leaves)
     )
-    return Numbers(numbers.mode, groups, ahead, share, tuple(leaves))
+    return LayoutSpec(numbers.mode, groups, ahead, share, tuple(leaves))
 
 
-def with_numbers(config: RunConfig, numbers: Numbers) -> RunConfig:
+def with_layout(config: RunConfig, numbers: LayoutSpec) -> RunConfig:
     """Return the configuration with a layout written out. Raises ConfigError if it is invalid."""
     tree = config.model_dump(mode="json")
     tree["explore_ahead"] = numbers.ahead
@@ -126,7 +126,7 @@ def as_started(config: RunConfig, recorded: RunConfig) -> RunConfig:
     """Return ``config`` with recorded values in place of those that a layout would choose."""
     if config.layout is None:
         return config
-    return with_numbers(config, completed(config, numbers_of(recorded)))
+    return with_layout(config, apply_explicit_fields(config, configured_layout(recorded)))
 
 
 def as_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:

@@ -6,11 +6,11 @@ import math
 
 from configs.sections import Model
 from planning.assumptions import Device
-from planning.layouts.lines import as_json, outlook_lines
-from planning.layouts.numbers import TAKE_TURNS, numbers_of
-from planning.make import GB, Plan
+from planning.layouts.report import as_json, outlook_lines
+from planning.layouts.spec import TAKE_TURNS, configured_layout
 from planning.object_store import store_size
 from planning.placement import kinds_of, need_of
+from planning.plan import GB, Plan
 from planning.stages import training_points
 
 
@@ -125,7 +125,7 @@ def _memory(plan: Plan) -> list[str]:
             " allocator come on top"
         ),
     ]
-    leaves = numbers_of(plan.config).leaves
+    leaves = configured_layout(plan.config).leaves
     for kind, parts in plan.memory.items():
         service = plan.config.services.of(kind)
         where = f"GPU, share {service.gpus:g}" if service.gpus else "host"
