@@ -1,4 +1,4 @@
-"""Files and directories that are whole or absent: written beside, flushed to the disk, renamed."""
+"""Atomic files and directories: written under another name, flushed to the disk, and renamed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a path to write a file at; once the block ends well, that file is ``path``."""
+    """Yield a temporary path for a file, which replaces ``path`` if the context succeeds."""
     beside = unfinished(path)
     try:
         yield beside
@@ -21,24 +21,24 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    # a power failure undoes the rename unless the directory is on the disk too
+    # without this a power failure could undo the rename
     _flush(path.parent)
 
 
 @contextlib.contextmanager
 def replacing_directory(path: Path) -> Iterator[Path]:
-    """Give an empty directory to fill with files; once the block ends well, it is ``path``.
+    """Yield an empty temporary directory, which replaces ``path`` if the context succeeds.
 
-    A directory cannot be renamed over another. An older ``path`` is called ``<name>.replaced`` for
-    the instant between two renames, and a reader that finds no ``path`` may use that.
+    As a directory cannot be renamed over another, an existing ``path`` is first renamed to
+    ``<name>.replaced``; between the two renames readers may use that one.
     """
     beside, replaced = unfinished(path), path.with_name(f"{path.name}.replaced")
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
         yield beside
-        for each in (*beside.iterdir(), beside):
-            _flush(each)
+        for part in (*beside.iterdir(), beside):
+            _flush(part)
         if path.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             os.rename(path, replaced)
@@ -51,28 +51,28 @@ def replacing_directory(path: Path) -> Iterator[Path]:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file at once: a reader, or a kill, finds the old one or the new one."""
+    """Write a file atomically: a reader sees the old content or the new one, also after a kill."""
     with replacing(path) as beside:
         beside.write_bytes(data)
 
 
 def write_text(path: Path, text: str) -> None:
-    """``write_bytes`` of UTF-8 text."""
+    """Write UTF-8 text atomically."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: object) -> None:
-    """``write_text`` of ``value`` as JSON."""
+    """Write ``value`` as JSON atomically."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def unfinished(path: Path) -> Path:
-    """Where this process writes a file before it is renamed to ``path``."""
+    """Return this process's temporary name for a file that is to become ``path``."""
     return path.with_name(f".{path.name}.unfinished-{os.getpid()}")
 
 
 def _flush(path: Path) -> None:
-    """Wait until the disk has a file, or the names in a directory."""
+    """Flush a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,34 +1,34 @@
-"""How a run can fail, as exceptions, and how an error is said in a line."""
+"""Exceptions of a run, and one-line descriptions of errors."""
 
 from __future__ import annotations
 
 
 class RunFailed(Exception):
-    """The run cannot go on; the message says why and what to do. Exit code 3."""
+    """The run cannot continue; the message says why and what to do. Exit code 3."""
 
 
 class InputsLost(Exception):
-    """A task's inputs were lost with the node that held them, and are made again."""
+    """Inputs of a task were lost with a node, and have to be computed again."""
 
 
 class StateLost(Exception):
-    """The learner died with what it learned since its checkpoint: the run goes back to that."""
+    """The learner died and lost its state; the run returns to the last checkpoint."""
 
 
 class OutOfMemoryError(Exception):
-    """A GPU has no memory for what a service does: trying again would end the same way."""
+    """A service ran out of GPU memory; a retry would fail in the same way."""
 
 
 class Stopped(Exception):
-    """A signal asked the run to stop; the message tells of a checkpoint. Exit code 130."""
+    """A signal stopped the run; the message names the checkpoint. Exit code 130."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; its type's name where it has none."""
+    """Return the first line of an error's message, or its type's name if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def described(error: BaseException, most: int | None = None) -> str:
-    """An error's type and the first line of its message, cut to ``most`` characters."""
-    said = str(error).strip().splitlines()[:1]
-    return ": ".join([type(error).__name__, *(line[:most] for line in said)])
+    """Return an error's type and the first line of its message, cut to ``most`` characters."""
+    lines = str(error).strip().splitlines()[:1]
+    return ": ".join([type(error).__name__, *(line[:most] for line in lines)])

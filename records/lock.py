@@ -1,4 +1,4 @@
-"""One driver per run directory: two would cut each other's metrics and checkpoints."""
+"""Lock of a run directory: two drivers would damage each other's metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import NamedTuple
 from configs.load import ConfigError
 
 LONGEST = 300
-"""Bytes that say who holds a lock."""
+"""Largest number of bytes of the text that names a lock's holder."""
 AGAIN_S = 0.1
 
 
 class Lock(NamedTuple):
-    """A lock's open descriptor, which may be passed on, and why the file system locks nothing."""
+    """A lock's descriptor, which may be passed on, and why the file system cannot lock, or None."""
 
     file: int
     missing: str | None
@@ -27,16 +27,15 @@ class Lock(NamedTuple):
 
 @contextlib.contextmanager
 def held(file: Path, what: str, remedy: str) -> Iterator[Lock]:
-    """Hold a lock on ``file`` for ``what``; the file names the holder, and another process is
-    refused with the advice ``remedy``.
+    """Lock ``file`` for ``what`` within the context; the file's content names the holder.
 
-    The lock is the kernel's and ends with the process, however that ends; the file stays, and its
-    existence means nothing. It is opened for writing because on NFS Linux turns flock into a lock
-    of bytes, which requires that.
+    It is a lock of the kernel, which ends with the process in any case. The file remains, but its
+    existence has no meaning. It is opened for writing because on NFS Linux implements flock by byte
+    locks, which require that.
 
     Raises:
-        ConfigError: another process holds it.
-        OSError: the file cannot be made.
+        ConfigError: another process has the lock; the message advises ``remedy``.
+        OSError: the file cannot be created.
     """
     lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -46,7 +45,7 @@ def held(file: Path, what: str, remedy: str) -> Iterator[Lock]:
 
 
 def busy(file: Path) -> bool:
-    """Whether a process holds ``file``; False also where nobody can know."""
+    """Return True if a process has locked ``file``; False also if that cannot be determined."""
     try:
         lock = os.open(file, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -63,8 +62,9 @@ def busy(file: Path) -> bool:
 
 
 def _take(lock: int) -> None:
-    """Raises BlockingIOError where another process holds it. ``busy`` does for an instant, hence
-    the second try.
+    """Take the lock. Raises BlockingIOError if another process has it.
+
+    It tries twice, because ``busy`` of another process takes the lock for a moment.
     """
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,7 +82,7 @@ def _missing(lock: int, directory: Path, what: str, remedy: str) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    # on a full disk the lock is held all the same, but does not say by whom
+    # on a full disk the lock works nevertheless, but does not name its holder
     with contextlib.suppress(OSError):
         os.ftruncate(lock, 0)
         os.write(

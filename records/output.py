@@ -1,4 +1,4 @@
-"""Output that nobody reads any more: a pipe whose reader has ended, a terminal that was closed."""
+"""Standard output whose reader is gone: a pipe's reader that ended, or a closed terminal."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import IO, Any
 
 UNREAD = select.POLLERR | select.POLLHUP | select.POLLNVAL
-"""What ``poll`` says of such a descriptor."""
+"""Events that ``poll`` reports for such a descriptor."""
 
 
 class Outliving:
-    """A file that goes on when it cannot be written: ``closed`` is told why, once, and what comes
-    later goes nowhere. For all else it is ``file``.
+    """Wrapper of ``file`` that survives write errors.
+
+    After the first error ``closed`` is called with the reason, and later output is dropped.
     """
 
     def __init__(self, file: IO[str], closed: Callable[[str], None]):
@@ -23,7 +24,7 @@ class Outliving:
         self._gone = False
 
     def write(self, text: str) -> int:
-        """As of every file."""
+        """Write ``text``, or drop it after an error."""
         try:
             return self._file.write(text)
         except OSError as error:
@@ -31,7 +32,7 @@ class Outliving:
             return len(text)
 
     def flush(self) -> None:
-        """As of every file."""
+        """Flush the file, or do nothing after an error."""
         try:
             self._file.flush()
         except OSError as error:
@@ -41,8 +42,8 @@ class Outliving:
         return getattr(self._file, name)
 
     def _end(self, error: OSError) -> None:
-        # what could not be written waits in the file's buffer, and has to go somewhere
-        _to_nowhere(self._file.fileno())
+        # redirect the descriptor, as buffered output would fail again at the next flush
+        _redirect_to_null(self._file.fileno())
         if not self._gone:
             self._gone = True
             with contextlib.suppress(OSError):  # the reason may be a full disk
@@ -50,24 +51,22 @@ class Outliving:
 
 
 def drop_unread() -> bool:
-    """Have what is still written to a standard stream that nobody reads go nowhere; whether there
-    was one.
-    """
-    found = False
+    """Redirect standard streams without a reader to the null device; return True if any."""
+    redirected = False
     for stream in (sys.stdout, sys.stderr):
         try:
             number = stream.fileno()
-        except (OSError, ValueError, AttributeError):  # a test's, or none at all
+        except (OSError, ValueError, AttributeError):  # replaced by a test, or missing
             continue
         polled = select.poll()
         polled.register(number, 0)
         if any(what & UNREAD for _, what in polled.poll(0)):
-            _to_nowhere(number)
-            found = True
-    return found
+            _redirect_to_null(number)
+            redirected = True
+    return redirected
 
 
-def _to_nowhere(descriptor: int) -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+def _redirect_to_null(descriptor: int) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)

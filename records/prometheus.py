@@ -1,6 +1,6 @@
-"""Serves the newest values of a run's metrics to Prometheus.
+"""Prometheus exporter of the newest values of a run's metrics.
 
-From a registry of its own, so that it lives beside Ray's metrics.
+It has a registry of its own, separate from Ray's metrics.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 
 class PrometheusExporter:
-    """A sink of rows (``records.sinks``) that serves what it was given last; port 0: off.
+    """A sink (``records.sinks``) that serves the last values it received; off if the port is 0.
 
-    Nothing that goes wrong here stops a run.
+    Its failures never end a run.
     """
 
     name = "prometheus"
@@ -30,8 +30,8 @@ class PrometheusExporter:
     def __init__(self, port: int, host: str = "127.0.0.1", events: Event | None = None):
         """Start serving on ``host:port``.
 
-        Where that is impossible, warn in one line, write the event ``metrics_unavailable``, and
-        carry on without.
+        If that fails, log a warning, record the event ``metrics_unavailable``, and continue
+        without.
         """
         self.registry = CollectorRegistry()
         self._instruments: dict[str, Gauge | Counter] = {}
@@ -41,7 +41,7 @@ class PrometheusExporter:
             return
         try:
             self._server = start_http_server(port, addr=host, registry=self.registry)
-        # TypeError, UnicodeError: what cannot be the name of a host
+        # TypeError, UnicodeError: not a valid host name
         except (OSError, TypeError, UnicodeError) as error:
             address, why = f"{host}:{port}", getattr(error, "strerror", None) or str(error)
             log.warning(
@@ -52,7 +52,7 @@ class PrometheusExporter:
                 events("metrics_unavailable", address=address, why=why)
 
     def row(self, row: Mapping[str, object]) -> None:
-        """Take the numbers of one row of metrics.jsonl; text, null and booleans are passed over."""
+        """Take the numbers of a row of metrics.jsonl; ignore text, null and booleans."""
         for name, value in row.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
@@ -87,8 +87,9 @@ class PrometheusExporter:
             (instrument.labels(scorer=scorer) if scorer else instrument).set(value)
 
     def _added(self, name: str, total: float) -> float:
-        """By how much a running total exceeds all before it; a total falls where a run goes back to
-        a checkpoint.
+        """Return by how much a running total exceeds its previous maximum.
+
+        A total decreases when a run returns to a checkpoint.
         """
         highest = self._totals.get(name, 0.0)
         self._totals[name] = max(highest, total)

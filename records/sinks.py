@@ -1,7 +1,7 @@
-"""Where the rows of metrics.jsonl go: every row to every sink, and no number anywhere else.
+"""Sinks of metrics: every row goes to metrics.jsonl and to all other sinks.
 
-The file is always there. Prometheus, TensorBoard and Weights & Biases are options of ``[logging]``;
-one of these that cannot take a row is left out from then on, with an event, and the run goes on.
+Prometheus, TensorBoard and Weights & Biases are options of ``[logging]``. If one of them fails, an
+event is recorded, the sink gets no further rows, and the run continues.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXTRAS = ("tensorboard", "wandb")
 
 
 class Sink(Protocol):
-    """Takes rows as they come; a row that a resumed run does again comes again, the same."""
+    """Receiver of rows. Rows that a resumed run computes again are passed again, unchanged."""
 
     name: str
 
@@ -35,24 +35,24 @@ class Sink(Protocol):
         """Take a row: ``kind`` is iteration or evaluation, ``iteration`` counts from 0."""
 
     def close(self) -> None:
-        """No more rows come."""
+        """Close the sink; no more rows follow."""
 
 
 @runtime_checkable
 class ShowsImages(Protocol):
-    """A sink that shows images too."""
+    """A sink that also accepts images."""
 
     def images(self, iteration: int, shown: Sequence[Extreme]) -> None:
-        """Take the best and worst images of an iteration, in another thread than rows."""
+        """Take the best and worst images of an iteration; called in another thread than rows."""
 
 
 def check_sinks(config: RunConfig) -> None:
-    """Raises ConfigError, a line per option of ``[logging]`` whose package is not installed."""
-    asked = [field for field in EXTRAS if getattr(config.logging, field) not in (False, "off")]
+    """Raise ConfigError with a line per option of ``[logging]`` whose package is missing."""
+    enabled = [field for field in EXTRAS if getattr(config.logging, field) not in (False, "off")]
     lines = [
         f"logging.{field} = {json.dumps(getattr(config.logging, field))}: there is no module"
         f" {field!r}: pip install -c constraints.txt -e '.[{field}]', or leave it out"
-        for field in asked
+        for field in enabled
         if importlib.util.find_spec(field) is None
     ]
     if lines:
@@ -60,15 +60,16 @@ def check_sinks(config: RunConfig) -> None:
 
 
 class Sinks:
-    """All sinks of a run. It ends where metrics.jsonl cannot take a row; another sink that fails is
-    left out.
+    """All sinks of a run.
+
+    The run ends if metrics.jsonl cannot be written; any other sink that fails is dropped.
     """
 
     def __init__(self, config: RunConfig, rundir: RunDirectory, event: Event):
         logging = config.logging
         self._event, self._rundir = event, rundir
         self._undeclared: set[str] = set()
-        self._one_at_a_time = threading.Lock()  # images come from another thread
+        self._one_at_a_time = threading.Lock()  # images are passed by another thread
         self._others: list[Sink] = [
             PrometheusExporter(logging.prometheus_port, logging.prometheus_host, event)
         ]
@@ -78,10 +79,10 @@ class Sinks:
             self._add("wandb", lambda: WeightsAndBiases(config, rundir))
 
     def row(self, row: Row) -> None:
-        """Give every sink one row. Raises OSError when metrics.jsonl cannot be written."""
+        """Pass a row to every sink. Raises OSError if metrics.jsonl cannot be written."""
         for name in sorted(row.keys() - self._undeclared):
             if not declared(name):
-                # a metric without a description is worth an event, and not the end of a run
+                # a metric without a description is recorded as an event and does not end the run
                 self._undeclared.add(name)
                 self._event("metric_undeclared", metric=name, why="records.metrics lacks it")
         self._rundir.metric(dict(row))
@@ -89,7 +90,7 @@ class Sinks:
             self._try(sink.name, lambda sink=sink: sink.row(row), sink)
 
     def images(self, iteration: int, shown: Sequence[Extreme]) -> None:
-        """Give every sink that shows images those of an iteration."""
+        """Pass an iteration's images to every sink that accepts images."""
         for sink in list(self._others):
             if isinstance(sink, ShowsImages):
                 self._try(sink.name, lambda sink=sink: sink.images(iteration, shown), sink)
@@ -104,7 +105,7 @@ class Sinks:
         self._try(name, lambda: self._others.append(make()), None)
 
     def _try(self, name: str, do: Callable[[], None], sink: Sink | None) -> None:
-        """Do it, or drop the sink: a logger may raise anything, and no run should end for that."""
+        """Call ``do``, and drop the sink if it raises: no logger may end a run."""
         try:
             with self._one_at_a_time:
                 do()
@@ -114,7 +115,7 @@ class Sinks:
 
 
 class TensorBoard:
-    """An event file in ``tensorboard/`` of the run directory: scalars by name and iteration."""
+    """Sink to an event file in ``tensorboard/`` of the run directory: scalars by iteration."""
 
     name = "tensorboard"
 
@@ -124,13 +125,13 @@ class TensorBoard:
         self._writer = SummaryWriter(str(rundir.path / "tensorboard"))
 
     def row(self, row: Row) -> None:
-        """Write and flush it."""
+        """Write and flush the row."""
         for name, value in numbers(row):
             self._writer.add_scalar(name, value, _iteration(row))
         self._writer.flush()
 
     def images(self, iteration: int, shown: Sequence[Extreme]) -> None:
-        """Write them as one image, laid out by ``records.extremes.sheet``."""
+        """Write the images as one, laid out by ``records.extremes.sheet``."""
         if shown:
             self._writer.add_image(SHEET, sheet(shown), iteration)
 
@@ -140,9 +141,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """An offline run in ``wandb/`` of the run directory, for `wandb sync`; nothing is sent here.
+    """Sink to an offline run in ``wandb/`` of the run directory, to be sent by `wandb sync`.
 
-    A resumed run makes another of the same id, and both sync into one.
+    A resumed run creates another one with the same id, and both are synced into one.
     """
 
     name = "wandb"
@@ -170,11 +171,11 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="iteration")
 
     def row(self, row: Row) -> None:
-        """Log it, over the row's iteration."""
+        """Log the row at its iteration."""
         self._run.log({"iteration": _iteration(row), **dict(numbers(row))})
 
     def images(self, iteration: int, shown: Sequence[Extreme]) -> None:
-        """Log them as one image, with rewards as caption."""
+        """Log the images as one, with the rewards as caption."""
         import wandb
 
         if shown:
@@ -187,7 +188,7 @@ class WeightsAndBiases:
 
 
 def caption(shown: Sequence[Extreme]) -> str:
-    """Prompts and rewards of a sheet, a line per prompt."""
+    """Return the prompts and rewards of a sheet, a line per prompt."""
     lines: dict[int, str] = {}
     for one in shown:
         before = lines.get(one.prompt, f"{one.text}:")
@@ -196,7 +197,7 @@ def caption(shown: Sequence[Extreme]) -> str:
 
 
 def numbers(row: Row) -> Iterator[tuple[str, float]]:
-    """The finite numbers of a row by name, without its iteration."""
+    """Yield the finite numbers of a row by name, without the iteration."""
     for name, value in row.items():
         if name != "iteration" and (number := finite(value)) is not None:
             yield name, number

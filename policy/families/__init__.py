@@ -1,4 +1,4 @@
-"""Model families: how a diffusers pipeline directory becomes a policy."""
+"""Model families: adapters from diffusers pipeline directories to policies."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ FAMILIES: dict[str, type[Family]] = {name: named_class(row, Family) for name, ro
 
 
 def family_for(model: Model) -> Family:
-    """The family of ``model.family``. Raises FileNotFoundError or ValueError, one line each."""
+    """Return the family of ``model``. Raises FileNotFoundError or ValueError with one line."""
     directory = model_directory(model)
-    found = pipeline_file(directory, INDEX).get("_class_name")
-    if found not in {family.pipeline_class for family in FAMILIES.values()}:
+    pipeline_class = pipeline_file(directory, INDEX).get("_class_name")
+    if pipeline_class not in {family.pipeline_class for family in FAMILIES.values()}:
         known = ", ".join(
             f"{family.pipeline_class} (family {name!r})" for name, family in FAMILIES.items()
         )
-        raise ValueError(f"model.path: {directory!r} holds a {found}; supported are {known}")
+        raise ValueError(
+            f"model.path: {directory!r} holds a {pipeline_class}; supported are {known}"
+        )
     return FAMILIES[model.family](model)

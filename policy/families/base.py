@@ -1,4 +1,7 @@
-"""What a family of text-to-image models says about itself; outside of it sigma is in [0, 1]."""
+"""Base class of model families, which adapt one kind of diffusers pipeline to a policy.
+
+Everywhere outside of a family sigma is in [0, 1].
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,18 @@ Scale = float | Tensor
 
 
 class Family(Pipeline, ABC):
-    """One model of one family. Holds configuration; the ``load_*`` methods load weights.
+    """One model of one family. Holds configuration only; the ``load_*`` methods load weights.
 
-    ``modules_to_not_convert`` are fnmatch patterns of modules that are never quantized; ``trained``
-    are last names of the paths of linears that are trained, ``*`` standing for anything; each row
-    of ``fuse`` names linears of one block that read the same input and may run as one.
-    ``tiny_decoder`` is the hub id of a published AutoencoderTiny of its latents. ``video``: it
-    draws clips of ``model.frames`` frames. ``edits``: every prompt has a source image. ``native``:
-    it reads weights in the form of the model's own code, ``model.native_path``.
+    Class attributes that a family sets:
+
+    * ``modules_to_not_convert``: fnmatch patterns of modules that are never quantized.
+    * ``trained``: last names of the paths of trained linears; ``*`` matches anything.
+    * ``fuse``: rows of linears of one block that read the same input and may run as one product.
+    * ``tiny_decoder``: hub id of a published AutoencoderTiny for its latents.
+    * ``video``: True if it generates clips of ``model.frames`` frames.
+    * ``edits``: True if every prompt has a source image.
+    * ``native``: True if it can read weights in the format of the model's original code,
+      ``model.native_path``.
     """
 
     modules_to_not_convert: tuple[str, ...]
@@ -38,8 +45,10 @@ class Family(Pipeline, ABC):
     native: bool = False
 
     def __init__(self, model: Model) -> None:
-        """Raises as ``Pipeline``, and ValueError for frames of a model that draws images, and for
-        ``native_path`` of one that reads no such file.
+        """Check and store ``model``.
+
+        Raises the errors of ``Pipeline``, and ValueError for ``frames`` or ``fps`` of an image
+        model and for ``native_path`` of a family that cannot read such files.
         """
         for key in ("frames", "fps"):
             if getattr(model, key) is not None and not self.video:
@@ -56,15 +65,15 @@ class Family(Pipeline, ABC):
         super().__init__(model)
 
     def check(self, guidance: Guidance | None = None, sharded: bool = False) -> None:
-        """Checks ``[model]`` and ``[guidance]`` by configuration files; ``sharded``: learner
-        replicas are to share the frozen weights.
+        """Check ``[model]`` and ``[guidance]`` against the model's configuration files.
 
-        Raises FileNotFoundError or ValueError.
+        ``sharded`` is True if the frozen weights are to be sharded over learner replicas. Raises
+        FileNotFoundError or ValueError.
         """
         assert self.latent_shape
         alone = self.boundary is None
         if sharded and not alone:
-            # every pass takes all replicas, and they would have to ask the same transformer
+            # every pass needs all replicas, which would have to use the same transformer
             raise ValueError(
                 f"services.learner.shard: 'base' with {self.directory!r}, which has two"
                 " transformers: use lora.base = 'int8' or 'nf4', or shard = 'none'"
@@ -93,21 +102,24 @@ class Family(Pipeline, ABC):
 
     @property
     def distilled(self) -> bool:
-        """Whether the files say that classifier-free guidance was distilled away."""
+        """True if the model was distilled and is used without classifier-free guidance."""
         return self.embeds_guidance
 
     @property
     def embeds_guidance(self) -> bool:
-        """Whether the transformer takes a guidance strength, which is not classifier-free."""
+        """True if the transformer has an input for the guidance strength (not classifier-free)."""
         return bool(self.part_config("transformer").get("guidance_embeds", False))
 
     @property
     def factor(self) -> int:
-        """Pixels per side of a latent pixel, f."""
+        """Downsampling factor f of the autoencoder: image pixels per latent pixel and side."""
         return 2 ** (len(self.part_config("vae")["block_out_channels"]) - 1)
 
     def sizes(self, unit: int, largest: int | None = None) -> tuple[int, int]:
-        """(height, width) in pixels: multiples of ``unit`` up to ``largest``, or ValueError."""
+        """Return (height, width) in pixels.
+
+        Raises ValueError if they are not multiples of ``unit``, or exceed ``largest``.
+        """
         for key, pixels in (("height", self.model.height), ("width", self.model.width)):
             if pixels % unit or (largest is not None and pixels > largest):
                 limit = f" up to {largest}" if largest is not None else ""
@@ -119,10 +131,11 @@ class Family(Pipeline, ABC):
     def load_text(
         self, device: torch.device | str, dtype: torch.dtype, negative: str | None = None
     ) -> PromptEncoder:
-        """Text encoders and tokenizers, nothing else but the autoencoder of a family that edits;
-        ``negative`` as in ``PromptEncoder``.
+        """Load text encoders and tokenizers, and the autoencoder if the family edits images.
+
+        ``negative`` is as in ``PromptEncoder``.
         """
-        # None: diffusers then reads no file of that part
+        # diffusers reads no files of parts that are passed as None
         parts: dict[str, Diffusers] = dict.fromkeys((*self.transformers, "vae"))
         for part in self.components:
             if part.startswith("text_encoder") or (self.edits and part == "vae"):
@@ -135,10 +148,10 @@ class Family(Pipeline, ABC):
 
     @torch.no_grad()
     def decode(self, vae: Diffusers, latents: Tensor, batch_size: int | None = None) -> Tensor:
-        """Images of latents [B, *latent]: uint8 [B, 3, H, W], clips [B, F, 3, H, W], on the CPU.
+        """Decode latents [B, *latent] to uint8 [B, 3, H, W], or clips [B, F, 3, H, W], on the CPU.
 
-        As the stock pipelines decode: unscale, decode, [-1, 1] to [0, 255], round half to even.
-        Clips one at a time, as a batch of them takes more memory than any denoiser.
+        Follows the stock pipelines: unscale, decode, [-1, 1] to [0, 255], round half to even. Clips
+        are decoded one at a time, because a batch would need more memory than any denoiser.
         """
         images, size = [], 1 if self.video else batch_size or max(len(latents), 1)
         for rows in latents.split(size):
@@ -147,11 +160,11 @@ class Family(Pipeline, ABC):
         return torch.cat(images)
 
     def pixels(self, vae: Diffusers, latents: Tensor) -> Tensor:
-        """Decoded images in [-1, 1], [B, 3, H, W] or [B, F, 3, H, W], of latents [B, *latent]."""
+        """Decode latents [B, *latent] to [B, 3, H, W] or [B, F, 3, H, W] in [-1, 1]."""
         return vae.decode(self.unscale(vae, latents), return_dict=False)[0]
 
     def spatial(self, latents: Tensor) -> Tensor:
-        """Latents [B, *latent] as [B, C, H/f, W/f], a channel per channel of the autoencoder."""
+        """Return latents [B, *latent] in the autoencoder's form, [B, C, H/f, W/f]."""
         return latents
 
     def packed(self, spatial: Tensor) -> Tensor:
@@ -159,30 +172,30 @@ class Family(Pipeline, ABC):
         return spatial
 
     def smaller_noise(self, noise: Tensor, smaller: Family) -> Tensor:
-        """Initial noise [B, *latent] for the same model at a smaller size: [B, *smaller latent].
+        """Reduce initial noise [B, *latent] to the size of ``smaller``: [B, *smaller latent].
 
-        Means of blocks times the root of their size: standard normal again, and what of the noise
-        is as coarse as the smaller latents is the same.
+        Each value is the mean of a block times the square root of the block's size, which is again
+        standard normal and keeps the coarse structure of the noise.
         """
         rows = self.model.height // smaller.model.height
         columns = self.model.width // smaller.model.width
-        # over latent pixels side by side in the image: packed latents have them elsewhere
+        # in spatial form, because neighboring pixels are not adjacent in packed latents
         pooled = torch.nn.functional.avg_pool2d(self.spatial(noise), (rows, columns))
         return smaller.packed(pooled * (rows * columns) ** 0.5)
 
     def guidance_input(self, x: Tensor) -> Tensor | None:
-        """The embedded guidance, float32 [B], for x [B, *latent]; None where there is no input."""
+        """Return the embedded guidance, float32 [B], for x [B, *latent]; None without the input."""
         if not self.embeds_guidance:
             return None
         if self.model.guidance is None:
             self.check()
         strength = self.model.guidance or 0.0
-        # in FP32 whatever the transformer computes in, as the pipelines make it
+        # always FP32, as in the stock pipelines
         return torch.full([1], strength, device=x.device, dtype=torch.float32).expand(len(x))
 
     @property
     def lora_targets(self) -> tuple[str, ...]:
-        """``trained``, of this model: a family may know more by its configuration files."""
+        """``trained`` for this model; a family may derive more from its configuration files."""
         return self.trained
 
     @property
@@ -190,24 +203,22 @@ class Family(Pipeline, ABC):
     def latent_shape(self) -> tuple[int, ...]:
         """Shape of one latent, without the batch dimension.
 
-        Raises ValueError for an image size that the model cannot make.
+        Raises ValueError for an image size that the model does not support.
         """
 
     @property
     @abstractmethod
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what ``encode_prompt`` gives for one prompt, every token in use."""
+        """Shapes of the tensors that ``encode_prompt`` returns for a prompt of full length."""
 
     @property
     def text_tokens(self) -> int:
-        """Most tokens of a prompt that a text encoder reads, those of its source image among
-        them.
-        """
+        """Largest number of tokens that a text encoder reads, including those of a source image."""
         return self.model.max_sequence_length
 
     @property
     def source_patches(self) -> int:
-        """Patches of a source image that a text encoder looks at."""
+        """Number of patches of a source image that a text encoder reads."""
         return 0
 
     @property
@@ -217,30 +228,31 @@ class Family(Pipeline, ABC):
 
     @abstractmethod
     def encode_prompt(self, pipe: Diffusers, prompt: str) -> Conditioning:
-        """One row of conditioning from ``pipe``, which has no transformer and no autoencoder."""
+        """Encode a prompt as one row; ``pipe`` has no transformer and no autoencoder."""
 
     def encode_edit(self, pipe: Diffusers, prompt: str, image: Pixels) -> Conditioning:
-        """The same of a prompt and the image uint8 [3, H, W] that it edits, where the family
-        ``edits``; ``pipe`` has the autoencoder.
+        """Encode a prompt and the image uint8 [3, H, W] that it edits, if the family ``edits``.
+
+        ``pipe`` has the autoencoder, but no transformer.
         """
         raise NotImplementedError(f"family {self.name!r} edits no images")
 
     @abstractmethod
     def sigmas(self, steps: int) -> Tensor:
-        """The sampling schedule: float32 [steps + 1] on the CPU, strictly descending, last 0."""
+        """Return the schedule: float32 [steps + 1] on the CPU, strictly descending to 0."""
 
     @abstractmethod
     def velocity(
         self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
     ) -> Tensor:
-        """v = eps - x0 [B, *latent] for x [B, *latent], sigma 0-dim or [B], cond of B rows.
+        """Return v = eps - x0 [B, *latent] for x [B, *latent], sigma 0-dim or [B], cond of B rows.
 
-        float32; float64 only where the transformer itself is.
+        The result is float32, or float64 if the transformer is.
         """
 
     @classmethod
     def call_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
-        """What the stock pipeline is called with to draw as an evaluation does, but its solver."""
+        """Return the stock pipeline's arguments for images as in an evaluation, but its solver."""
         return {
             **cls.guidance_arguments(model, guidance),
             "height": model.height,
@@ -250,25 +262,27 @@ class Family(Pipeline, ABC):
 
     @classmethod
     def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
-        """Guidance of an evaluation in the words of the stock pipeline."""
+        """Return the stock pipeline's arguments for the guidance of an evaluation."""
         negative = {"negative_prompt": guidance.negative_prompt} if guidance.evaluate != 1 else {}
         return {"guidance_scale": guidance.evaluate, **negative}
 
     def guidance_scale(self, sigma: Tensor, scale: float, low_noise: float | None) -> Scale:
-        """The scale at sigma, 0-dim or [B], where ``low_noise`` is that of the second of two
-        transformers; a tensor broadcasts to [B, *latent].
+        """Return the guidance scale at sigma, 0-dim or [B].
+
+        ``low_noise`` is the scale for the second of two transformers. A returned tensor broadcasts
+        to [B, *latent].
         """
         return scale
 
     def guided(self, along: Tensor, against: Tensor, scale: Scale) -> Tensor:
-        """Classifier-free guidance of the prompt's velocity against the negative prompt's."""
+        """Return the guided velocity from those of the prompt and of the negative prompt."""
         return against + scale * (along - against)
 
     def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
-        """Latents [B, *latent] as the autoencoder's decoder takes them: often [B, C, H/f, W/f]."""
+        """Return latents [B, *latent] as the decoder expects them, often [B, C, H/f, W/f]."""
         return self.spatial(latents) / vae.config.scaling_factor + vae.config.shift_factor
 
 
 def widened(velocity: Tensor) -> Tensor:
-    """float32 of a narrower velocity; float64 stays."""
+    """Convert a velocity to float32, unless it is float64."""
     return velocity if velocity.dtype == torch.float64 else velocity.float()

@@ -48,7 +48,7 @@ class SD3(Family):
         }
 
     def encode_prompt(self, pipe: Diffusers, prompt: str) -> Conditioning:
-        """prompt_embeds [1, 77 + max_sequence_length, D] and pooled_prompt_embeds [1, D']."""
+        """Return prompt_embeds [1, 77 + max_sequence_length, D], pooled_prompt_embeds [1, D']."""
         embeds, _, pooled, _ = pipe.encode_prompt(
             prompt,
             prompt_2=None,
@@ -71,7 +71,7 @@ class SD3(Family):
     def velocity(
         self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
     ) -> Tensor:
-        # of a layer that is neither packed nor adapted: the first parameter may be in another type
+        # of a layer that is never packed or adapted; other parameters may have other dtypes
         dtype = transformer.pos_embed.proj.weight.dtype
         return widened(
             transformer(
