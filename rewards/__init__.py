@@ -1,7 +1,7 @@
-"""Rewards: (images, prompts, metadata) -> scores. Importing this brings no torch.
+"""Rewards: (images, prompts, metadata) -> scores. Importing this package does not import torch.
 
-A built-in scorer is a file here, with a class that extends ``BuiltIn``, and a row of ``SCORERS``.
-A configuration may name a scorer of its own as "module:attribute".
+A built-in scorer is a module of this package with a class that extends ``BuiltIn``, and a row of
+``SCORERS``. A configuration may also name a scorer outside of it as "module:attribute".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from configs.named import nearest
 from configs.rewards import Scorer as ScorerConfig
 from records.errors import described
 from rewards.base import BuiltIn, Effort, Scorer, ScorerSetupError, Settings
-from rewards.base import ScorerError as ScorerError  # for those who import it from here
+from rewards.base import ScorerError as ScorerError  # re-exported
 
 SCORERS: dict[str, str] = {
     "imagereward": "rewards.imagereward:ImageReward",
@@ -34,11 +34,11 @@ SCORERS: dict[str, str] = {
     "jpeg_compressibility": "rewards.jpeg:JpegCompressibility",
     "jpeg_incompressibility": "rewards.jpeg:JpegIncompressibility",
 }
-"""Imported when asked for, so that a run pays only for the libraries of what it uses."""
+"""Modules are imported on demand, so that a run loads only the libraries that it uses."""
 
 
 def resolve(name: str) -> str:
-    """The "module:attribute" of a scorer's name, not imported. Raises ScorerSetupError."""
+    """Return "module:attribute" of a scorer's name, without importing. Raises ScorerSetupError."""
     if name in SCORERS:
         return SCORERS[name]
     module, colon, attribute = name.partition(":")
@@ -51,7 +51,7 @@ def resolve(name: str) -> str:
 
 
 def built_in(name: str) -> type[BuiltIn] | None:
-    """The class of a built-in scorer; None for a scorer of the user's own."""
+    """Return the class of a built-in scorer, or None for a custom scorer."""
     if name not in SCORERS:
         return None
     module, _, attribute = SCORERS[name].partition(":")
@@ -59,36 +59,37 @@ def built_in(name: str) -> type[BuiltIn] | None:
 
 
 def may_use_gpu(name: str) -> bool:
-    """Whether a scorer computes on the device that it is given, and not by rules, on a server or on
-    CPUs alone; one that is not built in may.
+    """Return True if a scorer may compute on a GPU.
+
+    False for built-in scorers that use rules, a server, or CPUs only.
     """
-    made = built_in(name)
-    return made is None or _takes_device(made)
+    scorer = built_in(name)
+    return scorer is None or _takes_device(scorer)
 
 
 def model_bytes(scorer: ScorerConfig) -> int | None:
-    """Bytes of a scorer's model, without loading it; None where they cannot be known so.
+    """Return the bytes of a scorer's model without loading it; None if they are unknown.
 
-    Raises ScorerSetupError for settings that are none.
+    Raises ScorerSetupError for invalid settings.
     """
-    made = built_in(scorer.name)
+    kind = built_in(scorer.name)
     with _named(scorer):
-        return made.model_bytes(scorer.settings) if made is not None else None
+        return kind.model_bytes(scorer.settings) if kind is not None else None
 
 
 def effort(scorer: ScorerConfig, height: int, width: int) -> Effort:
-    """What an image of this size takes; nothing, where the scorer is not built in.
+    """Return the cost of scoring an image of this size; zero for custom scorers.
 
-    Raises ScorerSetupError for settings that are none.
+    Raises ScorerSetupError for invalid settings.
     """
-    made = built_in(scorer.name)
+    kind = built_in(scorer.name)
     with _named(scorer):
-        return made.effort(scorer.settings, height, width) if made is not None else Effort()
+        return kind.effort(scorer.settings, height, width) if kind is not None else Effort()
 
 
 @contextmanager
 def _named(scorer: ScorerConfig) -> Iterator[None]:
-    """Whatever is wrong with a scorer's setup is said with its name."""
+    """Prepend the scorer's name to errors of its setup."""
     try:
         yield
     except ScorerSetupError as error:
@@ -96,43 +97,43 @@ def _named(scorer: ScorerConfig) -> Iterator[None]:
 
 
 def check_settings(scorer: ScorerConfig) -> None:
-    """Raises ScorerSetupError for what can be found wrong with a scorer without loading it.
+    """Raise ScorerSetupError for a scorer that is wrong, as far as known without loading it.
 
-    That is an unknown name, and of a built-in scorer settings that it does not take, values that
-    its class refuses, and weights that are not at the path given.
+    Detects unknown names, and for built-in scorers unknown settings, values that the class rejects,
+    and missing weights.
     """
     resolve(scorer.name)
-    made = built_in(scorer.name)
-    if made is None:
+    kind = built_in(scorer.name)
+    if kind is None:
         return
     with _named(scorer):
         try:
-            settings = inspect.signature(made).bind(**scorer.settings)
+            settings = inspect.signature(kind).bind(**scorer.settings)
             settings.apply_defaults()
-            if made.compares not in (None, scorer.per == "prompt"):
+            if kind.compares not in (None, scorer.per == "prompt"):
                 does, use = (
-                    ("compares", "prompt") if made.compares else ("does not compare", "image")
+                    ("compares", "prompt") if kind.compares else ("does not compare", "image")
                 )
                 raise ScorerSetupError(f"it {does} images of a prompt: set per = {use!r}")
-            made.check(settings.arguments)
+            kind.check(settings.arguments)
         except (TypeError, AttributeError) as error:
             raise ScorerSetupError(f"settings = {scorer.settings}: {error}") from None
-        for setting, names in made.paths.items():
-            if isinstance(given := scorer.settings.get(setting), str):
-                from rewards.checkpoints import local  # brings torch, which most do without
+        for setting, names in kind.paths.items():
+            if isinstance(path := scorer.settings.get(setting), str):
+                from rewards.checkpoints import local  # imports torch, which few scorers need here
 
                 try:
-                    local(given, names)
+                    local(path, names)
                 except ScorerSetupError as error:
                     raise ScorerSetupError(f"{setting}: {error}") from None
 
 
 def build(scorer: ScorerConfig, device: str | None = None) -> Scorer:
-    """Import the scorer of a configuration and call it with its settings.
+    """Import the scorer of a configuration and create it with its settings.
 
-    The attribute is a class or a function that returns a scorer. ``device`` reaches it where it
-    takes an argument of that name and the settings do not say another. Raises ScorerSetupError, one
-    line that says what to fix.
+    The attribute is a class, or a function that returns a scorer. ``device`` is passed if it has a
+    parameter of that name that the settings do not set. Raises ScorerSetupError with one line that
+    says what to fix.
     """
     with _named(scorer):
         target = resolve(scorer.name)
@@ -144,10 +145,10 @@ def build(scorer: ScorerConfig, device: str | None = None) -> Scorer:
 
 
 def _imported(target: str) -> Callable[..., object]:
-    """The class or function "module:attribute". Raises ScorerSetupError."""
+    """Import the class or function "module:attribute". Raises ScorerSetupError."""
     module_name, _, path = target.partition(":")
     try:
-        made: object = importlib.import_module(module_name)
+        value: object = importlib.import_module(module_name)
     except ImportError as error:
         own = error.name and (module_name == error.name or module_name.startswith(f"{error.name}."))
         advice = (
@@ -158,26 +159,26 @@ def _imported(target: str) -> Callable[..., object]:
         raise ScorerSetupError(f"cannot import {module_name!r} ({error}): {advice}") from error
     for part in path.split("."):
         try:
-            made = getattr(made, part)
+            value = getattr(value, part)
         except AttributeError as error:
-            names = [name for name in dir(made) if not name.startswith("_")]
+            names = [name for name in dir(value) if not name.startswith("_")]
             raise ScorerSetupError(
                 f"{module_name!r} has no attribute {path!r}{nearest(part, names)}: check the name"
                 " behind the colon"
             ) from error
-    if not callable(made):
+    if not callable(value):
         raise ScorerSetupError(
-            f"{path!r} is {type(made).__name__}, not a class or function that makes a scorer"
+            f"{path!r} is {type(value).__name__}, not a class or function that makes a scorer"
         )
-    return made
+    return value
 
 
 def _made(make: Callable[..., object], name: str, settings: Settings) -> Scorer:
     try:
         instance = make(**settings)
-    except ScorerSetupError:  # says what to fix already
+    except ScorerSetupError:  # its message already says what to fix
         raise
-    except Exception as error:  # a constructor may raise anything: say whose it was
+    except Exception as error:  # a constructor may raise anything: name it
         raise ScorerSetupError(
             f"{name}(**settings) raised {described(error)}: "
             f"fix rewards.scorers.settings, now {dict(settings)}"
@@ -190,9 +191,9 @@ def _made(make: Callable[..., object], name: str, settings: Settings) -> Scorer:
     return cast(Scorer, instance)
 
 
-def _takes_device(made: Callable[..., object]) -> bool:
-    """Whether a class or function can be called with an argument ``device``."""
+def _takes_device(make: Callable[..., object]) -> bool:
+    """Return True if a class or function has a parameter ``device``."""
     try:
-        return "device" in inspect.signature(made).parameters
+        return "device" in inspect.signature(make).parameters
     except (TypeError, ValueError):
         return False

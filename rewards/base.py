@@ -1,4 +1,4 @@
-"""What a scorer is, and what is accepted from one. A reward that failed is missing, never zero."""
+"""The interface of scorers, and the checks of their results. A failed reward is NaN, never zero."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 Metadata = dict[str, Any]
-"""What a prompt file says about a prompt beside its text: any JSON object, but under ``image`` the
-image that the prompt edits, uint8 [3, H, W], where it edits one.
+"""Metadata of a prompt: the fields of its line except the text. If the prompt edits an image,
+``image`` is that image, uint8 [3, H, W].
 """
 Settings = Mapping[str, Any]
-"""A built-in scorer's settings by name, its defaults among them."""
+"""Settings of a built-in scorer by name, including defaults."""
 
 
 class ScorerError(RuntimeError):
-    """A scorer raised or returned what cannot be a reward. Says which scorer, and what."""
+    """A scorer raised, or returned something that is no reward; the message names it."""
 
 
 class ScorerSetupError(ValueError):
-    """A scorer that cannot be made: unknown, not importable, wrong settings. Says what to do."""
+    """A scorer cannot be created: unknown, not importable, or wrong settings."""
 
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Images in, one number per image out; higher is better.
+    """A function from images and prompts to one number per image; higher is better.
 
-    A scorer may also have an attribute ``parts``: dict[str, float32 [B]], the parts of its last
-    call, which are logged. With an attribute ``clips`` that is true it is given clips, uint8
-    [B, F, 3, H, W], instead of images; without, of clips the frames of ``rewards.frames``.
+    A scorer may have an attribute ``parts``, dict[str, float32 [B]]: components of the scores of
+    its last call, which are logged. If it has a true attribute ``clips``, it receives clips, uint8
+    [B, F, 3, H, W]; otherwise it receives ``rewards.frames`` frames of each clip as images.
     """
 
     def __call__(
@@ -40,24 +40,24 @@ class Scorer(Protocol):
 
 
 def source_of(metadata: Metadata) -> np.ndarray | None:
-    """The image that a prompt edits, uint8 [3, H, W]."""
-    found = metadata.get("image")
-    return found if isinstance(found, np.ndarray) else None
+    """Return the image that a prompt edits, uint8 [3, H, W], or None."""
+    image = metadata.get("image")
+    return image if isinstance(image, np.ndarray) else None
 
 
 class Effort(NamedTuple):
-    """What one image takes of a GPU that scores it."""
+    """Cost of scoring one image on a GPU."""
 
     flops: float = 0.0
-    dtype: str = "fp32"  # of the products
-    bytes: float = 0.0  # that it reads of its weights, beside the products
+    dtype: str = "fp32"  # precision of the matrix products
+    bytes: float = 0.0  # bytes of weights that are read besides those of the products
 
 
 class BuiltIn:
-    """What a built-in scorer states about itself, for those who ask before one is made.
+    """Base class of built-in scorers: facts that are needed before a scorer is created.
 
-    ``paths``: settings that say where weights are, each with the file names looked for there.
-    ``compares``: whether it must be given all images of a prompt at once; None: it may be.
+    * ``paths``: settings that are paths of weights, with the file names that are searched there.
+    * ``compares``: True if it must receive all images of a prompt together, None if it may.
     """
 
     paths: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -65,32 +65,35 @@ class BuiltIn:
 
     @staticmethod
     def check(settings: Settings) -> None:
-        """Raises ScorerSetupError for settings that can be seen to be wrong without a model."""
+        """Raise ScorerSetupError for settings that are wrong, as far as known without a model."""
 
     @classmethod
     def model_bytes(cls, settings: Settings) -> int | None:
-        """Bytes of its model's weights; None where only loading it would tell. Here: no model."""
+        """Return the bytes of the model's weights; None if unknown before it is loaded.
+
+        The default is 0, for scorers without a model.
+        """
         return 0
 
     @classmethod
     def effort(cls, settings: Settings, height: int, width: int) -> Effort:
-        """Of an image of this size, for plans. Here nothing: no model, or nothing is known of it.
+        """Return the cost of scoring an image of this size, for plans; by default nothing.
 
-        Raises ScorerSetupError for values that ``check`` refuses.
+        Raises ScorerSetupError for settings that ``check`` rejects.
         """
         return Effort()
 
 
 def check(scores: object, count: int) -> tuple[np.ndarray, str | None]:
-    """(float32 [count], NaN where no score is usable; what was wrong or None) of an answer.
+    """Check a scorer's result; return (float32 [count], NaN for unusable scores; problem or None).
 
-    A wrong shape or a non-number spoils the whole batch, because nobody can say which number
-    belongs to which image; a NaN or an infinity spoils its own image only.
+    After a wrong shape, or a value that is no number, the whole batch is unusable, because numbers
+    cannot be assigned to images. NaN or infinity affects only its own image.
     """
     missing = np.full(count, np.nan, np.float32)
     wanted = f"return float32 [{count}]"
     try:
-        with np.errstate(over="ignore"):  # beyond float32 becomes infinite, which is reported below
+        with np.errstate(over="ignore"):  # overflow gives infinity, which is reported below
             values = np.asarray(scores, dtype=np.float32).copy()
     except (TypeError, ValueError, OverflowError):
         return missing, f"returned {type(scores).__name__}, which is no array of numbers: {wanted}"
@@ -130,7 +133,7 @@ def require_images(
 ) -> None:
     """Raise ValueError unless images is uint8 [B, 3, H, W] with B prompts and B metadata dicts.
 
-    ``clips``: or [B, F, 3, H, W].
+    With ``clips`` also [B, F, 3, H, W] is allowed.
     """
     wanted = (4, 5) if clips else (4,)
     if images.dtype != np.uint8 or images.ndim not in wanted or images.shape[-3] != 3:

@@ -1,4 +1,4 @@
-"""Scores by content: an image that was scored for a prompt is not scored again."""
+"""Cache of scores by content: an image is not scored twice for the same prompt."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ T = TypeVar("T")
 
 
 class Remembered(Generic[T]):
-    """The newest ``size`` values by key; what was kept first is forgotten first."""
+    """The newest ``size`` values by key; the oldest are dropped first."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._known: OrderedDict[bytes, T] = OrderedDict()
 
     def get(self, key: bytes) -> T | None:
-        """The value, or None."""
+        """Return the value, or None."""
         return self._known.get(key)
 
     def keep(self, found: Mapping[bytes, T]) -> None:
-        """Remember these."""
+        """Store these values."""
         self._known |= found
         while len(self._known) > self._size:
             self._known.popitem(last=False)
 
 
 class ScoreCache:
-    """Remembers the scores of the newest ``size`` (scorer, image, prompt, metadata), no failures.
+    """Cache of the newest ``size`` scores by (scorer, image, prompt, metadata), without failures.
 
-    Made for evaluation, where the same images come again: base and trained weights before the
-    first update, a run that is evaluated twice. What is remembered was scored in another batch, so
-    the last bits may differ from scoring anew.
+    It serves evaluations, in which the same images occur again: base and trained weights before the
+    first update, or a run that is evaluated twice. A cached score was computed in another batch, so
+    its last bits may differ from those of a new computation.
     """
 
     def __init__(self, scorer: WeightedScorer, size: int = 100_000) -> None:
@@ -53,7 +53,7 @@ class ScoreCache:
         metadata: Sequence[Metadata],
         labels: Collection[str] | None = None,
     ) -> Attempt:
-        """As ``WeightedScorer.attempt``, for the images that are not known."""
+        """Score as ``WeightedScorer.attempt``, computing only what is not in the cache."""
         require_images(images, prompts, metadata, clips=True)
         contents = [content_key(*row) for row in zip(images, prompts, metadata, strict=True)]
         chosen = [label for label in self._scorer.scorers if labels is None or label in labels]
@@ -66,7 +66,7 @@ class ScoreCache:
             for key in row
             if (entry := self._known.get(key)) is not None
         }
-        # rows, each content once -> the scorers that do not know them
+        # rows (each content once) -> the scorers that have not scored them
         unknown: dict[tuple[int, ...], list[str]] = {}
         for label, mine in keys.items():
             rows = tuple(
@@ -76,7 +76,7 @@ class ScoreCache:
                 unknown.setdefault(rows, []).append(label)
         failures: list[str] = []
         work: dict[str, tuple[int, float]] = {}
-        # scorers with the same rows get one batch, so that what they share is made once
+        # scorers with the same rows get one batch, so that they share preprocessing
         for rows, same in unknown.items():
             scored = self._scorer.attempt(
                 images[list(rows)], [prompts[i] for i in rows], [metadata[i] for i in rows], same
@@ -97,7 +97,7 @@ class ScoreCache:
 def _columns(
     found: Mapping[str, Sequence[Entry]],
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """(scores by label, parts by name), float32 [B] each; NaN where an entry lacks a part."""
+    """Return (scores by label, parts by name), float32 [B] each; NaN for missing parts."""
     scores = {label: np.array([s for s, _ in row], np.float32) for label, row in found.items()}
     parts = {
         name: np.array([parts.get(name, np.nan) for _, parts in row], np.float32)
@@ -108,7 +108,7 @@ def _columns(
 
 
 def _entry(scored: Attempt, label: str, place: int) -> Entry:
-    """What is remembered of one scorer and image."""
+    """Return the cache entry of one scorer and image."""
     own = {name: values for name, values in scored.parts.items() if name.startswith(f"{label}/")}
     return float(scored.scores[label][place]), {
         name: float(values[place]) for name, values in own.items()
@@ -116,7 +116,7 @@ def _entry(scored: Attempt, label: str, place: int) -> Entry:
 
 
 def content_key(image: np.ndarray, prompt: str, metadata: Metadata) -> bytes:
-    """128 bits over everything that a score may depend on."""
+    """Return a 128-bit hash of everything that a score may depend on."""
     total, source = xxhash.xxh3_128(), source_of(metadata)
     if source is not None:
         pixels = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(source).tobytes())

@@ -1,6 +1,6 @@
-"""Clips for scorers of images: frames of each clip are scored, and their mean is the clip's score.
+"""Clips for image scorers: frames of each clip are scored, and their mean is the clip's score.
 
-A scorer with an attribute ``clips`` that is true takes clips, uint8 [B, F, 3, H, W], itself.
+A scorer with a true attribute ``clips`` receives the clips, uint8 [B, F, 3, H, W], themselves.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from rewards.base import Metadata
 
 
 def scored_frames(frames: int, wanted: int | None) -> list[int]:
-    """Which of a clip's frames are scored: those in the middle of ``wanted`` equal parts of it.
+    """Return the indices of the frames to score: the middles of ``wanted`` equal parts of a clip.
 
-    All of them where there are no more, or None are wanted.
+    All frames if there are no more than that, or if ``wanted`` is None.
     """
     if wanted is None or wanted >= frames:
         return list(range(frames))
@@ -25,7 +25,7 @@ def scored_frames(frames: int, wanted: int | None) -> list[int]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What one scorer is given for a batch of B, and how its answers become B again."""
+    """The inputs of one scorer for a batch of B, and the reduction of its results to B."""
 
     images: np.ndarray
     prompts: Sequence[str]
@@ -33,24 +33,24 @@ class Asked:
     each: int = 1  # frames of a clip
 
     def means(self, answers: np.ndarray) -> np.ndarray:
-        """float32 [B x each] -> [B]; NaN where any of a clip's frames is."""
+        """Average float32 [B x each] to [B]; NaN if any frame of a clip is NaN."""
         return answers if self.each == 1 else answers.reshape(-1, self.each).mean(1)
 
 
 def as_images(asked: Asked, wanted: int | None) -> Asked:
-    """The frames of clips [B, F, 3, H, W] that are scored, [B x n, 3, H, W]; images as they are."""
+    """Turn clips [B, F, 3, H, W] into the frames to score, [B x n, 3, H, W]; keep images."""
     clips = asked.images
     if clips.ndim == 4:
         return asked
     chosen = scored_frames(clips.shape[1], wanted)
     images = clips[:, chosen].reshape(-1, *clips.shape[2:])
-    images.flags.writeable = False  # as the batch is
+    images.flags.writeable = False  # like the batch
     each = len(chosen)
     prompts = [prompt for prompt in asked.prompts for _ in chosen]
     return Asked(images, prompts, [row for row in asked.metadata for _ in chosen], each)
 
 
 def as_clips(asked: Asked) -> Asked:
-    """Clips as they are; an image is a clip of one frame."""
+    """Keep clips; turn images into clips of one frame."""
     images = asked.images
     return asked if images.ndim == 5 else Asked(images[:, None], asked.prompts, asked.metadata)

@@ -1,4 +1,4 @@
-"""From the scores of several scorers to one reward per image."""
+"""Combination of the scores of several scorers into one reward per image."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rewards.clips import Asked, as_clips, as_images
 
 
 def combine(scores: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> np.ndarray:
-    """Weighted sum over labels: float32 [B], summed in float64 in the order of ``weights``.
+    """Return the weighted sum over labels, float32 [B], in float64 in the order of ``weights``.
 
-    An image that misses a score (NaN) has no reward (NaN), whatever that scorer's weight. Raises
-    ValueError when labels or lengths differ.
+    An image without a score (NaN) has no reward (NaN), whatever the scorer's weight. Raises
+    ValueError if labels or lengths differ.
     """
     if set(scores) != set(weights):
         raise ValueError(
@@ -45,16 +45,16 @@ def combine(scores: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> n
 
 
 def zscore(values: np.ndarray) -> np.ndarray:
-    """float [B] less its mean, over its population deviation; zeros where all are equal."""
+    """Return (values - mean) / population standard deviation, or zeros if all are equal."""
     spread = values.std()
-    # a spread of roundings alone would be blown up to a ranking
+    # otherwise differences by rounding alone would become a ranking
     if spread <= 1e-8 * max(1.0, float(np.abs(values).max())):
         return np.zeros_like(values)
     return (values - values.mean()) / spread
 
 
 def rank(values: np.ndarray) -> np.ndarray:
-    """float [B] -> evenly spaced from -1 (least) to 1 (greatest); equal values share their mean."""
+    """Map values [B] to their ranks, evenly spaced in [-1, 1]; ties get their mean rank."""
     if len(values) < 2:
         return np.zeros_like(values)
     ordered = np.sort(values)
@@ -68,12 +68,12 @@ NORMALIZERS = {"zscore": zscore, "rank": rank}
 
 @dataclass(frozen=True)
 class Combination:
-    """From raw scores of a prompt's group to rewards: floors, normalization, the weighted sum.
+    """Computes rewards of a prompt's group from raw scores: floors, normalization, weighted sum.
 
-    A required scorer that gave no score leaves the image without a reward. In place of an
-    optional one's stands its mean over the rest of the group, which changes no order among images
-    that have it; where it gave none at all it is left out. ``compared``: scorers whose scores
-    order the images of a prompt and say nothing else.
+    An image without a score of a required scorer has no reward. A missing score of an optional
+    scorer is replaced by its mean over the rest of the group, which does not change the order of
+    the others; an optional scorer without any score is left out. ``compared`` are scorers whose
+    scores only order the images of a prompt.
     """
 
     weights: Mapping[str, float]
@@ -84,7 +84,7 @@ class Combination:
 
     @classmethod
     def from_config(cls, rewards: Rewards) -> Combination:
-        """The combination that ``[rewards]`` asks for."""
+        """Return the combination configured in ``[rewards]``."""
         return cls(
             {scorer.label: scorer.weight for scorer in rewards.scorers},
             {scorer.label: scorer.floor for scorer in rewards.scorers if scorer.floor is not None},
@@ -95,15 +95,16 @@ class Combination:
 
     @property
     def for_evaluation(self) -> Combination:
-        """For images of many prompts, comparable over time: required scorers that compare nothing,
-        not normalized.
+        """The combination for evaluations, comparable between prompts and over time.
+
+        It has only required scorers that do not compare images, without normalization.
         """
         kept = self._of(self.weights.keys() - self.optional)
         return replace(kept, normalize="none")
 
     @property
     def uncompared(self) -> Combination:
-        """Without the scorers that compare."""
+        """The combination without scorers that compare images."""
         return self._of(self.weights.keys())
 
     def _of(self, labels: Set[str]) -> Combination:
@@ -112,9 +113,9 @@ class Combination:
         return Combination(kept, floors, self.optional & kept.keys(), self.normalize)
 
     def __call__(self, scores: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Scores float32 [B] by label -> rewards float32 [B], NaN where there is none.
+        """Return rewards float32 [B], NaN if missing, from scores float32 [B] by label.
 
-        Labels without a weight do not count.
+        Labels without a weight are ignored.
         """
         used = {label: np.asarray(scores[label], np.float32) for label in self.weights}
         if not self.floors and not self.optional and self.normalize == "none":
@@ -136,15 +137,15 @@ class Combination:
         return combine(used, self.weights)
 
     def missing(self, scores: Mapping[str, np.ndarray]) -> int:
-        """How many images have no reward: a required scorer gave them no score."""
+        """Return the number of images without a reward, as a required scorer gave no score."""
         required = [label for label in self.weights if label not in self.optional]
         there = np.logical_and.reduce([np.isfinite(scores[label]) for label in required])
         return int(np.size(there) - np.count_nonzero(there))
 
     def _normalized(self, values: np.ndarray, scored: np.ndarray) -> np.ndarray:
-        made = np.full(len(values), np.nan)
-        made[scored] = NORMALIZERS[self.normalize](values[scored].astype(np.float64))
-        return made
+        normalized = np.full(len(values), np.nan)
+        normalized[scored] = NORMALIZERS[self.normalize](values[scored].astype(np.float64))
+        return normalized
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class Attempt:
 
 
 class WeightedScorer:
-    """Scorers of a configuration as one, in one process."""
+    """The scorers of a configuration, called together in one process."""
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class WeightedScorer:
         combination: Combination | None = None,
         frames: int | None = None,
     ) -> None:
-        """``frames``: of a clip, so many are scored by a scorer of images; None: all."""
+        """``frames`` is the number of frames of a clip that image scorers score; None: all."""
         self.scorers, self.weights, self.frames = dict(scorers), dict(weights), frames
         self.combination = combination or Combination(self.weights)
 
@@ -185,9 +186,9 @@ class WeightedScorer:
     def from_config(
         cls, rewards: Rewards, labels: Collection[str] | None = None, device: str | None = None
     ) -> WeightedScorer:
-        """Build the scorers of ``[rewards]`` on ``device``. Raises ScorerSetupError.
+        """Create the scorers of ``[rewards]`` on ``device``. Raises ScorerSetupError.
 
-        ``labels``: exactly these, held-out ones among them; None: those that are trained on.
+        ``labels`` selects them, including held-out scorers; None means those that are trained on.
         """
         wanted = {scorer.label for scorer in rewards.scorers} if labels is None else set(labels)
         scorers = {
@@ -207,16 +208,15 @@ class WeightedScorer:
         metadata: Sequence[Metadata],
         labels: Collection[str] | None = None,
     ) -> Attempt:
-        """Score uint8 [B, 3, H, W], or clips [B, F, 3, H, W], by every scorer, or those of
-        ``labels``.
+        """Score uint8 [B, 3, H, W], or clips [B, F, 3, H, W], by all scorers or by ``labels``.
 
-        Where one fails its scores are NaN, and the others' stand.
+        A scorer that fails gives NaN; the scores of the others are unaffected.
         """
         require_images(images, prompts, metadata, clips=True)
-        images = images.view()  # not writeable, so that no scorer can change what the next one sees
+        images = images.view()  # read-only, so that no scorer can change what the next one sees
         images.flags.writeable = False
         batch = Asked(images, prompts, metadata)
-        single = as_images(batch, self.frames)  # once, so that scorers share what they make of it
+        single = as_images(batch, self.frames)  # once, so that scorers share preprocessed images
         scores: dict[str, np.ndarray] = {}
         parts: dict[str, np.ndarray] = {}
         failures: list[str] = []
@@ -228,9 +228,9 @@ class WeightedScorer:
             start = time.perf_counter()
             try:
                 answer = scorer(asked.images, asked.prompts, asked.metadata)
-            # a user's scorer may raise anything; it is said, counted and retried, never scored
+            # a custom scorer may raise anything: it is reported, counted and retried, never scored
             except Exception as error:
-                if type(error).__name__ == "OutOfMemoryError":  # torch's: no try would go better
+                if type(error).__name__ == "OutOfMemoryError":  # torch's; a retry would fail too
                     raise
                 failures.append(f"scorer {label!r} raised {described(error)}")
                 scores[label] = np.full(len(images), np.nan, np.float32)
@@ -240,8 +240,8 @@ class WeightedScorer:
             scores[label] = asked.means(values)
             if problem:
                 failures.append(f"scorer {label!r} {problem}")
-            told, problem = _parts_of(scorer, len(asked.images))
-            parts |= {f"{label}/{name}": asked.means(found) for name, found in told.items()}
+            own, problem = _parts_of(scorer, len(asked.images))
+            parts |= {f"{label}/{name}": asked.means(part) for name, part in own.items()}
             if problem:
                 failures.append(f"scorer {label!r} {problem}")
         return Attempt(scores, parts, tuple(failures), work)
@@ -249,29 +249,30 @@ class WeightedScorer:
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> Combined:
-        """Scores as one group and combines. Raises ScorerError where a scorer fails."""
-        made = self.attempt(images, prompts, metadata)
-        if made.failures:
-            raise ScorerError(made.failures[0])
-        return Combined(self.combination(made.scores), made.scores, made.parts)
+        """Score images as one group and combine the scores. Raises ScorerError for a failure."""
+        attempt = self.attempt(images, prompts, metadata)
+        if attempt.failures:
+            raise ScorerError(attempt.failures[0])
+        return Combined(self.combination(attempt.scores), attempt.scores, attempt.parts)
 
 
 def _parts_of(scorer: Scorer, count: int) -> tuple[dict[str, np.ndarray], str | None]:
-    """(float32 [count] by name, what was wrong or None) of the parts of a scorer's last call. NaN
-    is a part that an image has not.
+    """Check the parts of a scorer's last call; return (float32 [count] by name, problem or None).
+
+    NaN means that an image does not have a part.
     """
-    told: object = getattr(scorer, "parts", None) or {}
-    if not isinstance(told, Mapping):
-        return {}, f"has parts that are {type(told).__name__}, no dict of float32 [{count}]"
-    found: dict[str, np.ndarray] = {}
+    parts: object = getattr(scorer, "parts", None) or {}
+    if not isinstance(parts, Mapping):
+        return {}, f"has parts that are {type(parts).__name__}, no dict of float32 [{count}]"
+    checked: dict[str, np.ndarray] = {}
     problem = None
-    for name, value in told.items():
+    for name, value in parts.items():
         try:
             values = np.asarray(value, np.float32)
         except (TypeError, ValueError, OverflowError):
             values = np.empty(0, np.float32)
         if values.shape == (count,):
-            found[str(name)] = values
+            checked[str(name)] = values
         else:
             problem = f"has a part {name!r} that is no float32 [{count}]"
-    return found, problem
+    return checked, problem

@@ -1,4 +1,4 @@
-"""From uint8 images to what a network takes. A batch is resized once for all its scorers."""
+"""Preprocessing of uint8 images for networks. A batch is resized once for all its scorers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from records.images import to_pil
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-"""OpenAI's, which all four learned scorers here are trained with."""
+"""OpenAI's constants, with which all four learned scorers were trained."""
 
 Centre = Literal["round", "floor"]
 Key = tuple[str | int, ...]
 _made: tuple[weakref.ref[np.ndarray], dict[Key, np.ndarray]] | None = None
-"""What was made of the newest read-only batch."""
+"""Cached results for the newest read-only batch."""
 
 
 def shared(images: np.ndarray, key: Key, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """``make()``, remembered under ``key`` while ``images`` is the newest batch.
+    """Return ``make()``, cached under ``key`` while ``images`` is the newest batch.
 
-    A batch that may be written to is not remembered: what was made of it may be out of date.
+    Nothing is cached for a writeable batch, because its content may change.
     """
     global _made
     if images.flags.writeable:
@@ -38,11 +38,11 @@ def shared(images: np.ndarray, key: Key, make: Callable[[], np.ndarray]) -> np.n
 
 
 def crop_square(images: np.ndarray, size: int, centre: Centre = "round") -> np.ndarray:
-    """uint8 [B, 3, H, W] -> uint8 [B, 3, size, size]: Pillow's bicubic, then the middle.
+    """Resize uint8 [B, 3, H, W] by Pillow's bicubic filter and crop the center to ``size``.
 
-    The shorter side becomes ``size``.
-    Where an odd number of pixels is cut off, ``round`` cuts the half pixel to the even neighbour
-    (torchvision, open_clip, ImageReward), ``floor`` cuts less on the near side (transformers).
+    The shorter side becomes ``size``. If an odd number of pixels is cut off, "round" rounds half of
+    it to even (torchvision, open_clip, ImageReward), and "floor" cuts less at the top and left
+    (transformers).
     """
     resized = shared(
         images, ("shorter", size), lambda: np.stack([_shorter(image, size) for image in images])
@@ -61,11 +61,11 @@ def _shorter(pixels: np.ndarray, size: int) -> np.ndarray:
 
 
 def pad_square(images: np.ndarray, size: int) -> torch.Tensor:
-    """uint8 [B, 3, H, W] -> float32 [B, 3, size, size] in about [0, 1]: padded with black.
+    """Resize uint8 [B, 3, H, W] and pad with black: float32 [B, 3, size, size] in about [0, 1].
 
-    The longer side becomes ``size``. HPSv2's: a bicubic resize of the tensor, whose overshoot is
-    not clipped, and padding before normalization. An image whose longer side has the size already
-    is padded too; the original leaves it and then fails on it.
+    The longer side becomes ``size``. As in HPSv2: a bicubic resize of the tensor whose overshoot is
+    not clipped, and padding before normalization. Unlike there, an image whose longer side is
+    ``size`` already is padded too, where HPSv2's code fails.
     """
     height, width = images.shape[2:]
     scale = size / max(height, width)
@@ -82,13 +82,13 @@ def pad_square(images: np.ndarray, size: int) -> torch.Tensor:
 
 
 def to_float(images: np.ndarray) -> torch.Tensor:
-    """uint8 [...] -> float32 [...], divided by 255."""
+    """Convert uint8 [...] to float32 [...] and divide by 255."""
     return torch.from_numpy(np.array(images)).to(torch.float32).div(255)
 
 
 def normalize(
     pixels: torch.Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[float] = CLIP_STD
 ) -> torch.Tensor:
-    """float32 [B, 3, S, S] less ``mean``, divided by ``std``, per channel."""
+    """Subtract ``mean`` from float32 [B, 3, S, S] and divide by ``std``, per channel."""
     shape = (1, 3, 1, 1)
     return (pixels - torch.tensor(mean).reshape(shape)) / torch.tensor(std).reshape(shape)

@@ -1,4 +1,4 @@
-"""What learned scorers share: image i is scored with prompt i, in batches of limited size."""
+"""Base class of learned scorers: image i is scored with prompt i, in batches of limited size."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from rewards.base import (
 
 
 class PairedScorer(BuiltIn, ABC):
-    """Batches images and prompts, image i with prompt i; never every image with every prompt.
+    """Scores pairs of image i and prompt i in batches; never all images with all prompts.
 
-    ``device`` None is the GPU where torch sees one; the reward service gives the device of its
-    actors. A batch's scores are computed in FP32 from features in ``dtype``.
+    ``device`` None means the GPU if torch sees one; the reward service passes the device of its
+    actors. Scores are computed in FP32 from features in ``dtype``.
     """
 
     tower: ClassVar[tuple[int, int, int] | None] = None
@@ -41,7 +41,7 @@ class PairedScorer(BuiltIn, ABC):
 
     @staticmethod
     def check(settings: Settings) -> None:
-        """Raises ScorerSetupError for a batch size, precision or device that is none."""
+        """Raise ScorerSetupError for an invalid batch size, precision or device."""
         require_count("batch_size", settings["batch_size"], 1)
         require_one_of("dtype", settings["dtype"], DTYPES)
         try:
@@ -54,11 +54,11 @@ class PairedScorer(BuiltIn, ABC):
     @classmethod
     @abstractmethod
     def network(cls, settings: Settings) -> torch.nn.Module | None:
-        """The model of these settings, no weights loaded; None where a checkpoint would tell."""
+        """Return the model of these settings without weights; None if only a checkpoint tells."""
 
     @classmethod
     def model_bytes(cls, settings: Settings) -> int | None:
-        """Counted on the architecture, on tensors without data."""
+        """Count the bytes on the architecture, with tensors on the meta device."""
         with torch.device("meta"):
             model = cls.network(settings)
         width = DTYPES.get(str(settings.get("dtype")), torch.float32).itemsize
@@ -69,7 +69,7 @@ class PairedScorer(BuiltIn, ABC):
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> np.ndarray:
-        """uint8 [B, 3, H, W] and B prompts -> float32 [B]; metadata is not looked at."""
+        """Score uint8 [B, 3, H, W] with B prompts: float32 [B]; ``metadata`` is not used."""
         require_images(images, prompts, metadata)
         if not len(images):
             return np.zeros(0, np.float32)
@@ -86,8 +86,10 @@ class PairedScorer(BuiltIn, ABC):
 
     @classmethod
     def effort(cls, settings: Settings, height: int, width: int) -> Effort:
-        """Of the published image encoder, whatever the image's size; the text encoder, with less
-        than 5 % of the operations, is left out. Of other models nothing is known.
+        """Return the cost of the published image encoder, which does not depend on image size.
+
+        The text encoder, with less than 5 % of the operations, is left out. For other models the
+        cost is unknown, hence zero.
         """
         small = str(settings.get("checkpoint", "")).startswith("shapes/")
         if cls.tower is None or small or settings.get("architecture"):
@@ -98,24 +100,25 @@ class PairedScorer(BuiltIn, ABC):
 
     @abstractmethod
     def pixels(self, images: np.ndarray) -> torch.Tensor:
-        """uint8 [B, 3, H, W] -> float32 [B, 3, S, S] on the CPU, as the model was trained."""
+        """Preprocess uint8 [B, 3, H, W] as in training: float32 [B, 3, S, S] on the CPU."""
 
     @abstractmethod
     def score(self, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
-        """One batch: float32 [B, 3, S, S] and B prompts -> [B]."""
+        """Score one batch: float32 [B, 3, S, S] and B prompts to [B]."""
 
 
 def cosine(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Row by row, in FP32: [B, D] and [B, D] -> [B]; NaN where one of them is zero, as damaged
-    weights may make it: that is no score.
+    """Return the cosine of each row in FP32: [B, D] and [B, D] to [B].
+
+    NaN if a vector is zero, which damaged weights may cause: that is no score.
     """
-    there = left.any(-1) & right.any(-1)
-    found = torch.nn.functional.cosine_similarity(left.float(), right.float(), dim=-1)
-    return torch.where(there, found, torch.nan)
+    nonzero = left.any(-1) & right.any(-1)
+    cosines = torch.nn.functional.cosine_similarity(left.float(), right.float(), dim=-1)
+    return torch.where(nonzero, cosines, torch.nan)
 
 
 def distinct(prompts: Sequence[str]) -> tuple[list[str], list[int]]:
-    """(each different prompt once, every prompt's place among them): a text is encoded once."""
+    """Return (distinct prompts, index of each prompt among them), to encode each text once."""
     once = list(dict.fromkeys(prompts))
     places = {prompt: place for place, prompt in enumerate(once)}
     return once, [places[prompt] for prompt in prompts]
