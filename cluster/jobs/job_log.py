@@ -57,7 +57,7 @@ def follow(
     A stream that breaks is resumed. Returns OUT_OF_SIGHT if the dashboard has not answered for
     ``GIVE_UP_S``. ``say`` receives the lines that are not part of the job's log.
     """
-    log, url, silent_since = Log(show), client.get_address(), None
+    log, at, silent_since = Log(show), client.get_address(), None
     while True:
         log.again()
         broken, info = asyncio.run(_read(client, job, log)), None
@@ -73,13 +73,13 @@ def follow(
         silent_since = None if info is not None else silent_since or now
         if silent_since is not None and now - silent_since >= GIVE_UP_S:
             say(
-                f"{url}: no answer for {now - silent_since:.0f} s ({broken}); the job may go on: ray"
-                f" job logs --address {url} --follow {job}"
+                f"{at}: no answer for {now - silent_since:.0f} s ({broken}); the job may go on: ray"
+                f" job logs --address {at} --follow {job}"
             )
             return OUT_OF_SIGHT
         if log.fresh and broken != QUIET:
             say(
-                f"{url}: the log broke off ({broken or 'closed by the other side'}), the job goes on"
+                f"{at}: the log broke off ({broken or 'closed by the other side'}), the job goes on"
                 " as far as is known; reconnecting"
             )
             log.fresh = False
