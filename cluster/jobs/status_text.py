@@ -1,4 +1,4 @@
-"""Format the state of a run for a terminal. Imports neither Ray nor torch, so it answers at once."""
+"""Format the state of a run for a terminal, at once: neither Ray nor torch is imported."""
 
 from __future__ import annotations
 
