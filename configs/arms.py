@@ -1,4 +1,4 @@
-"""What an arm means for the two stages."""
+"""Arms of the comparison, and the stages that each of them runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Arm = Literal["diffusionnft", "naive_scaling", "naive_quant", "sol_rl"]
 
 
 class ExploreStage(Section):
-    """Stage 1 as an arm runs it."""
+    """Settings of stage 1 as an arm runs it."""
 
     pool_size: int
     steps: int
@@ -25,11 +25,11 @@ class ExploreStage(Section):
 
 
 class ArmPlan(Section):
-    """An arm of the paper's table, spelled out, so that nothing downstream asks for the arm's name.
+    """Stages of an arm, so that no other code depends on the arm's name.
 
-    ``explore`` is None where all K samples are trained on without selection. ``regenerate`` is
-    False where the explored samples themselves are trained on. ``solver`` is that of samples at
-    full precision: the objective's own unless given.
+    ``explore`` is None if all K samples are trained on without selection. ``regenerate`` is False
+    if the explored samples themselves are trained on. ``solver`` samples at full precision: the
+    objective's default unless set.
     """
 
     explore: ExploreStage | None
@@ -38,7 +38,7 @@ class ArmPlan(Section):
 
     @classmethod
     def of(cls, config: RunConfig) -> ArmPlan:
-        """The plan of ``config.arm``, one of the paper's four."""
+        """Return the plan of ``config.arm``, one of the four arms of the paper's table."""
         explore, full = config.explore, config.regenerate
         solver = full.solver or config.objective.solvers[0]
         if config.arm == "diffusionnft":
@@ -55,7 +55,7 @@ class ArmPlan(Section):
 
 
 def proxy_solver(config: RunConfig) -> AnySolver:
-    """What draws proxy images: the objective's own solver where its paths are explored."""
+    """Return the solver of proxy images: the objective's own if its paths are explored."""
     if config.explore.paths and config.objective.stochastic:
         return config.objective.solvers[0]
     return config.explore.solver

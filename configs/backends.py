@@ -1,6 +1,7 @@
-"""Precision backends of exploring, by name. A new one is a row here and the file that it names.
+"""Table of the precision backends of the explore stage by name.
 
-Reading a configuration imports nothing of it.
+A new backend is a row here and the file that it names. Reading a configuration does not import
+these files.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ BACKENDS: dict[str, str] = {
     "bf16": "policy.precision.unquantized:BF16",
     "fp32": "policy.precision.unquantized:FP32",
 }
-"""What ``explore.backend`` may be besides "auto", and the class that speaks for it:
-``module:class``. "auto" tries, in this order, those whose class says so.
+"""Values of ``explore.backend`` and the class that implements each, as ``module:class``.
+
+The further value "auto" tries, in this order, the backends whose ``auto_on`` is the device type.
 """
 
 if TYPE_CHECKING:

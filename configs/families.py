@@ -1,6 +1,6 @@
-"""The families of models, by name. A new one is a row here and the file that it names.
+"""Table of the model families by name; a new family is a row here and the file that it names.
 
-Reading a configuration imports nothing of it.
+Reading a configuration does not import these files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FAMILIES: dict[str, str] = {
     "wan": "policy.families.wan:Wan",
     "sana_video": "policy.families.sana_video:SanaVideo",
 }
-"""What ``model.family`` may be, and the class that speaks for it: ``module:class``."""
+"""Values of ``model.family`` and the class that implements each, as ``module:class``."""
 
 if TYPE_CHECKING:
     FamilyName = str

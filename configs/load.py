@@ -1,7 +1,7 @@
-"""From a preset name or a TOML file, plus overrides, to a checked ``RunConfig``.
+"""Load a preset or a TOML file, with overrides, as a validated ``RunConfig``.
 
-A file may name layers it is built on: ``layers = ["models/shapes", "rewards/shapes"]``, read from
-``configs/layers`` before the file itself; later wins, key by key. ``--set a.b=c`` comes last. Every
+A file may build on layers, ``layers = ["models/shapes", "rewards/shapes"]``, which are read from
+``configs/layers`` before it; later values win, key by key. ``--set a.b=c`` is applied last. Every
 error is one line that names the key, the value, what is allowed and the nearest spelling.
 """
 
@@ -35,22 +35,22 @@ MODELS = (
 )
 REWARDS = ("imagereward", "clipscore", "pickscore", "hpsv2")
 EDITORS = ("flux1_kontext", "qwen_image_edit")
-"""Models that edit images. None of ``REWARDS`` sees what was edited, so theirs is a judge."""
+"""Models that edit images. ``REWARDS`` do not see the source image, so a judge scores the edits."""
 EDIT_REWARDS = ("vlm_edit",)
 RECIPES = {
     "flow_grpo": "objectives/flow_grpo_preference",
     "dance_grpo": "objectives/dance_grpo_public",
     "awm": "objectives/awm_preference",
 }
-"""The other objectives of the paper's FLUX.1 table; as with the arm ``diffusionnft``, they train on
-all that they sample.
+"""Layers of the other objectives of the paper's FLUX.1 table, which train on all samples, as the
+arm ``diffusionnft`` does.
 """
 REFERENCE = ("flux1", "sd35_large", "sana")
-"""Models that the public reference code trains."""
+"""Models that the public reference code trains, with presets of its settings."""
 
 
 class ConfigError(Exception):
-    """The user's configuration is wrong; ``lines`` has one line per error. Exit code 2."""
+    """Error in the user's configuration, with one line per error in ``lines``. Exit code 2."""
 
     def __init__(self, lines: str | Sequence[str]):
         self.lines = lines.splitlines() if isinstance(lines, str) else list(lines)
@@ -58,13 +58,14 @@ class ConfigError(Exception):
 
 
 def preset_names() -> list[str]:
-    """Names that ``load`` accepts: the files of ``configs/presets``, then the composed ones."""
+    """Return the names that ``load`` accepts: preset files, then composed presets."""
     return [*sorted(path.stem for path in PRESETS.glob("*.toml")), *_composed()]
 
 
 def _composed() -> dict[str, Tree]:
-    """``<model>-<arm>-<reward>``, the same after ``reference-``, and
-    ``flux1-<objective>-<reward>``, as files would say them.
+    """Return the presets composed of layers, by name, as the trees of equivalent files.
+
+    Names: ``[reference-]<model>-<arm>-<reward>`` and ``flux1-<objective>-<reward>``.
     """
     rows = [("", model, arm, arm, []) for model in MODELS for arm in get_args(Arm)]
     edits = ["recipes/editing"]
@@ -76,30 +77,30 @@ def _composed() -> dict[str, Tree]:
         for arm in get_args(Arm)
     ]
     return {
-        (name := f"{set_of}{model}-{what}-{reward}"): {
-            "layers": [f"models/{model}", "recipes/full_size", *more, f"rewards/{reward}"],
+        (name := f"{prefix}{model}-{method}-{reward}"): {
+            "layers": [f"models/{model}", "recipes/full_size", *layers, f"rewards/{reward}"],
             "name": name,
             "arm": arm,
         }
-        for set_of, model, what, arm, more in rows
+        for prefix, model, method, arm, layers in rows
         for reward in rewards_of(model)
     }
 
 
 def rewards_of(model: str) -> tuple[str, ...]:
-    """The rewards in the names of this model's presets."""
+    """Return the rewards that this model's presets are composed with."""
     return EDIT_REWARDS if model in EDITORS else REWARDS
 
 
 def _reference(model: str, arm: str) -> list[str]:
-    """The layers of the reference code's settings: those of all, and what there is for these."""
+    """Return the layers of the reference code's settings that exist for this model and arm."""
     parts = ("common", model, arm, f"{model}-{arm}")
     names = [f"reference/{part}" for part in parts]
     return [name for name in names if (LAYERS / f"{name}.toml").is_file()]
 
 
 def load(source: str, overrides: Iterable[str] = ()) -> RunConfig:
-    """The configuration of ``source`` (a preset name or TOML file) under ``--set`` overrides.
+    """Return the configuration of ``source``, a preset name or TOML file, with ``--set`` overrides.
 
     Raises:
         ConfigError: the source is not found or not TOML, or a key or value is not allowed.
@@ -108,25 +109,25 @@ def load(source: str, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def tree_of(source: str, overrides: Iterable[str] = ()) -> Tree:
-    """The plain tree that ``load`` checks. Raises ConfigError where it cannot be read."""
+    """Return the plain tree that ``load`` validates. Raises ConfigError if it cannot be read."""
     tree = _with_layers(_tree(source), source)
     apply(tree, *overrides)
     return tree
 
 
 def parse(tree: Tree) -> RunConfig:
-    """A ``RunConfig`` from a plain tree such as ``config.json`` holds. Raises ConfigError."""
+    """Validate a plain tree, such as that of ``config.json``. Raises ConfigError if invalid."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        # a tuple with something wrong in it counts as too short as well, which says nothing more
+        # pydantic also reports a tuple with an invalid item as too short, which adds nothing
         errors, wrong = error.errors(), {item["loc"][:-2] for item in error.errors()}
-        told = [e for e in errors if e["type"] != "too_short" or e["loc"] not in wrong]
-        raise ConfigError([_line(item) for item in told]) from None
+        relevant = [e for e in errors if e["type"] != "too_short" or e["loc"] not in wrong]
+        raise ConfigError([_line(item) for item in relevant]) from None
 
 
 def _tree(source: str) -> Tree:
-    """What a file, a preset's file or a composed name says, its layers not yet read."""
+    """Return the tree of a file, a preset file or a composed preset, before its layers are read."""
     if source.endswith(".toml") or "/" in source:
         path = Path(source)
         if not isfile(path):
@@ -146,19 +147,19 @@ def _tree(source: str) -> Tree:
 def _read(path: Path) -> Tree:
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    # ValueError: no TOML, no UTF-8, or a number of too many digits
+    # ValueError: not TOML, not UTF-8, or a number with too many digits
     except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"{path}: not readable as TOML: {error}") from None
     return _current(tree, str(path))
 
 
 def _current(tree: Tree, source: str) -> Tree:
-    """``tree`` in today's names, before layers meet: the later one wins under either name."""
+    """Replace old names, before layers are merged: the later one must win under either name."""
     try:
         return current(tree)
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from None
-    # here, as this is the first to go down into what was read
+    # caught here because this is the first recursion into the parsed tree
     except RecursionError:
         raise ConfigError(f"{source}: tables within too many tables") from None
 
@@ -177,7 +178,7 @@ def _with_layers(tree: Tree, source: str) -> Tree:
 
 
 def layer(name: str, source: str) -> Tree:
-    """What the layer ``name`` says; ``source`` is who asks for it. Raises ConfigError."""
+    """Return the tree of the layer ``name``. Raises ConfigError, which names ``source``."""
     path = LAYERS / f"{name}.toml"
     if not isfile(path):
         known = [str(p.relative_to(LAYERS).with_suffix("")) for p in LAYERS.rglob("*.toml")]
@@ -189,16 +190,16 @@ def layer(name: str, source: str) -> Tree:
 
 
 def lay_over(tree: Tree, above: Tree) -> None:
-    """Put ``above`` on ``tree``, key by key.
+    """Merge ``above`` into ``tree``, key by key; values of ``above`` win.
 
-    Another objective's name removes the settings of the one below. Raises ConfigError for a key
-    under its old and its new name.
+    If ``above`` names another objective, the settings of the previous one are removed. Raises
+    ConfigError if a key is given under its old and its new name.
     """
     above = _current(above, "set")
-    below, given = tree.get("objective"), above.get("objective")
-    if isinstance(below, dict) and isinstance(given, dict):
-        name = below.get("name", DEFAULT_OBJECTIVE)
-        if given.get("name", name) != name:
+    old, new = tree.get("objective"), above.get("objective")
+    if isinstance(old, dict) and isinstance(new, dict):
+        name = old.get("name", DEFAULT_OBJECTIVE)
+        if new.get("name", name) != name:
             tree["objective"] = {}
     _merge(tree, copy.deepcopy(above))
 
@@ -246,11 +247,11 @@ def _apply(tree: Tree, override: str) -> None:
 
 
 def _line(error: ErrorDetails) -> str:
-    """One pydantic error as one line: key = value, what is allowed, nearest spelling."""
+    """Return one pydantic error as one line: key = value, what is allowed, the nearest spelling."""
     location = [str(part) for part in error["loc"]]
     tables = location[:-1]
     if location[:1] == ["objective"] and len(location) > 1:
-        del location[1]  # which objective's settings pydantic chose is no part of the key
+        del location[1]  # the objective's name, a tag that pydantic inserts, is not part of the key
     key = ".".join(location)
     if error["type"] == "union_tag_invalid":
         wrong = str(error.get("ctx", {}).get("tag"))
@@ -278,7 +279,7 @@ def _line(error: ErrorDetails) -> str:
 
 
 def _fields_at(location: Sequence[str]) -> list[str]:
-    """The keys that the table at ``location`` may have."""
+    """Return the keys that are allowed in the table at ``location``."""
     if location[:1] == ["objective"] and location[1:] and location[1] in OBJECTIVES:
         return list(SETTINGS[location[1]].model_fields)
     model: type[BaseModel] = RunConfig
@@ -293,6 +294,6 @@ def _section_in(annotation: object) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for argument in typing.get_args(annotation):
-        if found := _section_in(argument):
-            return found
+        if section := _section_in(argument):
+            return section
     return None

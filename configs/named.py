@@ -1,4 +1,4 @@
-"""Names: the class that a row of a table says, and which name a misspelt one comes near to."""
+"""Look up classes by ``module:class`` and suggest the nearest name for a misspelled one."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ T = TypeVar("T")
 
 
 def named_class(row: str, base: type[T]) -> type[T]:
-    """The subclass of ``base`` that ``module:class`` names. Raises TypeError for anything else."""
+    """Return the class that ``module:class`` names. Raises TypeError if it is no ``base``."""
     module, _, name = row.partition(":")
-    found = getattr(importlib.import_module(module), name)
-    if not (isinstance(found, type) and issubclass(found, base)):
+    cls = getattr(importlib.import_module(module), name)
+    if not (isinstance(cls, type) and issubclass(cls, base)):
         raise TypeError(f"{row} is no {base.__name__}")
-    return found
+    return cls
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A question to put behind a misspelt ``word``; nothing where no name comes near."""
+    """Return " (did you mean ...?)" for a misspelled ``word``, or "" if no known name is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""

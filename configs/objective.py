@@ -1,6 +1,6 @@
-"""What the settings of all training objectives share.
+"""Base classes for the settings of the training objectives.
 
-An objective's own settings stand beside its formula, in its file in ``learner/objectives``.
+The settings of one objective are next to its formula, in its file in ``learner/objectives``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ STOCHASTIC: tuple[str, ...] = get_args(StochasticSolver)
 
 
 class ObjectiveSettings(Section):
-    """What every objective says about itself. Class variables are no settings, but follow from it.
+    """Base class of an objective's settings.
 
-    ``solvers``: what it may regenerate with, its own first. ``old_schedule``: how the sampling
-    policy follows the trained weights unless ``[old_policy]`` says otherwise ("constant" with the
-    value 0: it is a copy of them). ``advantage_std`` and ``advantage_eps``: how rewards are
-    normalized unless ``[advantages]`` says otherwise.
+    Class variables are properties of the objective, not settings. ``solvers``: the solvers that it
+    can regenerate with, its default first. ``old_schedule``: how the sampling policy follows the
+    trained weights unless ``[old_policy]`` says otherwise ("constant" with the value 0 makes it a
+    copy of them). ``advantage_std`` and ``advantage_eps``: how rewards are normalized unless
+    ``[advantages]`` says otherwise.
     """
 
     if TYPE_CHECKING:
@@ -37,22 +38,23 @@ class ObjectiveSettings(Section):
 
     @property
     def stochastic(self) -> bool:
-        """True where samples are paths of a stochastic solver, with log-probabilities."""
+        """True if samples are paths of a stochastic solver, with log-probabilities."""
         return self.solvers[0] in STOCHASTIC
 
     @property
     def one_noise_per_group(self) -> bool:
-        """True where all samples of a prompt start from one initial noise."""
+        """True if all samples of a prompt start from the same initial noise."""
         return False
 
     def trained_steps(self, steps: int) -> Sequence[int]:
-        """Positions of a schedule of ``steps`` steps that training times may be drawn from."""
+        """Return the positions in a schedule of ``steps`` steps that may be trained on."""
         return range(steps)
 
 
 class Window(Section):
-    """The steps of a path that are stochastic and trained on; the others are Euler's
-    (MixGRPO, arXiv 2507.21802).
+    """Window of steps of a path that are stochastic and trained on (MixGRPO, arXiv 2507.21802).
+
+    The other steps are deterministic Euler steps.
     """
 
     size: int = Field(ge=1, description="steps in the window")
@@ -72,8 +74,10 @@ class Window(Section):
     wrap: bool = Field(default=False, description="at the end of the path go back to `start`")
 
     def place(self, limit: int, done: int, seed: int) -> range:
-        """The window after ``done`` iterations, on a path whose first ``limit`` steps may be
-        trained on. It covers later ones only where it is longer than that.
+        """Return the window after ``done`` iterations.
+
+        ``limit``: number of steps at the start of the path that may be trained on. The window
+        includes later steps only if it is longer than that.
         """
         last = max(limit - self.size, 0)
         at = min(self.start, last)
@@ -82,7 +86,7 @@ class Window(Section):
             at = int.from_bytes(digest, "little") % (last + 1)
         elif self.schedule != "frozen":
             left = done
-            # walked and not computed: how long it stays differs from place to place
+            # a loop rather than a formula: the time at a place differs from place to place
             while left >= (stay := self._stay(at, limit)):
                 left -= stay
                 if at == last and not self.wrap:
@@ -91,17 +95,17 @@ class Window(Section):
         return range(at, at + self.size)
 
     def _stay(self, at: int, limit: int) -> int:
-        """Iterations at the place ``at``: MixGRPO's schedules, with the constants of its code."""
+        """Return the iterations spent at the place ``at``, as in MixGRPO's schedules and code."""
         if self.schedule == "linear_decay":
-            least = max(1, self.every // 4)
-            return max(least, int(self.every + (least - self.every) * at / limit))
+            shortest = max(1, self.every // 4)
+            return max(shortest, int(self.every + (shortest - self.every) * at / limit))
         if self.schedule == "exponential_decay":
             return math.ceil(self.every * math.exp(-0.1 * max(0, at - 13)))
         return self.every
 
 
 class PathSettings(ObjectiveSettings):
-    """What the objectives on stochastic paths have in common."""
+    """Settings that the objectives on stochastic paths share."""
 
     if TYPE_CHECKING:
         eta: float  # noise level of the solver
@@ -138,14 +142,14 @@ class PathSettings(ObjectiveSettings):
         return self.shared_noise
 
     def window_at(self, steps: int, done: int = 0, seed: int = 0) -> range:
-        """The stochastic steps of paths of ``steps`` steps after ``done`` iterations."""
+        """Return the stochastic steps of a path of ``steps`` steps after ``done`` iterations."""
         if self.window is None:
             return range(steps)
-        found = self.window.place(max(self.trained_steps(steps)) + 1, done, seed)
-        return range(found.start, min(found.stop, steps))
+        window = self.window.place(max(self.trained_steps(steps)) + 1, done, seed)
+        return range(window.start, min(window.stop, steps))
 
     def last_stop(self, steps: int) -> int:
-        """The step at which the window ends where it reaches furthest, on such paths."""
+        """Return the largest end (exclusive) of the window on a path of ``steps`` steps."""
         if self.window is None:
             return steps
         if self.window.schedule == "frozen":
@@ -154,5 +158,5 @@ class PathSettings(ObjectiveSettings):
 
 
 def whole_part(value: float) -> int:
-    """floor, but 9 for the 8.999... that a decimal fraction may give."""
+    """Return the floor of ``value``, with a tolerance for rounding: 9 for 8.999999999999."""
     return math.floor(value + 1e-9)

@@ -1,7 +1,7 @@
-"""The training objectives, by name. A new one is a row here and the file that it names.
+"""Table of the training objectives by name; a new one is a row here and the file that it names.
 
-Those files import torch only within functions: a typo in a configuration is found before anything
-heavy is imported, and actors that go by rules read configurations without it.
+These files import torch only within functions, so that a typo in a configuration is found before
+torch is loaded, and actors that compute without torch read configurations without importing it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ OBJECTIVES: dict[str, str] = {
     "flow_grpo": "learner.objectives.flow_grpo:FlowGRPO",
     "dance_grpo": "learner.objectives.dance_grpo:DanceGRPO",
 }
-"""What ``objective.name`` may be, and the class that speaks for it: ``module:class``. Its
-``Settings`` are what may stand under ``[objective]``.
+"""Values of ``objective.name`` and the class that implements each, as ``module:class``.
+
+The class attribute ``Settings`` defines the keys of ``[objective]``.
 """
 DEFAULT_OBJECTIVE = "diffusion_nft"
 SETTINGS: dict[str, type[ObjectiveSettings]] = {
@@ -29,7 +30,7 @@ SETTINGS: dict[str, type[ObjectiveSettings]] = {
 
 
 def _name(value: object) -> object:
-    """The ``name`` that says which settings a table is."""
+    """Return the objective's name, by which pydantic chooses the settings class of the table."""
     if isinstance(value, dict):
         return value.get("name", DEFAULT_OBJECTIVE)
     return getattr(value, "name", None)
@@ -42,4 +43,4 @@ else:
         Union[tuple(Annotated[cls, Tag(name)] for name, cls in SETTINGS.items())],  # noqa: UP007
         Discriminator(_name),
     ]
-    """``[objective]``: the class that its ``name`` says."""
+    """The table ``[objective]``, validated by the settings class that its ``name`` selects."""

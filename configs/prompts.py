@@ -1,8 +1,8 @@
-"""Prompt files and the order in which a run walks them.
+"""Read and check prompt files, and choose the prompts of each iteration.
 
 Formats: ``.txt``, one prompt per line; ``.jsonl``, one object per line with a ``prompt`` and any
-metadata (GenEval's ``include``/``exclude``/``tag`` among them), which scorers get unchanged. An
-``image`` is the file of the image that the prompt edits, relative to the prompt file.
+metadata (such as GenEval's ``include``/``exclude``/``tag``), which scorers receive unchanged.
+``image`` is the path of the image that the prompt edits, relative to the prompt file.
 """
 
 from __future__ import annotations
@@ -28,24 +28,33 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Prompt:
-    """A line of a prompt file; ``metadata`` is everything but the text and the image to edit."""
+    """One prompt of a file; ``metadata`` is everything except the text and the image to edit."""
 
     text: str
     metadata: Tree = field(default_factory=dict)
     image: Path | None = None
 
     def source(self, model: Model) -> Pixels | None:
-        """The image to edit as ``model`` draws, uint8 [3, H, W]. Raises OSError."""
+        """Return the image to edit at the size of ``model``, uint8 [3, H, W], or None.
+
+        Raises OSError if it cannot be read.
+        """
         return None if self.image is None else pixels_of(self.image, model.height, model.width)
 
     def told(self, model: Model) -> Tree:
-        """What scorers get as metadata: ``image`` is ``source``. Raises OSError."""
+        """Return the metadata for scorers, with ``source`` as ``image`` if there is one.
+
+        Raises OSError if the image cannot be read.
+        """
         source = self.source(model)
         return self.metadata if source is None else {**self.metadata, IMAGE: source}
 
 
 def prompt_file(name: str) -> Path:
-    """The file that ``prompts.train`` or ``prompts.test`` names; the package has ``shapes/...``."""
+    """Return the file that ``prompts.train`` or ``prompts.test`` names.
+
+    A relative path that does not exist is looked up in the package, which ships ``shapes/...``.
+    """
     path = Path(name)
     if not path.is_absolute() and not exists(path) and exists(ROOT / path):
         return ROOT / path
@@ -53,11 +62,11 @@ def prompt_file(name: str) -> Path:
 
 
 def read_prompts(name: str) -> list[Prompt]:
-    """All prompts of a file, in file order; blank lines are skipped.
+    """Return all prompts of a file in file order, without blank lines.
 
     Raises:
-        ConfigError: no such file, not UTF-8, a line that is not an object with a text ``prompt``,
-            or no prompt at all.
+        ConfigError: the file cannot be read, is not UTF-8, contains a line that is not an object
+            with a text ``prompt``, or contains no prompt.
     """
     path = prompt_file(name)
     try:
@@ -72,11 +81,11 @@ def read_prompts(name: str) -> list[Prompt]:
         ) from None
     except ValueError:  # a zero byte
         raise ConfigError(f"prompts: {name!r} is no name of a file") from None
-    in_json, folder = path.suffix in (".jsonl", ".json"), path.absolute().parent
-    # JSON's strings may hold what ``splitlines`` takes for ends of lines, such as U+2028
-    lines = text.split("\n") if in_json else text.splitlines()
+    is_json, folder = path.suffix in (".jsonl", ".json"), path.absolute().parent
+    # JSON strings may contain characters that ``splitlines`` splits at, such as U+2028
+    lines = text.split("\n") if is_json else text.splitlines()
     prompts = [
-        _json_line(line.strip(), f"{name}:{number}", folder) if in_json else Prompt(line.strip())
+        _json_line(line.strip(), f"{name}:{number}", folder) if is_json else Prompt(line.strip())
         for number, line in enumerate(lines, 1)
         if line.strip()
     ]
@@ -88,7 +97,7 @@ def read_prompts(name: str) -> list[Prompt]:
 def _json_line(line: str, where: str, folder: Path) -> Prompt:
     try:
         row = json.loads(line)
-    # also numbers of too many digits, and lists within too many lists
+    # also raised for numbers with too many digits and for lists nested too deep
     except (ValueError, RecursionError) as error:
         why = (
             error.msg
@@ -114,7 +123,7 @@ def _json_line(line: str, where: str, folder: Path) -> Prompt:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether it can be written down: JSON can name half of a character."""
+    """Return True if ``text`` can be encoded: JSON escapes may contain a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -123,29 +132,30 @@ def _is_unicode(text: str) -> bool:
 
 
 def refuse_overlap(settings: Prompts, train: Sequence[Prompt], test: Sequence[Prompt]) -> None:
-    """Raises ConfigError for held-out prompts that are trained on, unless that is allowed.
+    """Raise ConfigError if a held-out prompt is also a training prompt, unless that is allowed.
 
-    Compared without case and repeated spaces: their reward would measure memory. The same words
-    about another image are another prompt.
+    The reward of such prompts would measure memorization. Case and repeated spaces are ignored in
+    the comparison. The same words about another image are another prompt.
     """
     trained = {_plain(prompt) for prompt in train}
-    both = [prompt.text for prompt in test if _plain(prompt) in trained]
-    if both and not settings.allow_overlap:
+    overlap = [prompt.text for prompt in test if _plain(prompt) in trained]
+    if overlap and not settings.allow_overlap:
         raise ConfigError(
-            f"prompts.test: {len(both)} of {len(test)} held-out prompts are among prompts.train,"
-            f" such as {both[0][:60]!r}: take them out, or set prompts.allow_overlap = true"
+            f"prompts.test: {len(overlap)} of {len(test)} held-out prompts are among prompts.train,"
+            f" such as {overlap[0][:60]!r}: take them out, or set prompts.allow_overlap = true"
         )
 
 
 def _plain(prompt: Prompt) -> tuple[str, Path | None]:
+    """Return the text in lower case with single spaces, and the resolved path of the image."""
     image = prompt.image.resolve() if prompt.image else None
     return " ".join(prompt.text.lower().split()), image
 
 
 def digest(prompts: Sequence[Prompt]) -> str:
-    """xxh3-128 of texts, metadata and images in their order, hex; it depends on no file's name.
+    """Return the xxh3-128 of texts, metadata and images in order, hex; file names do not matter.
 
-    Raises ConfigError for an image that cannot be read.
+    Raises ConfigError if an image cannot be read.
     """
     lines = [
         [prompt.text, prompt.metadata, *([file_digest(prompt.image)] if prompt.image else [])]
@@ -155,14 +165,17 @@ def digest(prompts: Sequence[Prompt]) -> str:
 
 
 def digests(settings: Prompts) -> dict[str, str]:
-    """The digests of both prompt files, as a run keeps them. Raises ConfigError."""
+    """Return the digests of both prompt files by key, as stored in the run directory.
+
+    Raises ConfigError if a file or an image cannot be read.
+    """
     return {key: digest(read_prompts(getattr(settings, key))) for key in FILES}
 
 
 def changed_files(settings: Prompts, before: Mapping[str, str]) -> list[str]:
-    """``prompts.train = 'a.txt'`` for each file whose prompts differ from their digest ``before``.
+    """Return ``prompts.train = 'a.txt'`` for each file whose digest is not that in ``before``.
 
-    A file without a digest is not checked.
+    A file without a digest in ``before`` is not checked. Raises ConfigError as ``digests``.
     """
     named = {key: getattr(settings, key) for key in FILES if key in before}
     return [
@@ -173,13 +186,13 @@ def changed_files(settings: Prompts, before: Mapping[str, str]) -> list[str]:
 
 
 def prompts_of_iteration(count: int, per_iteration: int, iteration: int, seed: int) -> list[int]:
-    """Indices of the prompts of one iteration, from passes over the file in a new order each.
+    """Return the indices of the prompts of one iteration.
 
-    The order depends on ``seed`` and the number of the pass. This is a pure function, so the cursor
-    of a checkpoint is the iteration itself, and a resumed run sees what it would have seen. A
-    prompt comes at most once in an iteration and in a pass (the few that do not fill the last
-    iteration of a pass wait for another shuffle), unless the file has fewer than ``per_iteration``
-    prompts: then passes follow each other within one.
+    A run makes passes (epochs) over the file, each in a new order that depends on ``seed`` and the
+    number of the pass. This is a pure function, so that a checkpoint needs only the iteration, and
+    a resumed run uses the same prompts as an uninterrupted one. A prompt is used at most once in an
+    iteration and in a pass; a remainder that does not fill an iteration is skipped in that pass. If
+    the file has fewer than ``per_iteration`` prompts, an iteration continues with the next pass.
     """
     if count >= per_iteration:
         epoch, part = divmod(iteration, count // per_iteration)
@@ -193,6 +206,6 @@ def prompts_of_iteration(count: int, per_iteration: int, iteration: int, seed: i
 
 def _epoch_order(count: int, seed: int, epoch: int) -> list[int]:
     order = list(range(count))
-    # a text, which Random takes whole, by SHA-512
+    # a string seed: Random uses all of it, by SHA-512
     random.Random(f"sol-rl prompts {seed} {epoch}").shuffle(order)
     return order

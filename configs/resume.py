@@ -1,4 +1,4 @@
-"""Which fields may differ between a run and its ``--resume``, or a measurement of its policy."""
+"""Fields that may differ when a run is resumed (``--resume``) or its policy is measured."""
 
 from __future__ import annotations
 
@@ -42,36 +42,35 @@ DEVICES = (
     "services.reward.gpus",
     "services.scorers.*.gpus",
 )
-"""Shares of GPUs that say, by being zero or not, which device computes; the device of rollout
-actors is kept by checkpoints.
+"""GPU shares that decide by being zero or not which device computes.
+
+The device of rollout actors is recorded in checkpoints.
 """
 MEASURED = ("seed", "prompts", "explore", "regenerate", "rewards")
-"""What a measurement of a trained policy may vary: how its images are made and scored, not what
-was trained.
-"""
+"""Fields that a measurement of a trained policy may change: how images are sampled and scored."""
 
 
 def measured(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """A run's configuration with ``--set`` overrides, for measuring its policy.
+    """Return a run's configuration with ``--set`` overrides, for measuring its policy.
 
-    Raises ConfigError for what training depends on.
+    Raises ConfigError if an override changes a field that the training depended on.
     """
     tree = config.model_dump(mode="json")
     apply(tree, *overrides)
-    found = parse(tree)
-    changed = differences(config, found, MEASURED)
+    changed_config = parse(tree)
+    changed = differences(config, changed_config, MEASURED)
     if changed:
         raise ConfigError(
             f"--set {'; '.join(changed)}: the policy was trained with that; what can be set is"
             f" in {', '.join(MEASURED)}"
         )
-    return found
+    return changed_config
 
 
 def differences(before: RunConfig, now: RunConfig, also_free: Sequence[str] = ()) -> list[str]:
-    """Lines ``key: before -> now`` for every field that changes results and is not the same.
+    """Return a line ``key: before -> now`` for every field that affects results and differs.
 
-    ``iterations`` may grow when the learning-rate schedule does not depend on it. ``also_free`` are
+    ``iterations`` may differ if the learning-rate schedule does not depend on it. ``also_free`` are
     further keys that may differ.
     """
     old, new = _flat(before.model_dump(mode="json")), _flat(now.model_dump(mode="json"))
@@ -90,12 +89,12 @@ def differences(before: RunConfig, now: RunConfig, also_free: Sequence[str] = ()
 
 
 def _other_device(key: str, before: object, now: object) -> bool:
-    """Whether a share of GPUs becomes none, or none a share: another device has other last bits."""
+    """Return True if a GPU share becomes zero or nonzero, as devices differ in the last bits."""
     return any(covers(pattern, key) for pattern in DEVICES) and bool(before) != bool(now)
 
 
 def covers(pattern: str, key: str) -> bool:
-    """Whether a dotted key is ``pattern`` or below it; ``*`` is any one part."""
+    """Return True if a dotted key equals ``pattern`` or is below it; ``*`` matches any one part."""
     wanted, parts = pattern.split("."), key.split(".")
     return len(parts) >= len(wanted) and all(
         w in ("*", p) for w, p in zip(wanted, parts, strict=False)
@@ -103,6 +102,7 @@ def covers(pattern: str, key: str) -> bool:
 
 
 def _flat(tree: object, prefix: str = "") -> dict[str, object]:
+    """Return the leaves of a tree by dotted key; empty tables and lists are leaves."""
     if isinstance(tree, dict) and tree:
         return {
             k: v

@@ -1,4 +1,4 @@
-"""What scores images, and what becomes of the scores."""
+"""Configuration tables of rewards: scorers, their combination and advantages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from configs.section import Section, Tree
 
 
 class Scorer(Section):
-    """One reward model and its weight in the sum."""
+    """One scorer and its weight in the reward."""
 
     name: str = Field(description="a built-in scorer, or module:attribute of your own")
     weight: float = Field(default=1.0, description="of the score in the reward, a weighted sum")
@@ -32,12 +32,12 @@ class Scorer(Section):
 
     @property
     def label(self) -> str:
-        """The name under which this scorer's values are logged: [A-Za-z0-9_] only."""
+        """Name under which this scorer's values are logged: only [A-Za-z0-9_]."""
         return re.sub(r"[^A-Za-z0-9_]+", "_", self.alias or self.name)
 
 
 class Rewards(Section):
-    """What scores images, and how much may fail. A failure is never a reward of zero."""
+    """Scorers, and how their failures are handled. A failure never counts as a reward of zero."""
 
     scorers: tuple[Scorer, ...] = Field(min_length=1)
     evaluation_scorers: tuple[Scorer, ...] = Field(
@@ -74,16 +74,16 @@ class Rewards(Section):
 
     @property
     def everyone(self) -> tuple[Scorer, ...]:
-        """The scorers that are trained on and the held-out ones."""
+        """All scorers: those that are trained on, then the held-out ones."""
         return (*self.scorers, *self.evaluation_scorers)
 
     @property
     def compared(self) -> list[str]:
-        """Labels of scorers that compare a prompt's images."""
+        """Labels of the scorers that compare the images of a prompt."""
         return [scorer.label for scorer in self.everyone if scorer.per == "prompt"]
 
     @model_validator(mode="after")
-    def _distinct(self) -> Rewards:
+    def _check_scorers(self) -> Rewards:
         labels = [scorer.label for scorer in self.everyone]
         if len(set(labels)) < len(labels):
             raise ValueError(
@@ -110,7 +110,7 @@ class Rewards(Section):
 
 
 class Advantages(Section):
-    """A = (r - mean of the prompt's group) / (std + eps), over the samples that are trained on."""
+    """Advantages A = (r - mean of the prompt's group) / (std + eps) of the samples trained on."""
 
     std: Literal["global", "group"] | None = Field(
         default=None,

@@ -1,4 +1,4 @@
-"""The tables that say how a run is watched, kept, stopped, shown and published."""
+"""Configuration tables of audits, checkpoints, early stops, logging and publishing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from configs.section import Section
 
 
 class Audit(Section):
-    """Does the proxies' ranking agree with that of the full rewards? On seeds that have both."""
+    """Audit of the rank agreement: proxy rewards against full rewards on seeds that have both."""
 
     random_seeds: int = Field(
         default=0,
@@ -51,7 +51,7 @@ class Audit(Section):
     )
 
     @model_validator(mode="after")
-    def _measurable(self) -> Audit:
+    def _check_thresholds(self) -> Audit:
         if self.min_tau is not None and self.random_seeds < 2:
             raise ValueError(
                 f"min_tau = {self.min_tau:g} needs random seeds to rank, and random_seeds ="
@@ -66,18 +66,18 @@ class Audit(Section):
 
     @property
     def watches(self) -> bool:
-        """Whether there is a threshold."""
+        """True if a threshold is set."""
         return self.min_sign_agreement is not None or self.min_tau is not None
 
     @property
     def needs_two_stages(self) -> str | None:
-        """The key of what needs an arm with two stages; None: nothing does."""
-        given = {
+        """Key of the first setting that needs an arm with two stages, or None."""
+        settings = {
             "random_seeds": self.random_seeds or None,
             "min_sign_agreement": self.min_sign_agreement,
             "min_tau": self.min_tau,
         }
-        return next((f"audit.{key}" for key, value in given.items() if value is not None), None)
+        return next((f"audit.{key}" for key, value in settings.items() if value is not None), None)
 
 
 class Checkpoint(Section):
@@ -99,7 +99,7 @@ class Stop(Section):
 
 
 class Logging(Section):
-    """Watching a run. Nothing here changes results."""
+    """Metrics, images and reports of a run. Nothing here changes results."""
 
     prometheus_port: int = Field(
         default=0, ge=0, le=65535, description="serve Prometheus metrics here; 0: off"
@@ -133,6 +133,6 @@ class Logging(Section):
 
 
 class Publish(Section):
-    """Weights from the learner to the rollout actors."""
+    """Publishing of weights from the learner to the rollout actors."""
 
     shard_mb: int = Field(default=256, ge=1, description="size of one shard in the object store")

@@ -1,11 +1,11 @@
-"""What a run is. Pydantic models, no torch, no ray: a typo answers at once.
+"""Schema of a run's configuration, as Pydantic models.
 
-Defaults follow the paper ("FP4 Explore, BF16 Train", arXiv 2604.06916) and public notes on it;
-``docs/reproducing.md`` says where they differ from its reference code. A preset or a file states
-only what differs. ``RunConfig`` is the root; its tables are in ``configs/sections.py``,
-``training.py``, ``rewards.py``, ``services.py`` and ``objectives.py``; what goes together is in
-``possible.py``.
-``docs/configuration.md`` is the tour.
+Neither torch nor ray is imported, so that a typo is reported at once. Defaults follow the paper
+("FP4 Explore, BF16 Train", arXiv 2604.06916) and public notes on it; ``docs/reproducing.md`` says
+where they differ from its reference code. A preset or a file states only what differs.
+``RunConfig`` is the root. Its tables are in ``configs/sections.py``, ``training.py``,
+``rewards.py``, ``services.py``, ``running.py`` and ``objectives.py``; checks across tables are in
+``possible.py``. ``docs/configuration.md`` is an introduction.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from configs.validation import check_possible
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 UNEVEN = 0.05
-"""Share by which replicas that share samples may wait for one that regenerates more."""
+"""Accepted imbalance of regeneration: excess of the busiest replica over an equal share."""
 
 
 class RunConfig(Section):
-    """A whole run."""
+    """Configuration of a run."""
 
     name: str = Field(description="names the run directory")
     run_root: PathText | None = Field(
@@ -71,13 +71,13 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _in_todays_names(cls, tree: object) -> object:
-        """A run that was started under old names can be resumed and reported."""
+    def _rename_old_keys(cls, tree: object) -> object:
+        """Replace old names, so that runs started under them can be resumed and reported."""
         return current(tree) if isinstance(tree, dict) else tree
 
     @field_validator("name")
     @classmethod
-    def _plain_name(cls, value: str) -> str:
+    def _check_name(cls, value: str) -> str:
         if not NAME.fullmatch(value):
             raise ValueError(
                 "letters, digits, '.', '_' and '-' only, starting with a letter or digit, at"
@@ -86,20 +86,20 @@ class RunConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _possible(self) -> RunConfig:
+    def _check_combinations(self) -> RunConfig:
         check_possible(self)
         return self
 
     @property
     def explored_model(self) -> Model:
-        """``model`` at the size of proxy images."""
+        """``model`` with the size of proxy images."""
         sizes = {side: getattr(self.explore, side) for side in ("height", "width", "frames")}
         return self.model.model_copy(
             update={side: size for side, size in sizes.items() if size is not None}
         )
 
     def scorers_of(self, kind: str) -> tuple[str, ...]:
-        """Labels of the scorers that actors of ``reward`` or ``scorers.<label>`` hold."""
+        """Return the labels of the scorers of a service, ``reward`` or ``scorers.<label>``."""
         labels, own = [scorer.label for scorer in self.rewards.everyone], self.services.scorers
         return tuple(
             label for label in labels if (f"scorers.{label}" if label in own else "reward") == kind
@@ -107,12 +107,12 @@ class RunConfig(Section):
 
     @property
     def plan(self) -> ArmPlan:
-        """What `arm` means for the two stages."""
+        """The two stages as ``arm`` runs them."""
         return ArmPlan.of(self)
 
     @property
     def learner_compiles(self) -> str | None:
-        """The key by which the learner compiles some of its passes; None: all are eager."""
+        """Key of the setting that makes the learner compile passes, or None if all are eager."""
         for key, section in (("regenerate", self.regenerate), ("optimizer", self.optimizer)):
             if section.compile:
                 return f"{key}.compile"
@@ -120,40 +120,44 @@ class RunConfig(Section):
 
     @property
     def explores_meanwhile(self) -> bool:
-        """Whether an iteration may begin to be explored during an evaluation. Not where the rollout
-        pool sizes itself: its rule looks at whole iterations, and actors would seem idle in them.
+        """True if exploring the next iteration may start during an evaluation.
+
+        False if the rollout pool scales automatically: its rule measures whole iterations, in which
+        the actors would seem idle.
         """
         return self.evaluate.explore_meanwhile and not self.services.autoscale.enabled
 
     @property
     def regenerated_size(self) -> int:
-        """Images of a task in which a prompt is regenerated: all, or the most that replicas which
-        share samples can take evenly, to a twentieth.
+        """Images per regeneration task: all of a prompt, unless replicas share by samples.
+
+        Then it is the largest size with which the busiest replica gets at most ``UNEVEN`` more than
+        an equal share, or else the most even size.
         """
         learner, keep = self.services.learner, self.selection.keep
         prompts, replicas = self.prompts.per_iteration, learner.replicas
         if learner.share == "prompts":
             return keep
 
-        def uneven(size: int) -> float:  # of the busiest replica, over an equal share
-            turns = -(-prompts * -(-keep // size) // replicas)
-            return turns * size * replicas / (prompts * keep)
+        def imbalance(size: int) -> float:  # load of the busiest replica over an equal share
+            tasks = -(-prompts * -(-keep // size) // replicas)
+            return tasks * size * replicas / (prompts * keep)
 
         sizes = range(keep, 0, -1)
-        even = (size for size in sizes if uneven(size) <= 1 + UNEVEN)
-        return next(even, None) or min(sizes, key=uneven)
+        even = (size for size in sizes if imbalance(size) <= 1 + UNEVEN)
+        return next(even, None) or min(sizes, key=imbalance)
 
     @property
     def resolved_old_policy(self) -> OldPolicy:
-        """``old_policy`` with the objective's own schedule where none is given."""
+        """``old_policy``, with the objective's own schedule if none is set."""
         return self.old_policy.model_copy(
             update={"schedule": self.old_policy.schedule or self.objective.old_schedule}
         )
 
     @property
     def resolved_advantages(self) -> Advantages:
-        """``advantages`` with the objective's own rule where none is given."""
-        given, own = self.advantages, self.objective
-        return given.model_copy(
-            update={"std": given.std or own.advantage_std, "eps": given.eps or own.advantage_eps}
+        """``advantages``, with the objective's own ``std`` and ``eps`` if they are not set."""
+        chosen, own = self.advantages, self.objective
+        return chosen.model_copy(
+            update={"std": chosen.std or own.advantage_std, "eps": chosen.eps or own.advantage_eps}
         )

@@ -1,4 +1,4 @@
-"""What the parts of a configuration have in common."""
+"""Base class and types that the tables of a configuration share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 Tree = dict[str, Any]
-"""A table as TOML or JSON has it, before it is checked."""
+"""A table as read from TOML or JSON, before validation."""
 
 
 def _path(value: str) -> str:
@@ -19,10 +19,10 @@ def _path(value: str) -> str:
 
 
 PathText = Annotated[str, AfterValidator(_path)]
-"""A path as it is written in a configuration."""
+"""A path as written in a configuration: not empty, and without control characters."""
 
 
 class Section(BaseModel):
-    """A table of the configuration: no unknown keys, no infinite numbers, no later changes."""
+    """Base class of configuration tables: immutable, without unknown keys or infinite numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

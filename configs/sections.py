@@ -1,4 +1,4 @@
-"""The tables of a configuration that say what is trained on what: model, prompts, stages."""
+"""Configuration tables of the model, its guidance, the prompts and the stages of an iteration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AnySolver = Literal[Solver, StochasticSolver]
 
 
 class Model(Section):
-    """The base text-to-image or text-to-video model: a diffusers pipeline directory or hub id."""
+    """Base text-to-image or text-to-video model: a diffusers pipeline directory or hub id."""
 
     family: FamilyName = Field(default="sd3", description="whose code runs this pipeline")
     path: PathText = Field(
@@ -74,11 +74,11 @@ class Model(Section):
 
     @property
     def frames_per_second(self) -> int:
-        """The rate at which clips are shown; 16 unless ``fps`` is given."""
+        """Frame rate at which clips are shown: ``fps``, or 16 if it is not set."""
         return self.fps or 16
 
     @model_validator(mode="after")
-    def _goes_together(self) -> Model:
+    def _check_shift(self) -> Model:
         if self.schedule == "uniform" and self.shift is not None:
             raise ValueError(
                 f"shift = {self.shift:g} with schedule = 'uniform', which has none: leave one of"
@@ -91,7 +91,7 @@ Stage = Literal["explore", "regenerate", "train", "evaluate"]
 
 
 class Guidance(Section):
-    """Classifier-free guidance: v_negative + scale (v - v_negative), each stage its own scale."""
+    """Classifier-free guidance, v_negative + scale (v - v_negative), with one scale per stage."""
 
     explore: float = Field(default=1.0, ge=1, description="1: off, one velocity per step")
     regenerate: float = Field(
@@ -118,18 +118,20 @@ class Guidance(Section):
     )
 
     def scale(self, stage: Stage) -> float:
-        """The guidance scale of a stage; 1: no guidance."""
+        """Return the guidance scale of a stage; 1 means no guidance."""
         return float(getattr(self, stage))
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages that are guided."""
+        """Stages that use guidance."""
         return [stage for stage in get_args(Stage) if self.scale(stage) != 1]
 
 
 class Prompts(Section):
-    """Prompt files: a prompt per line (.txt), or JSON lines with `prompt`, metadata and the `image`
-    to edit (.jsonl).
+    """Prompt files, and how an iteration uses them.
+
+    A file has one prompt per line (.txt), or JSON lines with `prompt`, metadata and the `image` to
+    edit (.jsonl).
     """
 
     train: PathText = Field(description="training prompts")
@@ -145,7 +147,7 @@ class Prompts(Section):
 
 
 class Explore(Section):
-    """Stage 1: many cheap images per prompt, only to be ranked."""
+    """Stage 1: many cheap images per prompt, which serve only to rank seeds."""
 
     pool_size: int = Field(default=96, ge=2, description="N, seeds per prompt")
     steps: int = Field(default=6, ge=1, description="sampling steps of a proxy image")
@@ -210,7 +212,7 @@ class Explore(Section):
 
 
 class Selection(Section):
-    """Which K of the N explored seeds are worth training on."""
+    """Selection of K of the N explored seeds to train on."""
 
     rule: Literal["best_worst", "random", "mean_deviation"] = Field(
         default="best_worst",
@@ -223,7 +225,7 @@ class Selection(Section):
 
 
 class Regenerate(Section):
-    """Stage 2: the selected seeds again, at full steps and full precision."""
+    """Stage 2: the selected seeds are sampled again with all steps at full precision."""
 
     steps: int = Field(default=10, ge=1, description="sampling steps of what is trained on")
     solver: AnySolver | None = Field(
@@ -241,7 +243,7 @@ class Regenerate(Section):
 
 
 class Evaluate(Section):
-    """Held-out prompts at fixed seeds."""
+    """Evaluation on held-out prompts with fixed seeds."""
 
     every: int = Field(
         default=10,

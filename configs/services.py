@@ -1,4 +1,4 @@
-"""The actor pools of a run: how many actors, on what share of which machines, for how long."""
+"""Configuration tables of the actor pools: sizes, placement, shares of machines and timeouts."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pydantic import Field, model_validator
 from configs.section import Section, Tree
 
 Share = Literal["prompts", "samples"]
-"""What the learner's replicas share of an iteration."""
+"""Unit by which the learner's replicas divide an iteration."""
 Sharding = Literal["none", "base"]
-"""What of the model each of the learner's replicas holds only a part of."""
+"""Weights that are sharded over the learner's replicas."""
 SCALABLE = ("rollout", "reward")
-"""Services whose pools grow and shrink while a run goes on."""
+"""Services whose pools can grow and shrink during a run."""
 BetweenTurns = Literal["stay", "host"]
-"""Where weights are while others on the same GPU have their turn."""
+"""Where an actor's weights are while others on the same GPU have their turn."""
 
 
 class Service(Section):
-    """One kind of actor."""
+    """Settings of one actor pool."""
 
     actors: int = Field(default=1, ge=1, description="actors of the pool")
     threads: int = Field(
@@ -75,7 +75,7 @@ class Service(Section):
     )
 
     @model_validator(mode="after")
-    def _within(self) -> Service:
+    def _check_limits(self) -> Service:
         if not self.min_actors <= self.actors <= (self.max_actors or self.actors):
             raise ValueError(
                 f"actors = {self.actors} is not within min_actors = {self.min_actors} and"
@@ -87,12 +87,12 @@ class Service(Section):
 
     @property
     def count(self) -> int:
-        """Actors that a run starts with."""
+        """Number of actors that a run starts with."""
         return self.actors
 
 
 class RolloutService(Service):
-    """The rollout actors."""
+    """Settings of the rollout actors."""
 
     actors: int = Field(default=2, ge=1, description="actors of the pool")
     strategy: Literal["spread", "pack"] = Field(
@@ -106,7 +106,10 @@ class RolloutService(Service):
 
 
 class LearnerService(Service):
-    """The learner holds state: tasks are not retried, a dead learner comes from its checkpoint."""
+    """Settings of the learner, which holds state: its tasks are not retried.
+
+    A learner that died is restored from a checkpoint.
+    """
 
     actors: Literal[1] = Field(
         default=1, description="there is one learner; `replicas` says of how many processes"
@@ -151,7 +154,7 @@ class LearnerService(Service):
 
     @property
     def regenerating(self) -> int:
-        """CPU threads of a call that makes what is trained on."""
+        """CPU threads of calls that regenerate training samples; evaluations use ``threads``."""
         return self.regenerate_threads or self.threads
 
     in_flight: int = Field(default=1, ge=1, description="tasks at a replica at a time")
@@ -164,11 +167,11 @@ class LearnerService(Service):
 
     @property
     def count(self) -> int:
-        """Every replica is an actor."""
+        """Number of actors, one for each replica."""
         return self.replicas
 
     @model_validator(mode="after")
-    def _a_gpu_each(self) -> LearnerService:
+    def _check_gpu_per_replica(self) -> LearnerService:
         if self.replicas > 1 and 0 < self.gpus <= 0.5:
             raise ValueError(
                 f"gpus = {self.gpus:g}: two of the {self.replicas} replicas would fit on one GPU,"
@@ -178,7 +181,7 @@ class LearnerService(Service):
 
 
 class ScorerService(Service):
-    """Actors of one scorer alone, with a GPU share, threads, deadline and packages of their own."""
+    """Settings of one scorer's own actors, with their GPU share, threads, deadline and packages."""
 
     runtime_env: Tree = Field(
         default_factory=dict,
@@ -187,9 +190,9 @@ class ScorerService(Service):
 
 
 class Autoscale(Section):
-    """Grows the rollout pool while the learner waits for it, shrinks it while its actors idle.
+    """Automatic scaling of the rollout pool, within min_actors and max_actors.
 
-    It stays within min_actors and max_actors.
+    The pool grows while the learner waits for it and shrinks while its actors are idle.
     """
 
     enabled: bool = Field(default=False, description="the rollout pool sizes itself")
@@ -215,7 +218,7 @@ class Autoscale(Section):
 
 
 class Services(Section):
-    """The actor pools, and how their actors are placed."""
+    """All actor pools, and how their actors are started and placed."""
 
     start_deadline_s: float = Field(
         default=600.0,
@@ -243,19 +246,17 @@ class Services(Section):
     learner: LearnerService = LearnerService()
 
     def of(self, kind: str) -> Service:
-        """The settings of ``rollout``, ``reward``, ``scorers.<label>``, ..."""
+        """Return the settings of a service: ``rollout``, ``reward``, ``scorers.<label>``, ..."""
         name, _, label = kind.partition(".")
         return self.scorers[label] if label else getattr(self, name)
 
     @property
     def takes_turns(self) -> bool:
-        """Whether rollout actors and learner work one after the other, as one of them leaves the
-        GPU between its turns.
-        """
+        """True if rollout actors and learner take turns because one of them leaves the GPU."""
         return "host" in (self.rollout.between_turns, self.learner.between_turns)
 
     @model_validator(mode="after")
-    def _scalable(self) -> Services:
+    def _check_scaling(self) -> Services:
         if self.autoscale.enabled and self.rollout.max_actors is None:
             raise ValueError("autoscale.enabled: say how far: services.rollout.max_actors = N")
         for kind in ("learner", "encoder", "selector"):
@@ -268,7 +269,10 @@ class Services(Section):
 
 
 class Layout(Section):
-    """Numbers of actors and their shares, chosen when a run starts; ``services`` by hand wins."""
+    """Choice of the numbers of actors and their GPU shares when a run starts.
+
+    Settings that ``services`` gives explicitly take precedence.
+    """
 
     mode: Literal["auto", "shared", "split"] = Field(
         default="auto",

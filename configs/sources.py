@@ -1,4 +1,4 @@
-"""Source images of prompts that edit one: checked before a run, read at the size that it draws."""
+"""Source images of editing prompts: checked before a run and read at the size of the model."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from configs.load import ConfigError
 
 Pixels: TypeAlias = NDArray[np.uint8]
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
-"""What is read: Pillow knows others, for some of which it starts programs."""
+"""Accepted formats. Pillow supports more, but starts external programs for some of them."""
 KEPT = 128
-"""Images that a process remembers: of 1024x1024 pixels 400 MB."""
+"""Images that a process caches: 400 MB at 1024x1024 pixels."""
 
 
 class Unreadable(OSError):
-    """A file that holds no whole image. Says which, and why."""
+    """Error for a file that is not a complete image; the message names the file and the reason."""
 
     def __init__(self, path: Path, error: Exception):
-        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        why = " ".join(said.split())[:200] or type(error).__name__
+        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        why = " ".join(text.split())[:200] or type(error).__name__
         super().__init__(f"prompts: {path}: no image that can be read ({why})")
 
 
 @functools.lru_cache(KEPT)
 def pixels_of(path: Path, height: int, width: int) -> Pixels:
-    """RGB uint8 [3, height, width], not to be written to.
+    """Return an image as RGB, uint8 [3, height, width], as a read-only array.
 
-    Turned as its EXIF says; of another shape, cut around its middle; then resized by Lanczos, which
-    is what diffusers' pipelines resize with. Raises Unreadable.
+    The image is rotated as its EXIF says, cropped around its center to the aspect ratio, and
+    resized by Lanczos, as in diffusers' pipelines. Raises Unreadable if it cannot be read.
     """
     image = ImageOps.exif_transpose(_opened(path)).convert("RGB")
-    found = ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
-    pixels = np.moveaxis(np.asarray(found), -1, 0).copy()
+    resized = ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
+    pixels = np.moveaxis(np.asarray(resized), -1, 0).copy()
     pixels.flags.writeable = False
     return pixels
 
 
 def refuse_unreadable(paths: Iterable[Path]) -> None:
-    """Raises ConfigError for the first file that holds no whole image."""
+    """Raise ConfigError for the first file that is not a complete image."""
     with ThreadPoolExecutor() as pool:
         for problem in pool.map(_problem, dict.fromkeys(paths)):
             if problem is not None:
@@ -54,7 +54,7 @@ def refuse_unreadable(paths: Iterable[Path]) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """xxh3-128 of a file, hex. Raises ConfigError."""
+    """Return the xxh3-128 of a file, hex. Raises ConfigError if it cannot be read."""
     try:
         _require_file(path)
         return xxhash.xxh3_128_hexdigest(path.read_bytes())
@@ -76,13 +76,13 @@ def _opened(path: Path) -> Image.Image:
         with Image.open(path, formats=FORMATS) as opened:
             opened.load()
             return opened
-    # Pillow's readers raise of every kind where a file is damaged
+    # Pillow's readers raise exceptions of any type for damaged files
     except Exception as error:
         raise Unreadable(path, error) from None
 
 
 def _require_file(path: Path) -> None:
-    """Raises OSError: a pipe or a device would be read for ever."""
+    """Raise OSError unless it is a regular file: reading a pipe or a device might never end."""
     path.stat()
     if not path.is_file():
         raise OSError("it is no file")

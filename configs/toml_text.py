@@ -1,4 +1,4 @@
-"""Plain values as TOML."""
+"""Write plain values as TOML."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 def to_toml(tree: Mapping[str, object]) -> str:
-    """Plain values as TOML, one line per key of the top; keys with None are left out."""
+    """Return ``tree`` as TOML, one line per top-level key; keys whose value is None are omitted."""
 
     def text(value: object) -> str:
         if isinstance(value, dict):
@@ -23,7 +23,7 @@ def to_toml(tree: Mapping[str, object]) -> str:
         if isinstance(value, list | tuple):
             return "[" + ", ".join(text(each) for each in value) + "]"
         if isinstance(value, float):
-            return str(value)  # inf and nan as TOML has them
+            return str(value)  # inf and nan are spelled the same in TOML
         if isinstance(value, bool | int | str):
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         raise TypeError(f"{value!r}: no TOML for {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""The tables of a configuration that say how weights are trained: adapter, optimizer, averages."""
+"""Configuration tables of training: the LoRA adapter, the optimizer and the averages of weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from configs.section import Section
 
 
 class Lora(Section):
-    """The trained weights."""
+    """LoRA adapter: the trained weights."""
 
     rank: int = Field(default=32, ge=1, description="of each adapter's two matrices")
     alpha: float = Field(
@@ -84,24 +84,24 @@ class Optimizer(Section):
 
     @field_validator("gradient_checkpointing", mode="before")
     @classmethod
-    def _share(cls, given: object) -> object:
-        if isinstance(given, float) and not math.isfinite(given):
+    def _check_share(cls, value: object) -> object:
+        if isinstance(value, float) and not math.isfinite(value):
             raise ValueError("Input should be a finite number")
-        if given == "auto" or (isinstance(given, (bool, int, float)) and 0 <= given <= 1):
-            return given
+        if value == "auto" or (isinstance(value, (bool, int, float)) and 0 <= value <= 1):
+            return value
         raise ValueError("use true, false, a share of the blocks from 0 to 1, or auto")
 
     @property
     def recomputed(self) -> float:
-        """Share of the blocks that are computed again; all where nothing was chosen yet."""
-        given = self.gradient_checkpointing
-        return 1.0 if given == "auto" else float(given)
+        """Share of the blocks recomputed in the backward pass; 1 until "auto" is resolved."""
+        setting = self.gradient_checkpointing
+        return 1.0 if setting == "auto" else float(setting)
 
 
 class OldPolicy(Section):
-    """The sampling policy: theta_old <- d theta_old + (1 - d) theta after each iteration s.
+    """Sampling policy: theta_old <- d theta_old + (1 - d) theta after each iteration s.
 
-    d = 0 samples from theta itself.
+    With d = 0 samples come from theta itself.
     """
 
     schedule: Literal["constant", "linear_cap", "delayed_linear_cap"] | None = Field(
@@ -119,7 +119,7 @@ class OldPolicy(Section):
 
 
 class Ema(Section):
-    """The evaluation average of the trained adapter."""
+    """Exponential moving average of the trained adapter, used in evaluations."""
 
     decay: float = Field(
         default=0.9, ge=0, lt=1, description="share of itself that the average keeps"

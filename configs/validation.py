@@ -1,4 +1,4 @@
-"""Which settings of a run go together; each that does not is refused in one line with its key."""
+"""Validation of settings that depend on each other; an error is one line that names the key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_possible(run: RunConfig) -> None:
-    """Raises ValueError, which names the key, for what does not go together."""
+    """Raise ValueError, naming the key, if settings contradict each other."""
     for check in (
         *(_check_selection, _check_size, _check_base, _check_stages, _check_random_seeds),
         *(_check_share, _check_shards, _check_turns),
@@ -22,7 +22,7 @@ def check_possible(run: RunConfig) -> None:
 
 
 def _check_selection(run: RunConfig) -> None:
-    """Raises ValueError for more samples than there are, or an odd number of best and worst."""
+    """Raise ValueError if ``selection.keep`` exceeds the pool, or is odd for best and worst."""
     keep, pool = run.selection.keep, run.explore.pool_size
     if run.plan.explore is not None and keep > pool:
         raise ValueError(
@@ -37,13 +37,11 @@ def _check_selection(run: RunConfig) -> None:
 
 
 def _check_stages(run: RunConfig) -> None:
-    """Raises ValueError for what only goes with exploring in one stage and regenerating in another,
-    where the arm lacks one of them.
-    """
+    """Raise ValueError for settings that need two stages if the arm has only one."""
     if run.plan.explore is not None and run.plan.regenerate:
         return
-    does = "trains on the explored images themselves" if run.plan.explore else "explores nothing"
-    why = f"arm {run.arm!r} {does}"
+    action = "trains on the explored images themselves" if run.plan.explore else "explores nothing"
+    why = f"arm {run.arm!r} {action}"
     if run.explored_model != run.model:
         key = "height" if run.explore.height is not None else "frames"
         raise ValueError(
@@ -52,8 +50,8 @@ def _check_stages(run: RunConfig) -> None:
         )
     if run.explore_ahead:
         raise ValueError(f"explore_ahead: {why}, so it cannot explore with an older policy: use 0")
-    if asked := run.audit.needs_two_stages:
-        raise ValueError(f"{asked}: {why}, so there is nothing to audit: leave it out")
+    if audit_key := run.audit.needs_two_stages:
+        raise ValueError(f"{audit_key}: {why}, so there is nothing to audit: leave it out")
     if run.explore.decoder == "tiny":
         raise ValueError(
             f"explore.decoder: {why}, so there are no proxy images to decode: use 'full'"
@@ -61,7 +59,7 @@ def _check_stages(run: RunConfig) -> None:
 
 
 def _check_random_seeds(run: RunConfig) -> None:
-    """Raises ValueError for seeds to audit that cannot be drawn, or not be compared."""
+    """Raise ValueError if the random seeds of the audit cannot be drawn or cannot be compared."""
     seeds, pool = run.audit.random_seeds, run.explore.pool_size
     if seeds > pool:
         raise ValueError(f"audit.random_seeds: {seeds} is more than explore.pool_size = {pool}")
@@ -73,7 +71,7 @@ def _check_random_seeds(run: RunConfig) -> None:
 
 
 def _check_objective(run: RunConfig) -> None:
-    """Raises ValueError for an objective that does not go with the arm or the solver."""
+    """Raise ValueError if the objective cannot be used with the arm or the solver."""
     objective, plan = run.objective, run.plan
     if plan.solver not in objective.solvers:
         kind = (
@@ -104,7 +102,7 @@ def _check_objective(run: RunConfig) -> None:
 
 
 def _check_trained_steps(run: RunConfig) -> None:
-    """Raises ValueError for too few steps to train on."""
+    """Raise ValueError if sampling has too few steps for the objective or its window."""
     objective, steps = run.objective, run.regenerate.steps
     if not objective.trained_steps(steps):
         raise ValueError(
@@ -120,7 +118,7 @@ def _check_trained_steps(run: RunConfig) -> None:
 
 
 def _check_paths(run: RunConfig) -> None:
-    """Raises ValueError where the paths that are trained on cannot be explored."""
+    """Raise ValueError if the paths that are trained on cannot be explored."""
     if not run.explore.paths or run.plan.explore is None:
         return
     objective, steps, full = run.objective, run.explore.steps, run.regenerate.steps
@@ -135,18 +133,20 @@ def _check_paths(run: RunConfig) -> None:
             " explore.height, explore.width and explore.frames out"
         )
     stop = objective.last_stop(full)
-    least = min(stop + 1, full)
-    if not least <= steps <= full:
-        enough = f"{least} to {full}" if least < full else f"{full}"
+    # the stochastic steps must be explored unchanged; only the steps after them may be fewer
+    fewest = min(stop + 1, full)
+    if not fewest <= steps <= full:
+        allowed = f"{fewest} to {full}" if fewest < full else f"{full}"
         raise ValueError(
             f"explore.steps: {steps}, but paths of {full} steps are stochastic up to step {stop}"
-            f" and are explored as they are till then: use {enough}, or explore.paths = false"
+            f" and are explored as they are till then: use {allowed}, or explore.paths = false"
         )
 
 
 def _check_guidance(run: RunConfig) -> None:
-    """Raises ValueError for a scale of no stage, and for paths that are trained on with another
-    guidance than they have.
+    """Raise ValueError if no stage uses ``low_noise``, or if paths get another scale in training.
+
+    The densities of a path's steps are those of the guidance that they were sampled with.
     """
     guidance, solver = run.guidance, run.plan.solver
     if guidance.low_noise is not None and not guidance.stages:
@@ -163,17 +163,17 @@ def _check_guidance(run: RunConfig) -> None:
 
 
 def _check_scorers(run: RunConfig) -> None:
-    """Raises ValueError for actors of a scorer that is not there."""
+    """Raise ValueError if ``services.scorers`` names a scorer that does not exist."""
     labels = [scorer.label for scorer in run.rewards.everyone]
-    if strangers := sorted(run.services.scorers.keys() - set(labels)):
+    if unknown := sorted(run.services.scorers.keys() - set(labels)):
         raise ValueError(
-            f"services.scorers.{strangers[0]}: there is no scorer of that name; there are:"
+            f"services.scorers.{unknown[0]}: there is no scorer of that name; there are:"
             f" {', '.join(labels)}"
         )
 
 
 def _check_share(run: RunConfig) -> None:
-    """Raises ValueError for replicas of which one would have nothing to train on."""
+    """Raise ValueError if a learner replica would have nothing to train on."""
     learner, prompts = run.services.learner, run.prompts.per_iteration
     samples = prompts * run.selection.keep
     if learner.share == "prompts" and learner.replicas > prompts:
@@ -190,13 +190,14 @@ def _check_share(run: RunConfig) -> None:
 
 
 def _check_shards(run: RunConfig) -> None:
-    """Raises ValueError for what cannot go with frozen weights in shards."""
+    """Raise ValueError for settings that do not support sharded frozen weights."""
     learner = run.services.learner
     if learner.shard == "none":
         return
     key = "services.learner.shard: 'base'"
-    chosen = run.layout is not None and "replicas" not in learner.model_fields_set
-    if learner.replicas == 1 and not chosen:
+    # a layout sets the number of replicas later, unless the user has set it
+    undecided = run.layout is not None and "replicas" not in learner.model_fields_set
+    if learner.replicas == 1 and not undecided:
         raise ValueError(
             f"{key} with one replica, which holds all of it: set services.learner.replicas"
         )
@@ -213,7 +214,7 @@ def _check_shards(run: RunConfig) -> None:
 
 
 def _check_turns(run: RunConfig) -> None:
-    """Raises ValueError for what cannot go with weights that leave a GPU between turns."""
+    """Raise ValueError for settings that do not support weights in host memory between turns."""
     services = run.services
     for kind in ("rollout", "learner"):
         if getattr(services, kind).between_turns == "host" and run.explore_ahead:
@@ -237,7 +238,7 @@ def _check_turns(run: RunConfig) -> None:
 
 
 def _check_base(run: RunConfig) -> None:
-    """Raises ValueError for what cannot go with packed frozen weights."""
+    """Raise ValueError for settings that do not support packed (quantized) frozen weights."""
     base, plan = run.lora.base, run.plan
     if base == "full":
         return
@@ -259,7 +260,10 @@ def _check_base(run: RunConfig) -> None:
 
 
 def _check_size(run: RunConfig) -> None:
-    """Raises ValueError for proxy images whose noise is no whole part of the full one."""
+    """Raise ValueError if the size of proxy images or clips does not fit that of full ones.
+
+    Proxy noise is derived from full-size noise in whole blocks, and from its first frames.
+    """
     sizes = {side: getattr(run.explore, side) for side in ("height", "width")}
     if None in sizes.values() and any(sizes.values()):
         raise ValueError("explore.height: one side alone is given: give both, or none")

@@ -1,4 +1,4 @@
-"""Ray's dashboard as `sol-rl` uses it: a job client whose every request has a timeout."""
+"""Access to Ray's dashboard through a job client whose requests all have a timeout."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ TOKEN_WANTED = (
     " or at RAY_AUTH_TOKEN_PATH"
 )
 ANSWER_S = (10.0, 120.0)
-"""Seconds a dashboard may take to accept a connection, and to answer."""
+"""Timeouts for a dashboard to accept a connection and to answer, seconds."""
 URL = ("http://", "https://")
 
 
 def client_of(address: str | None) -> JobSubmissionClient:
-    """A job client of the dashboard at ``address``, of the environment's, or of this machine's.
+    """Return a job client of the dashboard at ``address``.
 
-    Raises ConfigError for an address that is no URL, and when nothing answers.
+    Without an address it uses RAY_API_SERVER_ADDRESS, RAY_ADDRESS or this machine's dashboard.
+    Raises ConfigError if the address is no URL or if nothing answers.
     """
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
     class Client(JobSubmissionClient):
-        """Every request has a timeout."""
+        """Job client that sets a timeout for every request."""
 
-        def _do_request(self, *arguments, **how):
-            return super()._do_request(*arguments, **{"timeout": ANSWER_S, **how})
+        def _do_request(self, *arguments, **options):
+            return super()._do_request(*arguments, **{"timeout": ANSWER_S, **options})
 
     at, url = f"--address {address}", address
     if not address:
@@ -61,8 +62,10 @@ def client_of(address: str | None) -> JobSubmissionClient:
 
 @contextmanager
 def _only(url: str | None) -> Iterator[None]:
-    """Within the block Ray uses ``url``, which it would ignore in favour of RAY_API_SERVER_ADDRESS
-    and RAY_ADDRESS.
+    """Make Ray use ``url`` within the block.
+
+    Ray prefers the environment variables RAY_API_SERVER_ADDRESS and RAY_ADDRESS to the URL that
+    it is given.
     """
     name = "RAY_API_SERVER_ADDRESS"
     before = os.environ.get(name)
@@ -80,9 +83,9 @@ def _only(url: str | None) -> Iterator[None]:
 def refusals(
     client: JobSubmissionClient, advice: Callable[[Exception], str | None] = lambda error: None
 ) -> Iterator[None]:
-    """Errors of a dashboard within the block become a ConfigError of one line.
+    """Convert errors of a dashboard within the block to a ConfigError of one line.
 
-    ``advice``: what to do about an error, where the caller knows that.
+    ``advice`` returns what to do about an error, or None if it does not know.
     """
     from ray.exceptions import AuthenticationError
 
@@ -101,9 +104,10 @@ def refusals(
 def ask_through_job(
     address: str, arguments: Sequence[str], show: Callable[[str], None], say: Callable[[str], None]
 ) -> int:
-    """Run a `sol-rl` command on the cluster, as a small job with the files of a run that is there.
+    """Run a `sol-rl` command on the cluster as a small job; return the command's exit code.
 
-    For users who can only reach the dashboard. Raises ConfigError when no submitted run is running.
+    The job uses the files of a submitted run that is running there. For users who can reach only
+    the dashboard. Raises ConfigError if no submitted run is running.
     """
     client = client_of(address)
     with refusals(client):

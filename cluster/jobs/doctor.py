@@ -1,4 +1,4 @@
-"""``sol-rl doctor`` on a cluster: a process on every node examines it."""
+"""Checks of ``sol-rl doctor`` on a cluster: a process on every node examines its node."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ from planning.facts import Facts, examine
 from planning.placement import NoRoom, needs_of, place
 
 ANSWER_S = 120.0
-"""How long a node may take to examine itself: it imports torch first."""
+"""Timeout for a node to examine itself, which includes importing torch."""
 SENT = 64 * 2**20
+"""Least size of the object that nodes fetch to measure bandwidth, bytes; its size without a run."""
 MOST_SENT = 512 * 2**20
+"""Largest size of that object, which otherwise is as large as a run's published weights, bytes."""
 
 
 def of_cluster(config: RunConfig | None) -> list[Check]:
-    """The checks of the cluster that this process is connected to."""
+    """Return the checks of the cluster that this process is connected to."""
     checks: list[Check] = []
     if config is not None:
         config, placed = _placed(config)
@@ -44,7 +46,7 @@ def of_cluster(config: RunConfig | None) -> list[Check]:
 
 
 def _placed(config: RunConfig) -> tuple[RunConfig, Check]:
-    """``config`` laid out on this cluster, and whether every actor has a place."""
+    """Return ``config`` with a layout for this cluster, and the check that all actors fit."""
     try:
         config = choose_cluster_layout(config, lambda line: None)
         place(needs_of(config), all_nodes())
@@ -53,27 +55,27 @@ def _placed(config: RunConfig) -> tuple[RunConfig, Check]:
     try:
         place(needs_of(config), free_nodes())
     except NoRoom as error:
-        told = "; ".join(error.lines)
-        return config, Check("placement", "note", f"other jobs hold what it needs: {told}")
+        reasons = "; ".join(error.lines)
+        return config, Check("placement", "note", f"other jobs hold what it needs: {reasons}")
     return config, Check("placement", "ok", f"{len(needs_of(config))} actors have a place")
 
 
 def _stores(config: RunConfig | None) -> list[Check]:
     sizes = object_stores()
-    said = ", ".join(f"{node[:8]} {size / 1e9:.1f} GB" for node, size in sorted(sizes.items()))
+    summary = ", ".join(f"{node[:8]} {size / 1e9:.1f} GB" for node, size in sorted(sizes.items()))
     if config is not None:
         try:
             check_store(config, all_nodes(), sizes)
         except ConfigError as error:
             return [Check("object store", "failed", "; ".join(error.lines))]
         except NoRoom:
-            return [Check("object store", "note", f"{said}; not compared: no placement")]
-    return [Check("object store", "ok", said)]
+            return [Check("object store", "note", f"{summary}; not compared: no placement")]
+    return [Check("object store", "ok", summary)]
 
 
 @contextlib.contextmanager
 def _mark(config: RunConfig | None) -> Iterator[str | None]:
-    """A file under the run root that other nodes should see; None where there is no run root."""
+    """Create a file under the run root that all nodes should see; None if there is no run root."""
     if config is None or config.run_root is None:
         yield None
         return
@@ -81,45 +83,48 @@ def _mark(config: RunConfig | None) -> Iterator[str | None]:
     with contextlib.ExitStack() as stack:
         try:
             root.mkdir(parents=True, exist_ok=True)
-            made = stack.enter_context(tempfile.NamedTemporaryFile(dir=root, prefix=".doctor-"))
+            file = stack.enter_context(tempfile.NamedTemporaryFile(dir=root, prefix=".doctor-"))
         except OSError as error:
             raise ConfigError(f"run_root = {str(root)!r}: {error.strerror or error}") from None
-        yield made.name
+        yield file.name
 
 
 def _facts(config: RunConfig | None, mark: str | None) -> tuple[list[Facts], list[tuple[str, str]]]:
-    """(the facts of every node, the nodes that gave none with the reason)."""
+    """Return (the facts of each node, (node, reason) for each node that returned none)."""
     tree = config.model_dump(mode="json") if config is not None else None
     nodes = all_nodes()
     remote: Any = ray.remote(look_around)  # pyright: ignore[reportUnknownVariableType]
-    here = ray.get_runtime_context().get_node_id()
+    this_node = ray.get_runtime_context().get_node_id()
     size = min(max(published_bytes(config).total, SENT), MOST_SENT) if config is not None else SENT
     weights = ray.put(np.zeros(size, np.uint8))
-    found, silent = list[Facts](), list[tuple[str, str]]()
+    all_facts, silent = list[Facts](), list[tuple[str, str]]()
     for node in nodes:
-        where = NodeAffinitySchedulingStrategy(node.id, soft=False)
-        # one after the other: they would share the driver's link
-        asked = remote.options(scheduling_strategy=where, num_cpus=0, max_retries=0)
+        affinity = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        # one node after the other: concurrent transfers would share the driver's link
+        task = remote.options(scheduling_strategy=affinity, num_cpus=0, max_retries=0)
         try:
             sent = time.time()
             facts, received = ray.get(
-                asked.remote(tree, mark, [weights] if node.id != here else []), timeout=ANSWER_S
+                task.remote(tree, mark, [weights] if node.id != this_node else []), timeout=ANSWER_S
             )
             returned = time.time()
-        except Exception as error:  # whatever it is, the line says it
+        except Exception as error:  # whatever it is, the check reports it
             silent.append((node.id, cause(error)))
             continue
-        # the node read its clock between the two, which bounds the difference
+        # the node read its clock between these two times, so the clocks differ at least by this
         behind = max(0.0, sent - facts.now, facts.now - returned)
         rate = size / received / 1e6 if received else None
-        found.append(replace(facts, node=node.id, clock=behind, bandwidth_mb_s=rate))
-    return found, silent
+        all_facts.append(replace(facts, node=node.id, clock=behind, bandwidth_mb_s=rate))
+    return all_facts, silent
 
 
 def look_around(
     tree: dict[str, object] | None, mark: str | None, weights: list[Any]
 ) -> tuple[Facts, float | None]:
-    """(``examine`` on this node, seconds to fetch ``weights`` from another)."""
+    """Return (the facts of this node, seconds to fetch ``weights``, or None if there are none).
+
+    ``weights`` contains a reference to an object on another node.
+    """
     seconds = None
     if weights:
         began = time.perf_counter()

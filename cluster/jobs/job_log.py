@@ -1,4 +1,4 @@
-"""`sol-rl submit --follow`: show a job's log until the job ends, over connections that break."""
+"""Follow a job's log until the job ends and reconnect if the stream breaks (`submit --follow`)."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
 
 PAUSE_S = 5.0
-"""Before a log that broke off is asked for again."""
+"""Pause before a broken log stream is requested again."""
 SILENCE_S = 120.0
-"""A log that brings nothing for this long: the job's status is asked for."""
+"""Check the job's status when its log stream has been silent for this long."""
 GIVE_UP_S = 300.0
-"""A dashboard that does not answer for this long is given up."""
+"""Stop following when the dashboard has not answered for this long."""
 OUT_OF_SIGHT = 4
-"""Exit code: the dashboard no longer answers, and what became of the job is unknown."""
+"""Exit code: the dashboard no longer answers, so the job's outcome is unknown."""
 ENDED = ("SUCCEEDED", "STOPPED", "FAILED")
 QUIET = "quiet"
+"""Result of ``_read`` for a stream that was silent for ``SILENCE_S``."""
 BEGUN = "Running entrypoint for job "
-"""Begins the last line that Ray writes before those of the command."""
+"""Start of the last line that Ray writes before the command's own output."""
 
 
 class Log:
     """Shows every part of a log once, however often the log is read from its beginning.
 
-    ``fresh``: whether something was shown since this was last set to False.
+    ``fresh`` is True if something was shown since it was last set to False.
     """
 
     def __init__(self, show: Callable[[str], None]):
         self._show, self._shown, self._read, self.fresh = show, 0, 0, True
 
     def again(self) -> None:
-        """Begin to read it from its beginning."""
+        """Start reading the log from its beginning again."""
         self._read = 0
 
     def take(self, text: str) -> None:
-        """The next part that was read."""
+        """Take the next part of the log and show what was not shown before."""
         new = text[max(0, self._shown - self._read) :]
         self._read += len(text)
         if new:
@@ -51,10 +52,10 @@ class Log:
 def follow(
     client: JobSubmissionClient, job: str, show: Callable[[str], None], say: Callable[[str], None]
 ) -> int:
-    """Show a job's log until the job ends; returns the exit code that `sol-rl train` ended with.
+    """Show a job's log until the job ends; return the exit code of its `sol-rl train`.
 
-    A stream that breaks is resumed. OUT_OF_SIGHT when the dashboard has not answered for
-    ``GIVE_UP_S``. ``say`` takes the lines that are not the job's own.
+    A stream that breaks is resumed. Returns OUT_OF_SIGHT if the dashboard has not answered for
+    ``GIVE_UP_S``. ``say`` receives the lines that are not part of the job's log.
     """
     log, at, silent_since = Log(show), client.get_address(), None
     while True:
@@ -88,27 +89,27 @@ def follow(
 def output_of(
     client: JobSubmissionClient, job: str, show: Callable[[str], None], say: Callable[[str], None]
 ) -> int:
-    """``follow``, without the lines that Ray writes before the command's own."""
-    held: str | None = ""
+    """Follow a job like ``follow``, but omit the lines that Ray writes before the command's own."""
+    buffered: str | None = ""  # text before the command's own; None once that has started
 
-    def own(text: str) -> None:
-        nonlocal held
-        if held is None:
+    def show_own(text: str) -> None:
+        nonlocal buffered
+        if buffered is None:
             return show(text)
-        held += text
-        _, begun, rest = held.partition(BEGUN)
-        if begun and "\n" in rest:
-            held = None
-            own(rest.partition("\n")[2])
+        buffered += text
+        _, marker, rest = buffered.partition(BEGUN)
+        if marker and "\n" in rest:
+            buffered = None
+            show_own(rest.partition("\n")[2])
 
-    code = follow(client, job, own, say)
-    if held:  # it did not come to the command
-        show(held)
+    code = follow(client, job, show_own, say)
+    if buffered:  # the job ended before the command started: Ray's lines say why
+        show(buffered)
     return code
 
 
 async def _read(client: JobSubmissionClient, job: str, log: Log) -> str | None:
-    """Read until the stream ends (None), breaks (why), or is silent for SILENCE_S (QUIET)."""
+    """Read the stream; return None if it ended, QUIET if it was silent, else why it broke."""
     stream = aiter(client.tail_job_logs(job))
     while True:
         try:
@@ -119,11 +120,11 @@ async def _read(client: JobSubmissionClient, job: str, log: Log) -> str | None:
             return QUIET
         except connection_errors() as error:
             return short_line(error)
-        log.take(text)  # outside of `try`: an error in showing is none of the connection
+        log.take(text)  # outside of `try`: an error in `show` is not one of the connection
 
 
 def _read_rest(client: JobSubmissionClient, job: str, log: Log) -> None:
-    """Show what an ended job wrote after its stream broke, where that can still be read."""
+    """Show what an ended job wrote after its stream broke, if the log can still be read."""
     try:
         text = client.get_job_logs(job)
     except connection_errors():
@@ -133,7 +134,7 @@ def _read_rest(client: JobSubmissionClient, job: str, log: Log) -> None:
 
 
 def connection_errors() -> tuple[type[Exception], ...]:
-    """What Ray's job client raises for a broken connection, or a proxy's answer."""
+    """Return what Ray's job client raises for broken connections and for answers of a proxy."""
     import aiohttp
     from ray.exceptions import RayError
 
@@ -150,6 +151,6 @@ def _exit_code(info: JobDetails) -> int:
 
 
 def short_line(error: BaseException) -> str:
-    """An error's first line, cut to 200 characters."""
+    """Return an error's first line, cut to 200 characters."""
     line = first_line(error)
     return line if len(line) <= 200 else f"{line[:197]}..."

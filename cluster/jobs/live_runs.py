@@ -1,4 +1,4 @@
-"""`sol-rl status` and `sol-rl scale`: find the runs of a cluster, read their state, scale them."""
+"""Find the runs of a cluster, read their state and scale them (`sol-rl status`, `sol-rl scale`)."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from configs.load import ConfigError
 from records.errors import RunFailed, first_line
 
 SCALE_S = 900.0
-"""How long `scale` waits for new actors to have loaded their models."""
+"""How long `scale` waits until new actors have loaded their models."""
 ANSWER_S = 30.0
-"""How long the board may take to answer."""
+"""Timeout of a call to the board."""
 LISTENER_S = 10.0
-"""How long a cluster's head may take to accept a connection, and to answer on it."""
+"""Timeout for a cluster's head to accept a connection, and again to answer on it."""
 CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
-"""What every process asks a head first; the request has no fields."""
+"""The gRPC method that every process calls first on a head; its request has no fields."""
 
 
 def address_of(given: str | None) -> str:
-    """The given address, or RAY_ADDRESS, or the cluster last started on this machine."""
+    """Return ``given``, else RAY_ADDRESS, else "auto": the cluster last started on this machine."""
     return given or os.environ.get("RAY_ADDRESS") or "auto"
 
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """A Ray connection: the existing one, or one to ``address``.
+    """Use the existing Ray connection within the block, or a temporary one to ``address``.
 
-    Raises ConfigError where nothing answers.
+    Raises ConfigError if nothing answers.
     """
     import ray
     from ray.exceptions import RayError
@@ -61,8 +61,9 @@ def connected(address: str) -> Iterator[None]:
 
 
 def wants_token(error: BaseException | None) -> bool:
-    """Whether Ray could not join a cluster because it lacks the token. Where the cluster refused,
-    only the text of the error's cause says so.
+    """Return True if Ray could not join a cluster because the token is missing or wrong.
+
+    If the cluster refused the token, only the text of the error's cause says so.
     """
     from ray.exceptions import AuthenticationError
 
@@ -74,16 +75,17 @@ def wants_token(error: BaseException | None) -> bool:
 
 
 def require_listener(address: str, given_as: str = "--address") -> None:
-    """Raises ConfigError when ``address``, host:port, accepts no connection, does not speak gRPC's
-    protocol, HTTP/2, or refuses this process's token.
+    """Raise ConfigError unless a Ray head answers at ``address``, host:port, and takes the token.
 
-    Ray itself tries for many minutes before it gives up, and where the token is wrong for twenty
-    seconds, with a warning for each. Other addresses, such as ``auto``, are left to Ray.
+    Refused are addresses that accept no connection, do not speak HTTP/2 (the protocol under gRPC)
+    or reject this process's token. This check fails fast: Ray itself retries for many minutes, and
+    for twenty seconds if the token is wrong, with a warning for each attempt. Other addresses, such
+    as ``auto``, are left to Ray.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host:
         return
-    if not port.isdecimal():  # Ray would ask there for ever
+    if not port.isdecimal():  # Ray would retry there forever
         raise ConfigError(f"{given_as} {address}: {port!r} is no port; give host:port of its head")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), LISTENER_S) as to:
@@ -95,7 +97,7 @@ def require_listener(address: str, given_as: str = "--address") -> None:
                 )
         if not address.startswith("ray://") and _refuses_token(address):
             raise ConfigError(f"{given_as} {address}: {TOKEN_WANTED}")
-    # UnicodeError: what cannot be the name of a host
+    # UnicodeError: the text cannot be a host name
     except (OSError, OverflowError, RuntimeError, UnicodeError) as error:
         raise ConfigError(
             f"{given_as} {address}: no Ray cluster answers there ({error}); give host:port of"
@@ -104,13 +106,13 @@ def require_listener(address: str, given_as: str = "--address") -> None:
 
 
 def _refuses_token(address: str) -> bool:
-    """Whether a head refuses what it is asked with this process's token, or it has none and should.
+    """Return True if the head rejects this process's token, or requires one and there is none.
 
-    Raises OSError or RuntimeError where Ray is to use TLS and its files are not there.
+    Raises OSError or RuntimeError if Ray is set to use TLS and its files are missing.
     """
     import grpc
 
-    # private: Ray has no public way to ask a cluster just once
+    # a private module: Ray has no public way to send a single request to a cluster
     from ray._private.grpc_utils import init_grpc_channel
     from ray.exceptions import AuthenticationError
 
@@ -125,63 +127,63 @@ def _refuses_token(address: str) -> bool:
 
 
 def _speaks_http2(to: socket.socket) -> bool:
-    """Whether the other side answers as HTTP/2 servers begin (RFC 9113, 3.4): with its settings."""
+    """Return True if the peer answers with a SETTINGS frame, as HTTP/2 requires (RFC 9113, 3.4)."""
     to.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
     head = b""
-    while len(head) < 9 and (more := to.recv(9 - len(head))):
-        head += more
-    return head[3:] == b"\4\0\0\0\0\0"  # after its length: settings, no flags, stream 0
+    while len(head) < 9 and (part := to.recv(9 - len(head))):
+        head += part
+    return head[3:] == b"\4\0\0\0\0\0"  # after the length: type SETTINGS, no flags, stream 0
 
 
 def states(name: str | None) -> dict[str, RunState]:
-    """The states of this cluster's runs by key, of those called ``name`` if given.
+    """Return the states of this cluster's runs by key, only of runs called ``name`` if given.
 
-    Raises ConfigError when there is none, RunFailed when the cluster does not answer.
+    Raises ConfigError if there are none, RunFailed if the cluster does not answer.
     """
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
     try:
         board = ray.get_actor(NAME, namespace=NAMESPACE)
-        found = cast(dict[str, RunState], ray.get(board.runs.remote(), timeout=ANSWER_S))
+        running = cast(dict[str, RunState], ray.get(board.runs.remote(), timeout=ANSWER_S))
     except (ValueError, RayActorError):
-        found = {}
+        running = {}
     except GetTimeoutError:
         raise RunFailed(
             f"the cluster did not answer within {ANSWER_S:g} s: is its head alive?"
         ) from None
     except RayError as error:
         raise RunFailed(f"the cluster does not answer ({first_line(error)})") from None
-    chosen = {key: state for key, state in found.items() if name in (None, state["run"])}
+    chosen = {key: state for key, state in running.items() if name in (None, state["run"])}
     if not chosen:
-        there = ", ".join(sorted(state["run"] for state in found.values()))
+        names = ", ".join(sorted(state["run"] for state in running.values()))
         raise ConfigError(
-            f"no run {name!r} on this cluster; there are: {there}"
-            if there
+            f"no run {name!r} on this cluster; there are: {names}"
+            if names
             else "no run on this cluster"
         )
     return chosen
 
 
 def scale(name: str | None, sizes: Sizes, timeout_s: float = SCALE_S) -> str:
-    """Ask a run for other pool sizes and wait until it has them; returns the run's answer.
+    """Request other pool sizes from a run, wait until it has them and return the run's message.
 
     Raises:
-        ConfigError: there is no such run, or several, or the run refuses, with its reasons.
-        RunFailed: the run ended, or did not do it within ``timeout_s``.
+        ConfigError: there is no such run, or there are several, or the run refuses (with reasons).
+        RunFailed: the run ended, or did not reach the sizes within ``timeout_s``.
     """
     import ray
     from ray.exceptions import RayError
 
-    found = states(name)
-    if len(found) > 1:
-        there = ", ".join(sorted(state["run"] for state in found.values()))
-        raise ConfigError(f"--run: which one? there are: {there}")
-    (key,) = found
+    matching = states(name)
+    if len(matching) > 1:
+        names = ", ".join(sorted(state["run"] for state in matching.values()))
+        raise ConfigError(f"--run: which one? there are: {names}")
+    (key,) = matching
     try:
         board = ray.get_actor(NAME, namespace=NAMESPACE)
         number = ray.get(board.request.remote(key, sizes), timeout=ANSWER_S)
-    except (RayError, ValueError) as error:  # it was there a moment ago
+    except (RayError, ValueError) as error:  # `states` reached the board a moment ago
         why = first_line(error)
         raise RunFailed(f"the run's board was lost ({why}): see `sol-rl status`") from None
     deadline = time.monotonic() + timeout_s
@@ -192,10 +194,10 @@ def scale(name: str | None, sizes: Sizes, timeout_s: float = SCALE_S) -> str:
         except RayError:
             outcome, alive = None, False
         if outcome is not None:
-            done, words = outcome
+            done, message = outcome
             if not done:
-                raise ConfigError(words.splitlines())
-            return words
+                raise ConfigError(message.splitlines())
+            return message
         if not alive:
             raise RunFailed(
                 f"the run ended, or its board was lost, before it had {sizes}: see `sol-rl status`"

@@ -1,4 +1,4 @@
-"""A run's state as text for a terminal; without Ray or torch, so that it is there at once."""
+"""Format the state of a run for a terminal, at once: neither Ray nor torch is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from records.words import duration
 
 
 def lines_of(state: RunState) -> list[str]:
-    """A run's state for a terminal."""
+    """Return the lines that describe the state of a run."""
     row = state["row"]
     left = f", about {duration(state['left_s'])} left" if state["left_s"] is not None else ""
     version = "none" if state["version"] is None else state["version"]

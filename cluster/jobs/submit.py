@@ -1,8 +1,8 @@
-"""`sol-rl submit`: a run as a Ray job, and the files that are sent along with it.
+"""Submit a run as a Ray job, together with the files that it needs (`sol-rl submit`).
 
-Sent are the source tree (or, where there is none, the installed packages) without run outputs and
-environments, and the configuration and prompt files that lie elsewhere. ``.rayignore`` and
-``deploy/runtime_env.yaml`` say the same to a plain ``ray job submit``; a test compares them.
+The job gets the source tree (the installed packages if there is no tree) without run outputs and
+environments, and the configuration and prompt files that are outside of it. ``.rayignore`` and
+``deploy/runtime_env.yaml`` configure the same for a plain ``ray job submit``; a test compares them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ LEFT_OUT = (
     ".pytest_cache", ".ruff_cache", ".hypothesis", ".import_linter_cache", "tests", "docs",
     "checkpoints",
 )  # fmt: skip
-"""Never sent to a cluster."""
+"""Patterns of names that are never sent to a cluster."""
 
 
 class RuntimeEnv(TypedDict):
-    """The part of Ray's runtime_env that is the same for every run."""
+    """Part of Ray's runtime_env that is the same for every run."""
 
     env_vars: dict[str, str]
     excludes: list[str]
@@ -49,23 +49,23 @@ class RuntimeEnv(TypedDict):
 
 RUNTIME_ENV: RuntimeEnv = {
     "env_vars": {
-        # before SIGKILL the update in hand is finished and a checkpoint written
+        # time before SIGKILL to finish the current update and write a checkpoint
         "RAY_JOB_STOP_WAIT_TIME_S": "120",
         "PYTHONUNBUFFERED": "1",
     },
     "excludes": list(LEFT_OUT),
 }
 ELSEWHERE = "submitted"
-"""The folder for files from outside the tree, in what is sent."""
+"""Folder of the sent copy that contains files from outside the tree."""
 
 
 def submit(
     source: str, overrides: Sequence[str], address: str | None, resume: bool
 ) -> tuple[JobSubmissionClient, str]:
-    """(client, job id) of a new job that trains ``source``.
+    """Submit a job that trains ``source``; return (client, job id).
 
-    Raises ConfigError for an invalid configuration, a run_root that is not shared, files that are
-    not sent, an ``address`` where nothing answers, or a job that is refused there.
+    Raises ConfigError if the configuration is invalid, run_root is not an absolute path, a file is
+    not sent with the job, nothing answers at ``address``, or the job is refused there.
     """
     config = load(source, overrides)
     check_run_root_of_job(config)
@@ -89,9 +89,11 @@ def check_through_job(
     show: Callable[[str], None],
     say: Callable[[str], None],
 ) -> int:
-    """The exit code of ``sol-rl doctor`` on the cluster, as a small job with the files that a run
-    would have there; what it would refuse is for the doctor to say. Raises ConfigError for an
-    invalid configuration, prompt files that cannot be sent, or an ``address`` that takes no job.
+    """Run ``sol-rl doctor`` on the cluster as a small job; return its exit code.
+
+    The job gets the files that a run would get. Problems that would stop the run are reported by
+    the doctor, not raised here. Raises ConfigError if the configuration is invalid, prompt files
+    cannot be sent, or ``address`` takes no job.
     """
     config = load(source, overrides) if source else None
     client = client_of(address)
@@ -107,7 +109,7 @@ def check_through_job(
 
 @contextmanager
 def _staged(source: str | None, config: RunConfig | None) -> Iterator[tuple[Path, list[str]]]:
-    """A copy of what is sent, and the job's configuration argument, if there is one."""
+    """Yield a temporary copy of what is sent, and the job's configuration argument, if any."""
     with tempfile.TemporaryDirectory(prefix="sol-rl-submit-") as folder:
         tree = Path(folder) / "tree"
         try:
@@ -125,7 +127,7 @@ def _staged(source: str | None, config: RunConfig | None) -> Iterator[tuple[Path
 
 
 def _too_large(tree: Path) -> Callable[[Exception], str | None]:
-    """The advice where Ray refuses ``tree`` for its size: the file or folder that takes most."""
+    """Return a function that names the largest entry of ``tree`` if Ray refuses its size."""
 
     def advice(error: Exception) -> str | None:
         if "exceeds the maximum size" not in str(error):
@@ -134,7 +136,7 @@ def _too_large(tree: Path) -> Callable[[Exception], str | None]:
             top.name: sum(f.lstat().st_size for f in (top, *top.rglob("*")) if not f.is_dir())
             for top in tree.iterdir()
         }
-        name = max(sizes, key=lambda each: sizes[each])
+        name = max(sizes, key=lambda entry: sizes[entry])
         return (
             f"the largest is {name!r} ({sizes[name] / 1e6:.0f} MB): keep it outside {TREE}, and"
             " name it by an absolute path"
@@ -144,7 +146,7 @@ def _too_large(tree: Path) -> Callable[[Exception], str | None]:
 
 
 def check_run_root_of_job(config: RunConfig) -> None:
-    """Raises ConfigError unless run_root is an absolute path; the job checks that it can write."""
+    """Raise ConfigError unless run_root is an absolute path; the job checks that it is writable."""
     if config.run_root is None or not os.path.isabs(config.run_root):
         raise ConfigError(
             f"run_root = {config.run_root!r}: a job needs an absolute path on a disk that its"
@@ -153,9 +155,9 @@ def check_run_root_of_job(config: RunConfig) -> None:
 
 
 def check_files_of_job(config: RunConfig) -> None:
-    """Raises ConfigError for a model, LoRA or scorer's file that is on this machine only.
+    """Raise ConfigError if a model, a LoRA or a scorer's file is on this machine only.
 
-    That is one with a relative path that exists here and is not sent.
+    This holds for relative paths that exist here and are not sent with the job.
     """
     named = [("lora.init_from", config.lora.init_from or "")]
     named += [("model.path", config.model.path)] if config.model.path != "shapes" else []
@@ -171,7 +173,7 @@ def check_files_of_job(config: RunConfig) -> None:
 
 
 def _texts(key: str, value: object) -> list[tuple[str, str]]:
-    """Every string in a scorer's settings, with its dotted key."""
+    """Return (dotted key, string) for every string in a scorer's settings."""
     if isinstance(value, str):
         return [(key, value)]
     items = (
@@ -181,7 +183,7 @@ def _texts(key: str, value: object) -> list[tuple[str, str]]:
         if isinstance(value, list)
         else ()
     )
-    return [found for name, item in items for found in _texts(f"{key}.{name}", item)]
+    return [text for name, item in items for text in _texts(f"{key}.{name}", item)]
 
 
 def _is_here(name: str) -> bool:
@@ -192,24 +194,24 @@ def _is_here(name: str) -> bool:
 
 
 def travels(name: str) -> bool:
-    """Whether the relative path ``name`` is the same file in the tree that a job gets."""
+    """Return True if the relative path ``name`` is the same file in the tree that a job gets."""
     parts = Path(name).parts
     if ".." in parts or any(fnmatch(part, pattern) for part in parts for pattern in LEFT_OUT):
         return False
-    whole = (TREE / "pyproject.toml").exists()
-    return (whole or parts[:1] in [(package,) for package in PACKAGES]) and (TREE / name).exists()
+    is_tree = (TREE / "pyproject.toml").exists()
+    return (is_tree or parts[:1] in [(package,) for package in PACKAGES]) and (TREE / name).exists()
 
 
 def entrypoint(config: str, overrides: Sequence[str], resume: bool) -> str:
-    """The job's command line."""
-    resumes = ["--resume"] if resume else []
+    """Return the job's command line."""
+    resume_option = ["--resume"] if resume else []
     return shlex.join(
-        ["python", "-m", "cluster", "train", config, *set_options(overrides), *resumes]
+        ["python", "-m", "cluster", "train", config, *set_options(overrides), *resume_option]
     )
 
 
 def set_options(overrides: Sequence[str]) -> list[str]:
-    """``overrides`` as options of a command."""
+    """Return ``overrides`` as ``--set`` options of a command."""
     return [part for override in overrides for part in ("--set", override)]
 
 
@@ -224,10 +226,10 @@ def stage_tree(into: Path) -> None:
 
 
 def stage(into: Path, source: str, config: RunConfig) -> str:
-    """Copy what is sent to ``into``; returns the job's configuration argument.
+    """Copy what is sent to ``into``; return the job's configuration argument.
 
-    Raises ConfigError for prompt files outside of the directory that is submitted, and for images
-    to edit there that are not given by absolute paths.
+    Raises ConfigError for relative paths of prompt files, or of their images to edit, that lead out
+    of the directory that is sent.
     """
     stage_tree(into)
     for name in (config.prompts.train, config.prompts.test):
@@ -253,7 +255,10 @@ def stage(into: Path, source: str, config: RunConfig) -> str:
 
 
 def _stage_sources(into: Path, name: str) -> None:
-    """Copy what the prompts of a file edit, as far as it lies below the file."""
+    """Copy the source images of a prompt file that are in its folder or below.
+
+    Raises ConfigError for a relative path that leads out of that folder.
+    """
     folder = Path(name).absolute().parent
     below = Path(name).parent
     for image in dict.fromkeys(prompt.image for prompt in read_prompts(name) if prompt.image):
