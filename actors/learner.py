@@ -77,7 +77,7 @@ class LearnerActor:
     def ready(self) -> ActorInfo:
         """Describe the actor, with the number of trained parameters."""
         trainer = self._trainer
-        cold = trainer.config.learner_compiles is not None
+        cold = trainer.config.learner_compile_key is not None
         return replace(identity(trainer.device), trainable=trainer.trainable_parameters, cold=cold)
 
     def begin_turn(self) -> Moved:
@@ -122,7 +122,7 @@ class LearnerActor:
         # training samples are regenerated while rollout actors explore, so only with the threads
         # that ``regenerate_threads`` allows: more would compete with theirs for cores
         service = self._service
-        with threads(service.regenerating if request.weights is None else service.threads):
+        with threads(service.regeneration_threads if request.weights is None else service.threads):
             samples, images = self._trainer.generator.generate(
                 rows,
                 request.seeds,

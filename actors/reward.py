@@ -88,7 +88,7 @@ def import_scorers(run: RunConfig, labels: Iterable[str]) -> None:
 
     A module that cannot be imported is skipped: building the scorer then raises with advice.
     """
-    for scorer in run.rewards.everyone:
+    for scorer in run.rewards.all_scorers:
         if scorer.label in labels:
             with suppress(Exception):
                 importlib.import_module(resolve(scorer.name).partition(":")[0])

@@ -160,7 +160,9 @@ def rewards_of(
 ) -> np.ndarray:
     """Rewards float32 [B] of images of one prompt. Raises ScorerError."""
     count = len(images)
-    return scorer(images, [prompt.text] * count, [prompt.told(config.model)] * count).total
+    return scorer(
+        images, [prompt.text] * count, [prompt.scorer_metadata(config.model)] * count
+    ).total
 
 
 class ScoredSeeds:

@@ -21,7 +21,7 @@ from torch import Tensor
 from bench.blocks import Tiles
 from cli.common import add_overrides
 from configs.load import ConfigError, load
-from configs.resume import measured
+from configs.resume import config_for_measurement
 from configs.schema import RunConfig
 from learner.checkpoint import CheckpointError
 from learner.trainer import Trainer
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         rundir = RunDirectory(Path(options.run).absolute()) if options.run else None
         config = (
-            measured(rundir.configuration(), options.overrides)
+            config_for_measurement(rundir.configuration(), options.overrides)
             if rundir
             else load(options.preset, options.overrides)
         )

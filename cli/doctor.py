@@ -43,11 +43,11 @@ def run(options: argparse.Namespace) -> int:
 
     checks = doctor.check_configuration(config) if config else []
     if address:
-        from cluster.jobs.doctor import of_cluster
+        from cluster.jobs.doctor import check_cluster
         from cluster.jobs.live_runs import connected
 
         with connected(address):
-            checks += of_cluster(config)
+            checks += check_cluster(config)
     else:
         checks += doctor.check_this_machine(config, examine())
         checks += [doctor.check_run_root_writable(config)] if config else []

@@ -15,7 +15,7 @@ from cli.common import (
     say,
 )
 from configs.load import ConfigError, load
-from configs.resume import measured
+from configs.resume import config_for_measurement
 
 HELP = "measure how well proxy images rank seeds, by backend and explore steps"
 
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     rundir = None
     if options.run is not None:
         rundir, config = open_run(options.run)
-        config = measured(config, options.overrides)
+        config = config_for_measurement(config, options.overrides)
     else:
         config = load(options.config, options.overrides)
     beside = rundir.path if rundir else Path(config.run_root or "runs") / config.name

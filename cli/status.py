@@ -20,10 +20,10 @@ def run(options: argparse.Namespace) -> int:
     arguments = ["--run", options.run] if options.run else []
     if (code := through_job(options.address, ["status", *arguments])) is not None:
         return code
-    from cluster.jobs.live_runs import address_of, connected, states
-    from cluster.jobs.status_text import lines_of
+    from cluster.jobs.live_runs import address_of, connected, run_states
+    from cluster.jobs.status_text import status_lines
 
     with connected(address_of(options.address)):
-        for state in states(options.run).values():
-            print("\n".join(lines_of(state)))
+        for state in run_states(options.run).values():
+            print("\n".join(status_lines(state)))
     return DONE

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from cli.common import DONE, add_config, add_measuring, require_positive, say
-from configs.load import ConfigError, parse, tree_of
+from configs.load import ConfigError, load_tree, parse
 from configs.schema import RunConfig
 
 HELP = "measure which exploring settings find most contrast for what they cost; writes the TOML"
@@ -42,7 +42,7 @@ def declare(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, write the files and print the table."""
-    tree = tree_of(options.config, options.overrides)
+    tree = load_tree(options.config, options.overrides)
     config = parse(tree)
     counts = ("prompts", "seeds", "steps", "pools", "keep", "threads")
     require_positive(options, "budget", *counts)

@@ -27,21 +27,21 @@ def current_key(key: str) -> str:
     return KEYS.get(key, key)
 
 
-def refuse_both(keys: Collection[str]) -> None:
+def refuse_duplicates(keys: Collection[str]) -> None:
     """Raise ValueError if ``keys`` contain both the old and the new name of a key."""
     for old, new in KEYS.items():
         if old in keys and new in keys:
             raise ValueError(f"{old} is now {new}, and both are given: leave {old} out")
 
 
-def current(tree: Tree) -> Tree:
+def rename_old_keys(tree: Tree) -> Tree:
     """Return ``tree`` with current names: itself if it uses no old name, else a copy.
 
     Old names are reported on stderr in one line, each name once per process. Raises ValueError if
     a key is given under both names.
     """
     given = {key for key in (*KEYS, *KEYS.values(), *VALUES) if _table(tree, key) is not None}
-    refuse_both(given)
+    refuse_duplicates(given)
     renamed = copy.deepcopy(tree)
     lines = []
     for old in given & KEYS.keys():

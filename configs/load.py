@@ -18,9 +18,9 @@ from typing import get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from configs.aliases import current, current_key, refuse_both
+from configs.aliases import current_key, refuse_duplicates, rename_old_keys
 from configs.arms import Arm
-from configs.named import nearest
+from configs.lookup import suggestion
 from configs.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SETTINGS
 from configs.schema import RunConfig
 from configs.section import Tree
@@ -105,10 +105,10 @@ def load(source: str, overrides: Iterable[str] = ()) -> RunConfig:
     Raises:
         ConfigError: the source is not found or not TOML, or a key or value is not allowed.
     """
-    return parse(tree_of(source, overrides))
+    return parse(load_tree(source, overrides))
 
 
-def tree_of(source: str, overrides: Iterable[str] = ()) -> Tree:
+def load_tree(source: str, overrides: Iterable[str] = ()) -> Tree:
     """Return the plain tree that ``load`` validates. Raises ConfigError if it cannot be read."""
     tree = _with_layers(_tree(source), source)
     apply(tree, *overrides)
@@ -138,7 +138,7 @@ def _tree(source: str) -> Tree:
     path = PRESETS / f"{source}.toml"
     if not isfile(path):
         raise ConfigError(
-            f"{source}: no preset of that name{nearest(source, preset_names())}; `sol-rl"
+            f"{source}: no preset of that name{suggestion(source, preset_names())}; `sol-rl"
             " config --list` prints all"
         )
     return _read(path)
@@ -156,7 +156,7 @@ def _read(path: Path) -> Tree:
 def _current(tree: Tree, source: str) -> Tree:
     """Replace old names, before layers are merged: the later one must win under either name."""
     try:
-        return current(tree)
+        return rename_old_keys(tree)
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from None
     # caught here because this is the first recursion into the parsed tree
@@ -183,13 +183,13 @@ def layer(name: str, source: str) -> Tree:
     if not isfile(path):
         known = [str(p.relative_to(LAYERS).with_suffix("")) for p in LAYERS.rglob("*.toml")]
         raise ConfigError(
-            f"{source}: layers: no layer {name!r}{nearest(name, known)}; there are:"
+            f"{source}: layers: no layer {name!r}{suggestion(name, known)}; there are:"
             f" {', '.join(sorted(known))}"
         )
     return _read(path)
 
 
-def lay_over(tree: Tree, above: Tree) -> None:
+def merge_over(tree: Tree, above: Tree) -> None:
     """Merge ``above`` into ``tree``, key by key; values of ``above`` win.
 
     If ``above`` names another objective, the settings of the previous one are removed. Raises
@@ -215,7 +215,7 @@ def _merge(into: Tree, tree: Tree) -> None:
 def apply(tree: Tree, *overrides: str) -> None:
     """Set each ``a.b=c`` in the tree; ``c`` is read as a TOML value, or else as a plain string."""
     try:
-        refuse_both({override.partition("=")[0] for override in overrides})
+        refuse_duplicates({override.partition("=")[0] for override in overrides})
     except ValueError as error:
         raise ConfigError(f"--set {error}") from None
     for override in overrides:
@@ -257,14 +257,14 @@ def _line(error: ErrorDetails) -> str:
         wrong = str(error.get("ctx", {}).get("tag"))
         return (
             f"{key}.name = {wrong!r}: one of {', '.join(OBJECTIVES)} is"
-            f" expected{nearest(wrong, OBJECTIVES)}"
+            f" expected{suggestion(wrong, OBJECTIVES)}"
         )
     if error["type"] == "union_tag_not_found":
         return f"{key} = {error['input']!r}: a table is expected, such as objective.name = 'awm'"
     if error["type"] == "extra_forbidden":
         allowed = _fields_at(tables)
         return (
-            f"{key}: no such key{nearest(location[-1], allowed)}; allowed here:"
+            f"{key}: no such key{suggestion(location[-1], allowed)}; allowed here:"
             f" {', '.join(allowed)}"
         )
     if error["type"] == "missing":
@@ -273,7 +273,7 @@ def _line(error: ErrorDetails) -> str:
     if not location:
         return message
     choices = str(error.get("ctx", {}).get("expected", "")).replace(" or ", ", ").split(", ")
-    hint = nearest(str(error["input"]), [choice.strip("'") for choice in choices if choice])
+    hint = suggestion(str(error["input"]), [choice.strip("'") for choice in choices if choice])
     shown = repr(error["input"])
     return f"{key} = {shown if len(shown) <= 80 else shown[:77] + '...'}: {message}{hint}"
 

@@ -157,6 +157,6 @@ class PathSettings(ObjectiveSettings):
         return min(max(max(self.trained_steps(steps)) + 1, self.window.size), steps)
 
 
-def whole_part(value: float) -> int:
+def tolerant_floor(value: float) -> int:
     """Return the floor of ``value``, with a tolerance for rounding: 9 for 8.999999999999."""
     return math.floor(value + 1e-9)

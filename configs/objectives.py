@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Union
 
 from pydantic import Discriminator, Tag
 
-from configs.named import named_class
+from configs.lookup import load_class
 from configs.objective import ObjectiveSettings
 
 OBJECTIVES: dict[str, str] = {
@@ -25,7 +25,7 @@ The class attribute ``Settings`` defines the keys of ``[objective]``.
 """
 DEFAULT_OBJECTIVE = "diffusion_nft"
 SETTINGS: dict[str, type[ObjectiveSettings]] = {
-    name: vars(named_class(row, object))["Settings"] for name, row in OBJECTIVES.items()
+    name: vars(load_class(row, object))["Settings"] for name, row in OBJECTIVES.items()
 }
 
 

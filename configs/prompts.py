@@ -41,7 +41,7 @@ class Prompt:
         """
         return None if self.image is None else pixels_of(self.image, model.height, model.width)
 
-    def told(self, model: Model) -> Tree:
+    def scorer_metadata(self, model: Model) -> Tree:
         """Return the metadata for scorers, with ``source`` as ``image`` if there is one.
 
         Raises OSError if the image cannot be read.

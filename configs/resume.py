@@ -50,7 +50,7 @@ MEASURED = ("seed", "prompts", "explore", "regenerate", "rewards")
 """Fields that a measurement of a trained policy may change: how images are sampled and scored."""
 
 
-def measured(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+def config_for_measurement(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """Return a run's configuration with ``--set`` overrides, for measuring its policy.
 
     Raises ConfigError if an override changes a field that the training depended on.
@@ -83,17 +83,17 @@ def differences(before: RunConfig, now: RunConfig, also_free: Sequence[str] = ()
         if old.get(key) != new.get(key)
         and (
             _other_device(key, old.get(key), new.get(key))
-            or not any(covers(pattern, key) for pattern in free)
+            or not any(matches_key(pattern, key) for pattern in free)
         )
     ]
 
 
 def _other_device(key: str, before: object, now: object) -> bool:
     """Return True if a GPU share becomes zero or nonzero, as devices differ in the last bits."""
-    return any(covers(pattern, key) for pattern in DEVICES) and bool(before) != bool(now)
+    return any(matches_key(pattern, key) for pattern in DEVICES) and bool(before) != bool(now)
 
 
-def covers(pattern: str, key: str) -> bool:
+def matches_key(pattern: str, key: str) -> bool:
     """Return True if a dotted key equals ``pattern`` or is below it; ``*`` matches any one part."""
     wanted, parts = pattern.split("."), key.split(".")
     return len(parts) >= len(wanted) and all(

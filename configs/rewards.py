@@ -73,18 +73,18 @@ class Rewards(Section):
     )
 
     @property
-    def everyone(self) -> tuple[Scorer, ...]:
+    def all_scorers(self) -> tuple[Scorer, ...]:
         """All scorers: those that are trained on, then the held-out ones."""
         return (*self.scorers, *self.evaluation_scorers)
 
     @property
-    def compared(self) -> list[str]:
+    def comparing_labels(self) -> list[str]:
         """Labels of the scorers that compare the images of a prompt."""
-        return [scorer.label for scorer in self.everyone if scorer.per == "prompt"]
+        return [scorer.label for scorer in self.all_scorers if scorer.per == "prompt"]
 
     @model_validator(mode="after")
     def _check_scorers(self) -> Rewards:
-        labels = [scorer.label for scorer in self.everyone]
+        labels = [scorer.label for scorer in self.all_scorers]
         if len(set(labels)) < len(labels):
             raise ValueError(
                 f"scorers: two scorers would be logged under one name: {labels}; give one of them"
@@ -96,7 +96,7 @@ class Rewards(Section):
                 " nothing about the weights that made them: use scorers with per = 'image'"
             )
         alone = (s for s in self.scorers if s.required and s.per == "image" and s.weight)
-        if self.compared and not any(alone):
+        if self.comparing_labels and not any(alone):
             raise ValueError(
                 "scorers: with per = 'prompt' alone held-out images have no reward: add a required"
                 " one with per = 'image' and a weight other than 0"

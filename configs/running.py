@@ -57,7 +57,7 @@ class Audit(Section):
                 f"min_tau = {self.min_tau:g} needs random seeds to rank, and random_seeds ="
                 f" {self.random_seeds} gives too few: use at least 2"
             )
-        if self.action != "warn" and not self.watches:
+        if self.action != "warn" and not self.has_threshold:
             raise ValueError(
                 f"action = {self.action!r} without a threshold never happens: give"
                 " min_sign_agreement or min_tau"
@@ -65,12 +65,12 @@ class Audit(Section):
         return self
 
     @property
-    def watches(self) -> bool:
+    def has_threshold(self) -> bool:
         """True if a threshold is set."""
         return self.min_sign_agreement is not None or self.min_tau is not None
 
     @property
-    def needs_two_stages(self) -> str | None:
+    def two_stage_key(self) -> str | None:
         """Key of the first setting that needs an arm with two stages, or None."""
         settings = {
             "random_seeds": self.random_seeds or None,

@@ -15,7 +15,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.aliases import current
+from configs.aliases import rename_old_keys
 from configs.arms import Arm, ArmPlan
 from configs.objectives import DEFAULT_OBJECTIVE, SETTINGS, Objective
 from configs.rewards import Advantages, Rewards
@@ -24,7 +24,7 @@ from configs.section import PathText, Section
 from configs.sections import Evaluate, Explore, Guidance, Model, Prompts, Regenerate, Selection
 from configs.services import Layout, Services
 from configs.training import Ema, Lora, OldPolicy, Optimizer
-from configs.validation import check_possible
+from configs.validation import check_combinations
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 UNEVEN = 0.05
@@ -73,7 +73,7 @@ class RunConfig(Section):
     @classmethod
     def _rename_old_keys(cls, tree: object) -> object:
         """Replace old names, so that runs started under them can be resumed and reported."""
-        return current(tree) if isinstance(tree, dict) else tree
+        return rename_old_keys(tree) if isinstance(tree, dict) else tree
 
     @field_validator("name")
     @classmethod
@@ -87,7 +87,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> RunConfig:
-        check_possible(self)
+        check_combinations(self)
         return self
 
     @property
@@ -100,7 +100,7 @@ class RunConfig(Section):
 
     def scorers_of(self, kind: str) -> tuple[str, ...]:
         """Return the labels of the scorers of a service, ``reward`` or ``scorers.<label>``."""
-        labels, own = [scorer.label for scorer in self.rewards.everyone], self.services.scorers
+        labels, own = [scorer.label for scorer in self.rewards.all_scorers], self.services.scorers
         return tuple(
             label for label in labels if (f"scorers.{label}" if label in own else "reward") == kind
         )
@@ -111,7 +111,7 @@ class RunConfig(Section):
         return ArmPlan.of(self)
 
     @property
-    def learner_compiles(self) -> str | None:
+    def learner_compile_key(self) -> str | None:
         """Key of the setting that makes the learner compile passes, or None if all are eager."""
         for key, section in (("regenerate", self.regenerate), ("optimizer", self.optimizer)):
             if section.compile:
@@ -128,7 +128,7 @@ class RunConfig(Section):
         return self.evaluate.explore_meanwhile and not self.services.autoscale.enabled
 
     @property
-    def regenerated_size(self) -> int:
+    def regeneration_task_size(self) -> int:
         """Images per regeneration task: all of a prompt, unless replicas share by samples.
 
         Then it is the largest size with which the busiest replica gets at most ``UNEVEN`` more than

@@ -153,7 +153,7 @@ class LearnerService(Service):
     )
 
     @property
-    def regenerating(self) -> int:
+    def regeneration_threads(self) -> int:
         """CPU threads of calls that regenerate training samples; evaluations use ``threads``."""
         return self.regenerate_threads or self.threads
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from configs.schema import RunConfig
 
 
-def check_possible(run: RunConfig) -> None:
+def check_combinations(run: RunConfig) -> None:
     """Raise ValueError, naming the key, if settings contradict each other."""
     for check in (
         *(_check_selection, _check_size, _check_base, _check_stages, _check_random_seeds),
@@ -50,7 +50,7 @@ def _check_stages(run: RunConfig) -> None:
         )
     if run.explore_ahead:
         raise ValueError(f"explore_ahead: {why}, so it cannot explore with an older policy: use 0")
-    if audit_key := run.audit.needs_two_stages:
+    if audit_key := run.audit.two_stage_key:
         raise ValueError(f"{audit_key}: {why}, so there is nothing to audit: leave it out")
     if run.explore.decoder == "tiny":
         raise ValueError(
@@ -63,7 +63,7 @@ def _check_random_seeds(run: RunConfig) -> None:
     seeds, pool = run.audit.random_seeds, run.explore.pool_size
     if seeds > pool:
         raise ValueError(f"audit.random_seeds: {seeds} is more than explore.pool_size = {pool}")
-    if seeds and (compared := run.rewards.compared):
+    if seeds and (compared := run.rewards.comparing_labels):
         raise ValueError(
             f"audit.random_seeds: {compared[0]} compares images with others of their prompt, so"
             " that those of random seeds have no place among the selected ones: use 0"
@@ -164,7 +164,7 @@ def _check_guidance(run: RunConfig) -> None:
 
 def _check_scorers(run: RunConfig) -> None:
     """Raise ValueError if ``services.scorers`` names a scorer that does not exist."""
-    labels = [scorer.label for scorer in run.rewards.everyone]
+    labels = [scorer.label for scorer in run.rewards.all_scorers]
     if unknown := sorted(run.services.scorers.keys() - set(labels)):
         raise ValueError(
             f"services.scorers.{unknown[0]}: there is no scorer of that name; there are:"
@@ -206,7 +206,7 @@ def _check_shards(run: RunConfig) -> None:
             f"{key} with lora.base = {run.lora.base!r}: packed weights are not sharded: use"
             " 'full', or shard = 'none'"
         )
-    if compiles := run.learner_compiles:
+    if compiles := run.learner_compile_key:
         raise ValueError(
             f"{key} with {compiles}: blocks that gather their weights are not compiled: use"
             " false, or shard = 'none'"
@@ -252,7 +252,7 @@ def _check_base(run: RunConfig) -> None:
             f"lora.base: {base!r} with audit.action = 'finer_backend', which may explore"
             " unquantized: use 'warn', or 'full'"
         )
-    if compiles := run.learner_compiles:
+    if compiles := run.learner_compile_key:
         raise ValueError(
             f"lora.base: {base!r} with {compiles}: packed weights are not compiled: use false, or"
             " 'full'"

@@ -110,7 +110,7 @@ def cores_of(config: RunConfig, span: Span, capacity: float) -> float:
     if capacity <= 1:
         return 1.0
     if span.service == "learner" and span.work in REGENERATES:
-        return float(config.services.learner.regenerating)
+        return float(config.services.learner.regeneration_threads)
     return float(config.services.of(span.service).threads)
 
 
@@ -149,7 +149,7 @@ def _images(config: RunConfig, work: str, unit: Sequence[int | str]) -> int | No
         size = config.explore.chunk_size
         return min(size, config.explore.pool_size - part * size)
     if work == "regenerate":
-        size = config.regenerated_size
+        size = config.regeneration_task_size
         return min(size, config.selection.keep - part * size)
     return None
 

@@ -133,7 +133,7 @@ def check_explorers(config: RunConfig) -> None:
 
 def check_scorers(config: RunConfig) -> None:
     """Raise ConfigError for scorers that are unknown, not importable or without their weights."""
-    for scorer in config.rewards.everyone:
+    for scorer in config.rewards.all_scorers:
         own = config.services.scorers.get(scorer.label)
         if own is not None and own.runtime_env:
             continue  # its module may exist in its actors' environment only

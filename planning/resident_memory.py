@@ -62,7 +62,7 @@ def actor_memory(
     held["learner"] = _learner(config, counts, family, dtype)
     for kind in kinds_of(config):
         if labels := config.scorers_of(kind):
-            chosen = [scorer for scorer in config.rewards.everyone if scorer.label in labels]
+            chosen = [scorer for scorer in config.rewards.all_scorers if scorer.label in labels]
             held[kind] = {f"scorer {scorer.label}": _scorer(scorer) for scorer in chosen}
     held["encoder"] = {"text encoders": counts.text}
     if family.edits:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import cast
 
-from configs.named import nearest
+from configs.lookup import suggestion
 from configs.rewards import Scorer as ScorerConfig
 from records.errors import described
 from rewards.base import BuiltIn, Effort, Scorer, ScorerSetupError, Settings
@@ -45,8 +45,8 @@ def resolve(name: str) -> str:
     if colon and module and attribute:
         return name
     raise ScorerSetupError(
-        f"rewards.scorers.name: there is no built-in scorer {name!r}{nearest(name, SCORERS)}: use"
-        f" one of {', '.join(sorted(SCORERS))}, or module:attribute of your own"
+        f"rewards.scorers.name: there is no built-in scorer {name!r}{suggestion(name, SCORERS)}:"
+        f" use one of {', '.join(sorted(SCORERS))}, or module:attribute of your own"
     )
 
 
@@ -163,8 +163,8 @@ def _imported(target: str) -> Callable[..., object]:
         except AttributeError as error:
             names = [name for name in dir(value) if not name.startswith("_")]
             raise ScorerSetupError(
-                f"{module_name!r} has no attribute {path!r}{nearest(part, names)}: check the name"
-                " behind the colon"
+                f"{module_name!r} has no attribute {path!r}{suggestion(part, names)}: check the"
+                " name behind the colon"
             ) from error
     if not callable(value):
         raise ScorerSetupError(

@@ -193,7 +193,7 @@ class WeightedScorer:
         wanted = {scorer.label for scorer in rewards.scorers} if labels is None else set(labels)
         scorers = {
             scorer.label: build(scorer, device)
-            for scorer in rewards.everyone
+            for scorer in rewards.all_scorers
             if scorer.label in wanted
         }
         weights = {

@@ -153,7 +153,9 @@ def _threads(config: RunConfig, kinds: Sequence[str]) -> dict[str, int]:
     """
     threads = {f"services.{kind}.threads": config.services.of(kind).threads for kind in kinds}
     if config.plan.regenerate:
-        threads["services.learner.regenerate_threads"] = config.services.learner.regenerating
+        threads["services.learner.regenerate_threads"] = (
+            config.services.learner.regeneration_threads
+        )
     return threads
 
 
@@ -165,7 +167,7 @@ def measured_lines(config: RunConfig, found: Simulated, model: Measured, name: s
     learner = config.services.learner
     threads = f"learner {learner.threads}"
     if config.plan.regenerate:
-        threads += f", {learner.regenerating} while it regenerates"
+        threads += f", {learner.regeneration_threads} while it regenerates"
     return [
         "",
         f"simulated   {found.iteration:.2f} s per iteration, with calls as {name} had them"

@@ -132,7 +132,7 @@ class SimulatedServices(ActorServices):
         common = (durations, index, learner.replicas if kind == "learner" else 1)
         if kind == "learner":
             shard_bytes = -(-hardware.broadcast // hardware.shards)
-            regenerating = float(learner.regenerating) if hardware.cores else None
+            regenerating = float(learner.regeneration_threads) if hardware.cores else None
             shards, dealing = [shard_bytes] * hardware.shards, Dealing.of(self.config.optimizer)
             return Learner(*common, None, shards, dealing, self.config.seed, regenerating)
         if kind == "rollout":

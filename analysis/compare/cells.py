@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from analysis.compare.groups import check_alike
 from analysis.compare.request import Draft, Request, check_ratios, described
-from configs.load import ConfigError, apply, lay_over, layer, parse, tree_of
-from configs.resume import covers
+from configs.load import ConfigError, apply, layer, load_tree, merge_over, parse
+from configs.resume import matches_key
 from configs.schema import NAME, RunConfig
 from configs.section import Tree
 
@@ -78,10 +78,10 @@ def read_comparison(request: Request) -> Comparison:
     seeds = wanted.seeds if request.seeds is None else request.seeds
     if seeds < 1:
         raise ConfigError(f"--seeds {seeds}: at least 1 is needed")
-    common = tree_of(wanted.base)
+    common = load_tree(wanted.base)
     # or seconds of iterations would lack what was explored during evaluations
-    lay_over(common, {"evaluate": {"explore_meanwhile": False}})
-    lay_over(common, wanted.changes)
+    merge_over(common, {"evaluate": {"explore_meanwhile": False}})
+    merge_over(common, wanted.changes)
     apply(common, *request.overrides)
     cells = [
         cell for draft in wanted.drafts for cell in _cells_of(common, draft, wanted.vary, request)
@@ -108,10 +108,10 @@ def _cells_of(
 ) -> list[Cell]:
     """The draft once for every combination of the varied values that its arm uses."""
     tree: Tree = {}
-    lay_over(tree, common)
+    merge_over(tree, common)
     for each in draft.layers:
-        lay_over(tree, layer(each, request.source))
-    lay_over(tree, draft.changes)
+        merge_over(tree, layer(each, request.source))
+    merge_over(tree, draft.changes)
     # once more, as the cell's layers may have undone what the command line says
     apply(tree, *request.overrides)
     used = {
@@ -122,10 +122,10 @@ def _cells_of(
     cells = []
     for values in itertools.product(*used.values()):
         chosen: Tree = {}
-        lay_over(chosen, tree)
+        merge_over(chosen, tree)
         pairs = list(zip(used, values, strict=True))
         for key, value in pairs:
-            lay_over(chosen, _nested(key, value))
+            merge_over(chosen, _nested(key, value))
         slug = "-".join([draft.name, *(f"{key}-{_word(value)}" for key, value in pairs)])
         cells.append(
             _cell(
@@ -156,7 +156,7 @@ def _cell(name: str, title: str, tree: Tree) -> Cell:
 
 def _unused(arm: str, key: str) -> bool:
     unused = UNUSED.get(arm, ())
-    return f"-{key}" not in unused and any(covers(each, key) for each in unused)
+    return f"-{key}" not in unused and any(matches_key(each, key) for each in unused)
 
 
 def _nested(key: str, value: object) -> Tree:

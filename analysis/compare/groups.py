@@ -11,7 +11,7 @@ from pathlib import Path
 from analysis.report.data import read_run
 from configs.load import ConfigError
 from configs.prompts import FILES
-from configs.resume import OPERATIONAL, covers
+from configs.resume import OPERATIONAL, matches_key
 from configs.schema import RunConfig
 from records.rundir import RunDirectory
 
@@ -123,7 +123,9 @@ def _settings(config: RunConfig) -> dict[str, object]:
     def walk(tree: Mapping[str, object], prefix: str) -> None:
         for key, value in tree.items():
             path = f"{prefix}{key}"
-            if path in ("seed", "name") or any(covers(pattern, path) for pattern in OPERATIONAL):
+            if path in ("seed", "name") or any(
+                matches_key(pattern, path) for pattern in OPERATIONAL
+            ):
                 continue
             if isinstance(value, dict) and value:
                 walk(value, f"{path}.")

@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 
 from configs.aliases import current_key
 from configs.arms import Arm
-from configs.load import HERE, ConfigError, tree_of
+from configs.load import HERE, ConfigError, load_tree
 from configs.objectives import OBJECTIVES
 from configs.schema import RunConfig
 from configs.section import Section, Tree
@@ -158,7 +158,7 @@ def _from_arguments(request: Request) -> list[Draft]:
     ):
         if given and any(override.partition("=")[0] == key for override in request.overrides):
             raise ConfigError(f"{option} and --set {key}=...: give one of the two")
-    tree = tree_of(request.source, request.overrides)
+    tree = load_tree(request.source, request.overrides)
     arms = request.arms or (str(tree.get("arm", RunConfig.model_fields["arm"].default)),)
     objectives: tuple[str | None, ...] = request.objectives or (None,)
     drafts: list[Draft] = []

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from cluster.jobs.dashboard import TOKEN_WANTED
-from cluster.jobs.live_runs import require_listener, wants_token
+from cluster.jobs.live_runs import is_token_error, require_listener
 from cluster.runtime import template
 from configs.load import ConfigError
 from configs.schema import RunConfig
@@ -50,7 +50,7 @@ def join_or_start_ray(config: RunConfig) -> bool:
     try:
         ray.init(**options)  # pyright: ignore[reportUnknownMemberType]
     except Exception as error:  # Ray has no exception class for a failed start
-        why = TOKEN_WANTED if wants_token(error) else first_line(error)
+        why = TOKEN_WANTED if is_token_error(error) else first_line(error)
         failure = (
             "Ray's cluster at RAY_ADDRESS cannot be joined"
             if joined

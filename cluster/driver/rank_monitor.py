@@ -70,7 +70,7 @@ class RankMonitor:
         """
         # before anything is decided: a decision applies from the next version on
         self.backend_before = self.backend
-        if not self._settings.watches:
+        if not self._settings.has_threshold:
             return {}
         failing = self._failing(agreement)
         if explored == newest and failing is not None:

@@ -23,7 +23,7 @@ class Regeneration:
     ):
         self._services, self._extremes, self._config = services, extremes, config
         self._steps, self._solver = config.regenerate.steps, config.plan.solver
-        self._size = config.regenerated_size
+        self._size = config.regeneration_task_size
 
     async def chosen(self, it: Iteration, p: int, candidates: Candidates) -> TrainingGroup:
         """Regenerate the selected seeds of a prompt, and return them as a training group.

@@ -64,7 +64,7 @@ class RewardService:
         return [prompt.text for prompt in prompts], [metadata[id(prompt)] for prompt in prompts]
 
     def _metadata(self, prompt: Prompt) -> Metadata:
-        return prompt.metadata if self.model is None else prompt.told(self.model)
+        return prompt.metadata if self.model is None else prompt.scorer_metadata(self.model)
 
     @property
     def pools(self) -> list[ActorPool]:
@@ -120,7 +120,7 @@ class Scoring:
         self.combination = Combination.from_config(rewards)
         if evaluation:
             self.combination = self.combination.for_evaluation
-        scorers = rewards.everyone if evaluation else rewards.scorers
+        scorers = rewards.all_scorers if evaluation else rewards.scorers
         self._labels = tuple(scorer.label for scorer in scorers if scorer.per == "image")
         # scorers that compare a prompt's images with each other; an evaluation does not use them
         self._comparing = tuple(

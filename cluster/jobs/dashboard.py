@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from cluster.jobs.job_log import connection_errors, output_of, short_line
+from cluster.jobs.job_log import connection_errors, follow_command_output, short_line
 from configs.load import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ ANSWER_S = (10.0, 120.0)
 URL = ("http://", "https://")
 
 
-def client_of(address: str | None) -> JobSubmissionClient:
+def job_client(address: str | None) -> JobSubmissionClient:
     """Return a job client of the dashboard at ``address``.
 
     Without an address it uses RAY_API_SERVER_ADDRESS, RAY_ADDRESS or this machine's dashboard.
@@ -80,7 +80,7 @@ def _only(url: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def refusals(
+def config_errors(
     client: JobSubmissionClient, advice: Callable[[Exception], str | None] = lambda error: None
 ) -> Iterator[None]:
     """Convert errors of a dashboard within the block to a ConfigError of one line.
@@ -109,8 +109,8 @@ def ask_through_job(
     The job uses the files of a submitted run that is running there. For users who can reach only
     the dashboard. Raises ConfigError if no submitted run is running.
     """
-    client = client_of(address)
-    with refusals(client):
+    client = job_client(address)
+    with config_errors(client):
         running = [
             job
             for job in client.list_jobs()
@@ -118,9 +118,9 @@ def ask_through_job(
         ]
     if not running:
         raise ConfigError(f"--address {address}: no submitted run is running there")
-    with refusals(client):
+    with config_errors(client):
         job = client.submit_job(
             entrypoint=shlex.join(["python", "-m", "cluster", *arguments]),
             runtime_env=running[0].runtime_env or {},
         )
-    return output_of(client, job, show, say)
+    return follow_command_output(client, job, show, say)

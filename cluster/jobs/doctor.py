@@ -32,7 +32,7 @@ MOST_SENT = 512 * 2**20
 """Largest size of that object, which otherwise is as large as a run's published weights, bytes."""
 
 
-def of_cluster(config: RunConfig | None) -> list[Check]:
+def check_cluster(config: RunConfig | None) -> list[Check]:
     """Return the checks of the cluster that this process is connected to."""
     checks: list[Check] = []
     if config is not None:
@@ -93,7 +93,7 @@ def _facts(config: RunConfig | None, mark: str | None) -> tuple[list[Facts], lis
     """Return (the facts of each node, (node, reason) for each node that returned none)."""
     tree = config.model_dump(mode="json") if config is not None else None
     nodes = all_nodes()
-    remote: Any = ray.remote(look_around)  # pyright: ignore[reportUnknownVariableType]
+    remote: Any = ray.remote(examine_node)  # pyright: ignore[reportUnknownVariableType]
     this_node = ray.get_runtime_context().get_node_id()
     size = min(max(published_bytes(config).total, SENT), MOST_SENT) if config is not None else SENT
     weights = ray.put(np.zeros(size, np.uint8))
@@ -118,7 +118,7 @@ def _facts(config: RunConfig | None, mark: str | None) -> tuple[list[Facts], lis
     return all_facts, silent
 
 
-def look_around(
+def examine_node(
     tree: dict[str, object] | None, mark: str | None, weights: list[Any]
 ) -> tuple[Facts, float | None]:
     """Return (the facts of this node, seconds to fetch ``weights``, or None if there are none).

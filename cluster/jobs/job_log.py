@@ -27,7 +27,7 @@ BEGUN = "Running entrypoint for job "
 """Start of the last line that Ray writes before the command's own output."""
 
 
-class Log:
+class LogPrinter:
     """Shows every part of a log once, however often the log is read from its beginning.
 
     ``fresh`` is True if something was shown since it was last set to False.
@@ -36,7 +36,7 @@ class Log:
     def __init__(self, show: Callable[[str], None]):
         self._show, self._shown, self._read, self.fresh = show, 0, 0, True
 
-    def again(self) -> None:
+    def rewind(self) -> None:
         """Start reading the log from its beginning again."""
         self._read = 0
 
@@ -57,9 +57,9 @@ def follow(
     A stream that breaks is resumed. Returns OUT_OF_SIGHT if the dashboard has not answered for
     ``GIVE_UP_S``. ``say`` receives the lines that are not part of the job's log.
     """
-    log, at, silent_since = Log(show), client.get_address(), None
+    log, at, silent_since = LogPrinter(show), client.get_address(), None
     while True:
-        log.again()
+        log.rewind()
         broken, info = asyncio.run(_read(client, job, log)), None
         try:
             info = client.get_job_info(job)
@@ -86,7 +86,7 @@ def follow(
         time.sleep(PAUSE_S)
 
 
-def output_of(
+def follow_command_output(
     client: JobSubmissionClient, job: str, show: Callable[[str], None], say: Callable[[str], None]
 ) -> int:
     """Follow a job like ``follow``, but omit the lines that Ray writes before the command's own."""
@@ -108,7 +108,7 @@ def output_of(
     return code
 
 
-async def _read(client: JobSubmissionClient, job: str, log: Log) -> str | None:
+async def _read(client: JobSubmissionClient, job: str, log: LogPrinter) -> str | None:
     """Read the stream; return None if it ended, QUIET if it was silent, else why it broke."""
     stream = aiter(client.tail_job_logs(job))
     while True:
@@ -123,13 +123,13 @@ async def _read(client: JobSubmissionClient, job: str, log: Log) -> str | None:
         log.take(text)  # outside of `try`: an error in `show` is not one of the connection
 
 
-def _read_rest(client: JobSubmissionClient, job: str, log: Log) -> None:
+def _read_rest(client: JobSubmissionClient, job: str, log: LogPrinter) -> None:
     """Show what an ended job wrote after its stream broke, if the log can still be read."""
     try:
         text = client.get_job_logs(job)
     except connection_errors():
         return
-    log.again()
+    log.rewind()
     log.take(text)
 
 

@@ -48,7 +48,7 @@ def connected(address: str) -> Iterator[None]:
             address=address, logging_level=logging.ERROR, log_to_driver=False, namespace=NAMESPACE
         )
     except (RayError, ConnectionError, RuntimeError, ValueError) as error:
-        if wants_token(error):
+        if is_token_error(error):
             raise ConfigError(f"--address {address}: {TOKEN_WANTED}") from None
         raise ConfigError(
             f"--address {address}: no Ray cluster answers there ({first_line(error)});"
@@ -60,7 +60,7 @@ def connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def wants_token(error: BaseException | None) -> bool:
+def is_token_error(error: BaseException | None) -> bool:
     """Return True if Ray could not join a cluster because the token is missing or wrong.
 
     If the cluster refused the token, only the text of the error's cause says so.
@@ -135,7 +135,7 @@ def _speaks_http2(to: socket.socket) -> bool:
     return head[3:] == b"\4\0\0\0\0\0"  # after the length: type SETTINGS, no flags, stream 0
 
 
-def states(name: str | None) -> dict[str, RunState]:
+def run_states(name: str | None) -> dict[str, RunState]:
     """Return the states of this cluster's runs by key, only of runs called ``name`` if given.
 
     Raises ConfigError if there are none, RunFailed if the cluster does not answer.
@@ -175,7 +175,7 @@ def scale(name: str | None, sizes: Sizes, timeout_s: float = SCALE_S) -> str:
     import ray
     from ray.exceptions import RayError
 
-    matching = states(name)
+    matching = run_states(name)
     if len(matching) > 1:
         names = ", ".join(sorted(state["run"] for state in matching.values()))
         raise ConfigError(f"--run: which one? there are: {names}")

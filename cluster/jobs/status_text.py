@@ -9,7 +9,7 @@ from records.tables import aligned
 from records.words import duration
 
 
-def lines_of(state: RunState) -> list[str]:
+def status_lines(state: RunState) -> list[str]:
     """Return the lines that describe the state of a run."""
     row = state["row"]
     left = f", about {duration(state['left_s'])} left" if state["left_s"] is not None else ""

@@ -18,8 +18,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from cluster.jobs.dashboard import client_of, refusals
-from cluster.jobs.job_log import output_of, short_line
+from cluster.jobs.dashboard import config_errors, job_client
+from cluster.jobs.job_log import follow_command_output, short_line
 from configs.load import ConfigError, load
 from configs.prompts import read_prompts
 from configs.schema import RunConfig
@@ -70,8 +70,8 @@ def submit(
     config = load(source, overrides)
     check_run_root_of_job(config)
     check_files_of_job(config)
-    client = client_of(address)
-    with _staged(source, config) as (tree, there), refusals(client, _too_large(tree)):
+    client = job_client(address)
+    with _staged(source, config) as (tree, there), config_errors(client, _too_large(tree)):
         job = client.submit_job(
             entrypoint=entrypoint(there[0], overrides, resume),
             submission_id=f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}",
@@ -96,15 +96,15 @@ def check_through_job(
     cannot be sent, or ``address`` takes no job.
     """
     config = load(source, overrides) if source else None
-    client = client_of(address)
-    with _staged(source, config) as (tree, there), refusals(client, _too_large(tree)):
+    client = job_client(address)
+    with _staged(source, config) as (tree, there), config_errors(client, _too_large(tree)):
         job = client.submit_job(
             entrypoint=shlex.join(
                 ["python", "-m", "cluster", "doctor", *there, *set_options(overrides), *options]
             ),
             runtime_env={**RUNTIME_ENV, "working_dir": str(tree)},
         )
-    return output_of(client, job, show, say)
+    return follow_command_output(client, job, show, say)
 
 
 @contextmanager
@@ -165,7 +165,7 @@ def check_files_of_job(config: RunConfig) -> None:
         for i, scorer in enumerate(getattr(config.rewards, kind)):
             named += _texts(f"rewards.{kind}.{i}.settings", scorer.settings)
     for key, name in named:
-        if name and _is_here(name) and not travels(name):
+        if name and _is_here(name) and not is_sent_with_job(name):
             raise ConfigError(
                 f"{key} = {name!r}: lies on this machine and is not sent with a job: give an"
                 " absolute path on storage that nodes share"
@@ -193,7 +193,7 @@ def _is_here(name: str) -> bool:
         return False  # a string that cannot be a path
 
 
-def travels(name: str) -> bool:
+def is_sent_with_job(name: str) -> bool:
     """Return True if the relative path ``name`` is the same file in the tree that a job gets."""
     parts = Path(name).parts
     if ".." in parts or any(fnmatch(part, pattern) for part in parts for pattern in LEFT_OUT):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-from configs.named import named_class
+from configs.lookup import load_class
 from configs.objective import ObjectiveSettings
 from configs.objectives import OBJECTIVES
 from learner.objectives.base import Objective
@@ -16,5 +16,5 @@ from learner.objectives.base import Objective
 
 def build_objective(settings: ObjectiveSettings, measure_kl: bool = False) -> Objective:
     """Return the objective of ``[objective]``; with ``measure_kl``, loss/kl even at weight 0."""
-    make = cast("Callable[..., Objective]", named_class(OBJECTIVES[settings.name], object))
+    make = cast("Callable[..., Objective]", load_class(OBJECTIVES[settings.name], object))
     return make(settings, measure_kl)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from pydantic import Field
 
-from configs.objective import ObjectiveSettings, whole_part
+from configs.objective import ObjectiveSettings, tolerant_floor
 from learner.objectives.base import Points, clipped_surrogate, diffuse, distance, per_point_mean
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class AWMSettings(ObjectiveSettings):
     )
 
     def trained_steps(self, steps: int) -> Sequence[int]:
-        return range(0 if self.first_step else 1, whole_part(self.schedule_fraction * steps))
+        return range(0 if self.first_step else 1, tolerant_floor(self.schedule_fraction * steps))
 
 
 class AWM:

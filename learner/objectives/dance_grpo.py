@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from configs.objective import PathSettings, whole_part
+from configs.objective import PathSettings, tolerant_floor
 from learner.objectives.grpo import PathGRPO
 
 
@@ -45,5 +45,5 @@ class DanceGRPO(PathGRPO):
         self._share = settings.step_fraction
 
     def drawn(self, usable: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        count = max(whole_part(self._share * len(usable)), 1)
+        count = max(tolerant_floor(self._share * len(usable)), 1)
         return np.sort(rng.permutation(usable)[:count])

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from configs.objective import PathSettings, whole_part
+from configs.objective import PathSettings, tolerant_floor
 from learner.objectives.grpo import PathGRPO
 
 
@@ -31,7 +31,7 @@ class FlowGRPOSettings(PathSettings):
     )
 
     def trained_steps(self, steps: int) -> Sequence[int]:
-        return range(whole_part(self.step_fraction * steps))
+        return range(tolerant_floor(self.step_fraction * steps))
 
 
 class FlowGRPO(PathGRPO):

@@ -156,7 +156,7 @@ def _small(
     groups = {}
     for service in ("reward", *(f"scorers.{label}" for label in config.services.scorers)):
         labels = config.scorers_of(service)
-        if any(may_use_gpu(s.name) for s in config.rewards.everyone if s.label in labels):
+        if any(may_use_gpu(s.name) for s in config.rewards.all_scorers if s.label in labels):
             # rounded down to 1/10,000, the unit of Ray: a sum above 1 would not fit on a GPU
             share = math.floor(room * 0.55 * 1e4) / 1e4
             groups[service] = Group(count, share, cpus, kind)

@@ -86,7 +86,7 @@ def needs_layout(config: RunConfig) -> bool:
 def _may_use_gpu(config: RunConfig, kind: str) -> bool:
     labels = config.scorers_of(kind)
     if labels:
-        return any(may_use_gpu(s.name) for s in config.rewards.everyone if s.label in labels)
+        return any(may_use_gpu(s.name) for s in config.rewards.all_scorers if s.label in labels)
     return kind in ("rollout", "learner", "encoder")
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from configs.families import FAMILIES as ROWS
-from configs.named import named_class
+from configs.lookup import load_class
 from configs.sections import Model
 from policy.families.base import Family
 from policy.families.files import INDEX, model_directory, pipeline_file
 
-FAMILIES: dict[str, type[Family]] = {name: named_class(row, Family) for name, row in ROWS.items()}
+FAMILIES: dict[str, type[Family]] = {name: load_class(row, Family) for name, row in ROWS.items()}
 
 
 def family_for(model: Model) -> Family:

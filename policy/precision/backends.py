@@ -8,11 +8,11 @@ from itertools import groupby
 import torch
 
 from configs.backends import BACKENDS as ROWS
-from configs.named import named_class
+from configs.lookup import load_class
 from policy.precision import cost, kernels
 from policy.precision.base import Backend
 
-_CLASSES: dict[str, type[Backend]] = {name: named_class(row, Backend) for name, row in ROWS.items()}
+_CLASSES: dict[str, type[Backend]] = {name: load_class(row, Backend) for name, row in ROWS.items()}
 BACKENDS: dict[str, Backend] = {name: found() for name, found in _CLASSES.items()}
 
 

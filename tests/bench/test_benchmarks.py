@@ -191,7 +191,7 @@ def test_broadcasts_on_the_command_line():
 )
 def test_layouts_are_measured_with_the_threads_that_are_given(changes, trains, regenerates):
     found = shaped(sized(load("quickstart", changes)), CALIBRATED).services
-    assert (found.learner.threads, found.learner.regenerating) == (trains, regenerates)
+    assert (found.learner.threads, found.learner.regeneration_threads) == (trains, regenerates)
     assert found.rollout.threads == found.reward.threads == 1
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from cluster.jobs.dashboard import client_of
+from cluster.jobs.dashboard import job_client
 from configs.load import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -100,7 +100,7 @@ class Head:
         while time.monotonic() < deadline:
             assert self.process.poll() is None, "the head ended"
             try:
-                client_of(self.url).list_jobs()
+                job_client(self.url).list_jobs()
                 return
             except (ConfigError, RuntimeError):
                 time.sleep(1)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.jobs import job_log
-from cluster.jobs.job_log import OUT_OF_SIGHT, follow, output_of
+from cluster.jobs.job_log import OUT_OF_SIGHT, follow, follow_command_output
 
 URL = "http://head:8265"
 TEXT = "one\ntwo\nthree\n"
@@ -146,5 +146,8 @@ BEFORE = "2026-11-22 INFO job_manager.py:581 -- Runtime env is setting up.\nRunn
 )
 def test_a_commands_output_is_its_own(parts, wanted):
     shown = []
-    assert output_of(Client([parts], ["SUCCEEDED"]), "job-1", shown.append, shown.append) == 0
+    assert (
+        follow_command_output(Client([parts], ["SUCCEEDED"]), "job-1", shown.append, shown.append)
+        == 0
+    )
     assert "".join(shown) == wanted

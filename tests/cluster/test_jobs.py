@@ -15,7 +15,7 @@ import pytest
 
 from cli.main import _parser, main
 from cluster.jobs import submit as jobs
-from cluster.jobs.dashboard import client_of
+from cluster.jobs.dashboard import job_client
 from configs.load import ConfigError, load
 from tests.cluster.head import ROOT, Head, wait_for
 from tests.cluster.runs import adapters, tiny_config, write_toml
@@ -211,7 +211,7 @@ def test_a_submitted_job_is_watched_scaled_and_stopped_with_a_whole_checkpoint_a
     refused = head.sol_rl("scale", "--rollout", 9, "--address", f"127.0.0.1:{head.gcs}")
     assert refused.returncode == 2 and "max_actors = 3" in refused.stderr
 
-    client = client_of(head.url)
+    client = job_client(head.url)
     client.stop_job(job)
     wait_for(lambda: str(client.get_job_status(job)) == "STOPPED", 180)
     (checkpoint,) = (run / "checkpoints").glob("step_*")

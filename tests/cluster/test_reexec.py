@@ -18,7 +18,7 @@ import json, os, sys
 from cluster.runtime import reexec, template
 from configs.load import load
 
-reexec.begin()
+reexec.reexec()
 settled = dict(os.environ)
 template.import_for = lambda config: None  # there at once
 reexec.fork_template(load("quickstart", sys.argv[1:]))

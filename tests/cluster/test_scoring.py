@@ -20,7 +20,7 @@ def test_a_prompt_is_told_once_for_a_batch_of_its_images(monkeypatch):
         asked.append(prompt.text)
         return {"of": prompt.text}
 
-    monkeypatch.setattr(Prompt, "told", told)
+    monkeypatch.setattr(Prompt, "scorer_metadata", told)
     a, b = Prompt("a"), Prompt("b")
     texts, metadata = RewardService({}, load("quickstart", []).model).scorer_inputs(
         [a] * 24 + [b, a]

@@ -18,8 +18,8 @@ from cluster.driver.connect import join_or_start_ray
 from cluster.driver.status import Reporter
 from cluster.jobs.board import Board, Link, RunState, board
 from cluster.jobs.dashboard import TOKEN_WANTED
-from cluster.jobs.live_runs import CLUSTER_ID, require_listener, scale, states
-from cluster.jobs.status_text import lines_of
+from cluster.jobs.live_runs import CLUSTER_ID, require_listener, run_states, scale
+from cluster.jobs.status_text import status_lines
 from configs.load import ConfigError, load
 from records.errors import RunFailed
 from records.progress import Progress
@@ -44,7 +44,7 @@ STATE: RunState = {
 
 
 def test_a_state_in_lines():
-    assert lines_of(STATE) == [
+    assert status_lines(STATE) == [
         "mine  arm sol_rl, iteration 7 of 18 done, policy version 7, about 3 min 00 s left",
         "  /data/runs/mine",
         "  17.1 s per iteration, 46.2 images/s explored",
@@ -97,7 +97,7 @@ def test_a_run_says_how_it_is(ray_here, tiny_sd3_dir, tmp_path):
     )
     assert actors["rollout-0.0"]["version"] == 1
     assert sum(a["tasks"] for n, a in actors.items() if n.startswith("rollout")) > 8
-    assert "rollout-0.0" in "\n".join(lines_of(state))
+    assert "rollout-0.0" in "\n".join(status_lines(state))
 
 
 # ---- the board, with runs that are only said to be
@@ -220,13 +220,13 @@ def test_a_run_is_found_and_asked_by_name(ray_here):
         == "--run: which one? there are: a, b"
     )
     assert "no run 'c' on this cluster; there are: a, b" in with_runs(
-        runs, lambda: said(ConfigError, lambda: states("c"))
+        runs, lambda: said(ConfigError, lambda: run_states("c"))
     )
     assert with_runs(
         {"a#1": ("a", never)},
         lambda: said(RunFailed, lambda: scale("a", {"rollout": 2}, timeout_s=0.5)),
     ).startswith("not done")
-    assert "no run on this cluster" in said(ConfigError, lambda: states(None))  # they left
+    assert "no run on this cluster" in said(ConfigError, lambda: run_states(None))  # they left
 
 
 def test_a_request_whose_answer_is_lost_is_told_again_and_carried_out_once():
@@ -323,7 +323,7 @@ def test_a_board_that_dies_is_made_again(ray_here):
         ray.kill(board(), no_restart=True)
         for _ in range(300):
             try:
-                return states("a")["a#1"]["run"]
+                return run_states("a")["a#1"]["run"]
             except ConfigError:
                 time.sleep(0.1)
         return None

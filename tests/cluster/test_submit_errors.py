@@ -74,7 +74,7 @@ def test_a_job_that_is_not_taken_is_one_line(monkeypatch, capsys, error, said):
         (into / "photos" / "a.bin").write_bytes(bytes(3_000_000))
         return source
 
-    monkeypatch.setattr(jobs, "client_of", lambda address: Refusing(error))
+    monkeypatch.setattr(jobs, "job_client", lambda address: Refusing(error))
     monkeypatch.setattr(jobs, "stage", small)
     assert main(["submit", "quickstart", "--set", "run_root=/data", "--address", HERE]) == 2
     told = line(capsys)
@@ -86,7 +86,7 @@ def test_a_disk_too_full_to_stage_on_is_one_line(monkeypatch, capsys):
     def full(into, source, config):
         raise shutil.Error("No space left on device")
 
-    monkeypatch.setattr(jobs, "client_of", lambda address: Refusing(None))
+    monkeypatch.setattr(jobs, "job_client", lambda address: Refusing(None))
     monkeypatch.setattr(jobs, "stage", full)
     assert main(["submit", "quickstart", "--set", "run_root=/data", "--address", HERE]) == 2
     assert "No space left on device" in line(capsys)
@@ -149,9 +149,9 @@ def test_the_doctor_travels_with_the_files_of_a_run(monkeypatch, given):
             submitted.update(entrypoint=entrypoint, has=(tree / "cli" / "doctor.py").exists())
             return "job-1"
 
-    monkeypatch.setattr(jobs, "client_of", lambda address: Client())
-    monkeypatch.setattr(jobs, "refusals", lambda *_: nullcontext())
-    monkeypatch.setattr(jobs, "output_of", lambda client, job, show, say: 2)
+    monkeypatch.setattr(jobs, "job_client", lambda address: Client())
+    monkeypatch.setattr(jobs, "config_errors", lambda *_: nullcontext())
+    monkeypatch.setattr(jobs, "follow_command_output", lambda client, job, show, say: 2)
     assert main(["doctor", *given, "--json", "--address", HERE]) == 2
     wanted = " ".join(["python -m cluster doctor", *given, "--json"])
     assert submitted == {"entrypoint": wanted, "has": True}

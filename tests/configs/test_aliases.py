@@ -8,7 +8,7 @@ from analysis.compare.cells import Request, read_comparison
 from configs import aliases
 from configs.aliases import KEYS, VALUES
 from configs.load import ConfigError, apply, load, parse
-from configs.resume import differences, measured
+from configs.resume import config_for_measurement, differences
 from records.rundir import RunDirectory
 
 KEEP = "explore.keep_wide is now explore.modules_to_not_convert"
@@ -70,7 +70,10 @@ def test_a_run_in_old_names_goes_on(tmp_path, capsys):
     before = run.configuration()
     assert before == now and differences(before, now) == []
     assert capsys.readouterr().err.count("\n") == 1
-    assert measured(before, ["explore.keep_wide=[]"]).explore.modules_to_not_convert == ()
+    assert (
+        config_for_measurement(before, ["explore.keep_wide=[]"]).explore.modules_to_not_convert
+        == ()
+    )
 
 
 def test_a_comparison_in_old_names(tmp_path):

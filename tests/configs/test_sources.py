@@ -51,11 +51,11 @@ def test_scorers_are_told_the_image_at_the_size_of_the_run(tmp_path):
     pixels = image_file(tmp_path / "a.png", 24, 16)
     prompt = Prompt("x", {"n": 1}, tmp_path / "a.png")
     model = Model(path="m", height=16, width=24)
-    told = prompt.told(model)
+    told = prompt.scorer_metadata(model)
     assert told["n"] == 1 and told["image"].dtype == np.uint8
     assert np.array_equal(told["image"], pixels.transpose(2, 0, 1))
     assert prompt.metadata == {"n": 1} and prompt.source(model) is told["image"]
-    assert Prompt("x", {"n": 1}).told(model) == {"n": 1}
+    assert Prompt("x", {"n": 1}).scorer_metadata(model) == {"n": 1}
 
 
 def test_it_is_resized_as_diffusers_does(tmp_path):

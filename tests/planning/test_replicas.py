@@ -117,7 +117,9 @@ def test_in_what_parts_a_prompt_is_regenerated():
 
     def size(prompts: int, replicas: int, share: str = "samples") -> int:
         given = [f"prompts.per_iteration={prompts}", f"services.learner.replicas={replicas}"]
-        return load("quickstart", [*given, f"services.learner.share={share}"]).regenerated_size
+        return load(
+            "quickstart", [*given, f"services.learner.share={share}"]
+        ).regeneration_task_size
 
     keep = load("quickstart").selection.keep
     assert keep == 24

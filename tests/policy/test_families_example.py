@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 import configs.families
 import policy.families
-from configs.named import named_class
+from configs.lookup import load_class
 from configs.sections import Model
 from configs.training import Lora
 from policy.families import FAMILIES, Family, family_for
@@ -85,7 +85,7 @@ def family(directory, monkeypatch, tmp_path):
     monkeypatch.setattr(policy.families, "__path__", [*policy.families.__path__, str(tmp_path)])
     rows = table_with_the_row()["FAMILIES"]
     assert rows.keys() - FAMILIES.keys() == {NAMED}
-    monkeypatch.setitem(FAMILIES, NAMED, named_class(rows[NAMED], Family))
+    monkeypatch.setitem(FAMILIES, NAMED, load_class(rows[NAMED], Family))
     whole = Model(path=str(directory), height=16, width=24, max_sequence_length=12)
     found = family_for(whole.model_copy(update={"family": NAMED}))
     found.check()

@@ -12,7 +12,7 @@ import configs.objectives
 import learner.objectives
 import policy.precision
 from configs.load import load
-from configs.named import named_class
+from configs.lookup import load_class
 from configs.objectives import SETTINGS
 from learner.objectives import build_objective
 from planning.assumptions import Assumptions, backend_of, device_of, with_format
@@ -60,7 +60,7 @@ def coarse(monkeypatch, tmp_path):
     monkeypatch.setattr(policy.precision, "__path__", [*policy.precision.__path__, str(tmp_path)])
     names = with_row(configs.backends, '    "te_nvfp4": ', ROW)
     assert TypeAdapter(names["BackendName"]).validate_python("coarse") == "coarse"
-    backends = {name: named_class(row, Backend)() for name, row in names["BACKENDS"].items()}
+    backends = {name: load_class(row, Backend)() for name, row in names["BACKENDS"].items()}
     monkeypatch.setattr("policy.precision.backends.BACKENDS", backends)
     monkeypatch.setattr("planning.assumptions.BACKENDS", backends)
     yield backends["coarse"]

@@ -156,4 +156,4 @@ def test_held_out_images_need_a_scorer_that_does_not_compare():
             Rewards.model_validate({"scorers": [ranks, *others]})
     with pytest.raises(ValueError, match="nothing about the weights that made them"):
         Rewards.model_validate({"scorers": [plain], "evaluation_scorers": [ranks]})
-    assert Rewards.model_validate({"scorers": [ranks, plain]}).compared == ["vlm_rank"]
+    assert Rewards.model_validate({"scorers": [ranks, plain]}).comparing_labels == ["vlm_rank"]

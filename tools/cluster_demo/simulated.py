@@ -123,16 +123,16 @@ class Demo:
 
     def status_of(self, job: str) -> str:
         """Return the job's status, as named by Ray."""
-        from cluster.jobs.dashboard import client_of
+        from cluster.jobs.dashboard import job_client
 
-        return str(client_of(self.url).get_job_status(job))
+        return str(job_client(self.url).get_job_status(job))
 
     def last_words(self, job: str) -> str:
         """Return the last three lines of the job's log."""
-        from cluster.jobs.dashboard import client_of
+        from cluster.jobs.dashboard import job_client
 
         lines = [
-            line for line in client_of(self.url).get_job_logs(job).splitlines() if line.strip()
+            line for line in job_client(self.url).get_job_logs(job).splitlines() if line.strip()
         ]
         return "".join(f"\n  {line}" for line in lines[-3:])
 

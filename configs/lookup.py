@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def named_class(row: str, base: type[T]) -> type[T]:
+def load_class(row: str, base: type[T]) -> type[T]:
     """Return the class that ``module:class`` names. Raises TypeError if it is no ``base``."""
     module, _, name = row.partition(":")
     cls = getattr(importlib.import_module(module), name)
@@ -19,7 +19,7 @@ def named_class(row: str, base: type[T]) -> type[T]:
     return cls
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def suggestion(word: str, known: Iterable[str]) -> str:
     """Return " (did you mean ...?)" for a misspelled ``word``, or "" if no known name is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
