@@ -50,11 +50,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Chart:
-    """Input of the drawing.
-
-    ``lanes`` by actor, ``marks`` of the whole run, ``versions`` as (time of publication, version),
-    and the ``spans`` of tasks.
-    """
+    """Input of the drawing; ``marks`` are those of the run, ``versions`` are (time, version)."""
 
     lanes: Mapping[str, Lane]
     marks: Sequence[Mark]
