@@ -42,9 +42,9 @@ def group(directories: Sequence[Path]) -> dict[str, tuple[RunConfig, list[tuple[
         config = RunDirectory(path).configuration()
         seed, key = config.seed, repr(sorted(_settings(config).items()))
         _, runs = groups.setdefault(key, (config, []))
-        if other := [each for known, each in runs if known == seed]:
+        if duplicates := [directory for known, directory in runs if known == seed]:
             raise ConfigError(
-                f"{path} and {other[0]} are the same configuration and run seed: give one of"
+                f"{path} and {duplicates[0]} are the same configuration and run seed: give one of"
                 " the two"
             )
         runs.append((seed, path))
@@ -61,9 +61,9 @@ def check_alike(configs: Mapping[str, RunConfig]) -> None:
     for key in ALIKE:
         wanted = attrgetter(key)(reference)
         for name, other in others:
-            if (found := attrgetter(key)(other)) != wanted:
+            if (value := attrgetter(key)(other)) != wanted:
                 raise ConfigError(
-                    f"{key}: {wanted!r} in {first}, {found!r} in {name}: scores can be compared"
+                    f"{key}: {wanted!r} in {first}, {value!r} in {name}: scores can be compared"
                     " only when both are evaluated alike"
                 )
 
@@ -74,11 +74,11 @@ def check_prompts(directories: Iterable[Path]) -> None:
     for path in directories:
         run = read_run(path)
         for key in FILES:
-            name, found = run.setting(f"prompts.{key}"), run.prompts.get(key)
-            if found is None:
+            name, digest = run.setting(f"prompts.{key}"), run.prompts.get(key)
+            if digest is None:
                 continue
-            other, known = seen.setdefault((key, name), (path, found))
-            if known != found:
+            other, seen_digest = seen.setdefault((key, name), (path, digest))
+            if seen_digest != digest:
                 raise ConfigError(
                     f"prompts.{key} = {name!r}: {path} and {other} read other prompts there, so"
                     " they cannot be compared: give one of the two"

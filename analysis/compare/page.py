@@ -144,12 +144,12 @@ def _bars(results: Sequence[Result]) -> Bars:
         Lane(
             title,
             [
-                Part(stage, colour, each, 100 * each / longest)
-                for (stage, colour), each in zip(stages, spent, strict=True)
-                if each > 0
+                Part(stage, colour, stage_seconds, 100 * stage_seconds / longest)
+                for (stage, colour), stage_seconds in zip(stages, of_stages, strict=True)
+                if stage_seconds > 0
             ],
         )
-        for title, spent in seconds.items()
+        for title, of_stages in seconds.items()
         if longest > 0
     ]
     return Bars(blocks([(stage, colour, "") for stage, colour in stages]), lanes)

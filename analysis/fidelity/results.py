@@ -69,11 +69,11 @@ def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> Tree:
     truth = rewards.truth
 
     def row(backend: str, steps: int, proxy: np.ndarray) -> Tree:
-        found = estimates(per_prompt(proxy, truth), seed=config.seed)
+        by_measure = estimates(per_prompt(proxy, truth), seed=config.seed)
         return {
             "backend": backend,
             "steps": steps,
-            "measures": {name: _plain(estimate) for name, estimate in found.items()},
+            "measures": {name: _plain(estimate) for name, estimate in by_measure.items()},
         }
 
     constant = int((np.ptp(truth, axis=1) == 0).sum())

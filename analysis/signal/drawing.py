@@ -15,7 +15,7 @@ COLOURS = ("#9aa5b1", "#1f6fb2", "#e08214", "#35978f", "#7b3294", "#a6611a")
 
 
 def drawing(rows: Sequence[Tree], title: str) -> str:
-    """Return an SVG of ``rows`` of signal.json; error bars are plus and minus one standard error."""
+    """Return an SVG of ``rows`` of signal.json; error bars are one standard error on each side."""
     choices = list(dict.fromkeys(row["choice"] for row in rows))
     names = list(dict.fromkeys(row["objective"] for row in rows))
     ends = [row["cosine"] + side * row["stderr"] for row in rows for side in (-1, 1)]

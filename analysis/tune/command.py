@@ -39,20 +39,20 @@ def run(config: RunConfig, tree: Tree, wanted: Wanted, out: Path, say: Say) -> l
         )
     check_model(config)
     explore = config.explore
-    found = backends(wanted.backends or (explore.backend,), say)
+    resolved = backends(wanted.backends or (explore.backend,), say)
     (own_backend,) = backends((explore.backend,))
     keep, size = config.selection.keep, wanted.sizes[0]
     own = Setting(own_backend, explore.steps, explore.pool_size, keep, size)
-    settings = _settings(wanted, list(found), own)
+    settings = _settings(wanted, list(resolved), own)
     configs = {setting: _parsed(tree, setting) for setting in settings}
-    found |= backends((own_backend,))
+    resolved |= backends((own_backend,))
     kinds = {kind_of(setting) for setting in settings} | {
         (*kind_of(own)[:3], upto) for upto in wanted.prune
     }
     sizes = {setting.size: config for setting, config in configs.items()}
     prompts = choose_prompts(config, wanted.prompts)
     with measuring(config, wanted.threads, out, "a seed without a reward has no rank"):
-        measured = measure(config, prompts, wanted.seeds, found, sizes, kinds, say)
+        measured = measure(config, prompts, wanted.seeds, resolved, sizes, kinds, say)
         facts = {"threads": torch.get_num_threads(), "versions": versions()}
         rows = rows_of(measured, configs, own, wanted, config.seed)
     chosen = choose(rows, wanted.budget)
@@ -167,7 +167,7 @@ def _write(
     chosen: Row | None,
     own: Setting,
     wanted: Wanted,
-    found: Found,
+    measured: Found,
     facts: Tree,
     tree: Tree,
 ) -> None:
@@ -179,9 +179,9 @@ def _write(
             "own": dataclasses.asdict(own),
             "chosen": None if chosen is None else chosen.label,
             "seconds": {
-                "truth": found.truth_s,
-                "update": found.update_s,
-                "previews": [[*kind, value] for kind, value in found.seconds.items()],
+                "truth": measured.truth_s,
+                "update": measured.update_s,
+                "previews": [[*kind, value] for kind, value in measured.seconds.items()],
             },
             "rows": [dataclasses.asdict(row) | {"label": row.label} for row in rows],
         },

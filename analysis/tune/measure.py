@@ -60,13 +60,13 @@ def measure(
     scored = ScoredSeeds(config, prompts, seeds)
 
     def rewards(title: str, generate: Generate) -> tuple[np.ndarray, float]:
-        found, seconds = scored.rewards(generate)
-        say(f"{title}: {found.size} images, {seconds * 1e3:.1f} ms each")
-        return found, seconds
+        values, seconds = scored.rewards(generate)
+        say(f"{title}: {values.size} images, {seconds * 1e3:.1f} ms each")
+        return values, seconds
 
     trainer = trainer_of(config)
     truth, seconds = rewards("truth", partial(regenerated, trainer))
-    found = Found(truth, truth_s=seconds, update_s=_update_seconds(scored, trainer))
+    measured = Found(truth, truth_s=seconds, update_s=_update_seconds(scored, trainer))
     for size, sized in sizes.items():
         for name, backend in backends.items():
             explorer = explorer_of(sized, trainer, backend)
@@ -76,8 +76,8 @@ def measure(
                 title = f"{name}, {upto or steps} of {steps} steps"
                 title += f", {size[0]} x {size[1]}" if size else ""
                 generate = partial(explored, explorer, sized, steps=steps, upto=upto)
-                found.rewards[kind], found.seconds[kind] = rewards(title, generate)
-    return found
+                measured.rewards[kind], measured.seconds[kind] = rewards(title, generate)
+    return measured
 
 
 def _update_seconds(scored: ScoredSeeds, trainer: Trainer) -> float:

@@ -113,25 +113,25 @@ def rows_of(
     return rows
 
 
-def _cost(found: Found, setting: Setting, config: RunConfig, wanted: Wanted) -> float:
+def _cost(measured: Found, setting: Setting, config: RunConfig, wanted: Wanted) -> float:
     """Return the cost of exploring, regenerating and training on a prompt.
 
     It is in seconds on this machine, or in operations.
     """
     if wanted.by == "operations":
         return operations_of(config).at(wanted.ratio) / config.prompts.per_iteration
-    kept = found.truth_s + found.update_s
-    return setting.pool * found.seconds[kind_of(setting)] + setting.keep * kept
+    kept = measured.truth_s + measured.update_s
+    return setting.pool * measured.seconds[kind_of(setting)] + setting.keep * kept
 
 
-def _pruned_saving(found: Found, own: Setting, upto: int) -> float:
+def _pruned_saving(measured: Found, own: Setting, upto: int) -> float:
     """Return the seconds that pruning saves per seed of the pool.
 
     All seeds are decoded and scored after step ``upto``; only half of them continue to the last
     step, after which they are decoded and scored again. A preview of s steps is modeled to take
     s d + e seconds, d for a step and e for decoding and scoring.
     """
-    early, last = found.seconds[(*kind_of(own)[:3], upto)], found.seconds[kind_of(own)]
+    early, last = measured.seconds[(*kind_of(own)[:3], upto)], measured.seconds[kind_of(own)]
     step = (last - early) / (own.steps - upto)
     finish = max(0.0, early - upto * step)
     return last - (early + ((own.steps - upto) * step + finish) / 2)
