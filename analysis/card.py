@@ -1,6 +1,4 @@
-"""The model card of an exported LoRA: what it is, what it was trained on, what it changed, how to
-load it.
-"""
+"""Model card of an exported LoRA: rewards, images, prompts, loading code and training settings."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
 @dataclass(frozen=True)
 class Export:
-    """The exported weights, and where they will be found."""
+    """Exported weights and the place from which users will load them."""
 
     weights: str
     updates: int
@@ -43,11 +41,11 @@ class Export:
 def write_card(
     out: Path, directory: Path, config: RunConfig, export: Export, licence: str | None = None
 ) -> Path:
-    """Write ``README.md`` and, where two evaluations drew images, ``before_after.png`` to ``out``;
-    returns the path of the card.
+    """Write the card ``README.md`` to ``out`` and return its path.
 
-    ``directory`` is that of the run. ``licence``: as the user declares it; None: as the base
-    model's own card does. Raises OSError where nothing can be written.
+    Also write ``before_after.png`` if two evaluations saved images. ``directory`` is that of the
+    run. ``licence`` is the license that the user declares; None uses that of the base model's card.
+    Raises OSError if a file cannot be written.
     """
     try:
         sheet = before_after(directory / "images")
@@ -67,17 +65,17 @@ def write_card(
 def card(
     run: RunData, config: RunConfig, export: Export, licence: Mapping[str, str], drawn: bool
 ) -> str:
-    """The text, with the front matter that the hub reads."""
+    """Return the text of the card, with the front matter that the hub reads."""
     base = hub_id(config.model)
     family = FAMILIES[config.model.family]
-    made = "image-to-image" if family.edits else "text-to-image"
-    made = "text-to-video" if family.video else made
+    task = "image-to-image" if family.edits else "text-to-image"
+    task = "text-to-video" if family.video else task
     front: Row = {
         **({"base_model": base, "base_model_relation": "adapter"} if base else {}),
         **(licence or {"license": "unknown"}),
         "library_name": "diffusers",
-        "pipeline_tag": made,
-        "tags": ["lora", "diffusers", made, "reinforcement-learning", "sol-rl"],
+        "pipeline_tag": task,
+        "tags": ["lora", "diffusers", task, "reinforcement-learning", "sol-rl"],
     }
     parts = [
         f"# {run.name}",
@@ -96,20 +94,21 @@ def card(
 
 
 def hub_id(model: Model) -> str | None:
-    """The base model's id on the hub; None for a directory."""
-    here = model.path == "shapes" or Path(model.path).expanduser().exists()
-    return None if here or not HUB_ID.fullmatch(model.path) else model.path
+    """Return the hub id of the base model, or None if it is a directory."""
+    local = model.path == "shapes" or Path(model.path).expanduser().exists()
+    return None if local or not HUB_ID.fullmatch(model.path) else model.path
 
 
 def licence_of(model: Model) -> dict[str, str]:
-    """The licence that the base model's card declares, in its directory or in the hub's cache here.
+    """Return the license fields of the base model's card.
 
-    Empty where there is no card, or it declares nothing.
+    The card is read from the model's directory or from the local cache of the hub. The result
+    is empty if there is no card or it declares no license.
     """
     from huggingface_hub import try_to_load_from_cache
 
     if model.path == "shapes":
-        return {"license": "apache-2.0"}  # it ships with the program, under its licence
+        return {"license": "apache-2.0"}  # part of this program, under the same license
     base = hub_id(model)
     file = try_to_load_from_cache(base, CARD) if base else Path(model.path).expanduser() / CARD
     if not isinstance(file, str | Path) or not Path(file).is_file():
@@ -117,8 +116,8 @@ def licence_of(model: Model) -> dict[str, str]:
     front = FRONT.match(Path(file).read_text(encoding="utf-8", errors="replace"))
     lines = (front[1] if front else "").splitlines()
     pairs = [line.partition(":") for line in lines if not line.startswith((" ", "-", "#"))]
-    found = {key.strip(): value.strip().strip("'\"") for key, _, value in pairs}
-    return {key: found[key] for key in DECLARED if found.get(key)}
+    fields = {key.strip(): value.strip().strip("'\"") for key, _, value in pairs}
+    return {key: fields[key] for key in DECLARED if fields.get(key)}
 
 
 def _sentence(config: RunConfig, export: Export, base: str | None) -> str:
@@ -151,19 +150,19 @@ def _rewards(run: RunData, export: Export) -> str:
     for score in scores_of(run):
         cells = (number(score.before), number(score.after), _pm(score.change))
         rows.append(f"| {score.label} ({score.role}) | {' | '.join(cells)} |")
-    said = (
+    note = (
         f"On {run.setting('evaluate.prompts')} prompts that were not trained on, "
         f"{run.setting('evaluate.noises')} fixed initial noises each, with the"
         f" `{after.get('weights')}` weights after {step_of(after)} updates; ± is one standard"
         " error of the mean, clustered by prompt, of a change that of the paired difference."
     )
     if (after.get("weights"), step_of(after)) != (export.weights, export.updates):
-        said += f" The weights here are others: `{export.weights}` after {export.updates} updates."
-    return "\n".join([*rows, "", said])
+        note += f" The weights here are others: `{export.weights}` after {export.updates} updates."
+    return "\n".join([*rows, "", note])
 
 
 def _pm(value: Mean) -> str:
-    """A mean, with its error where both are known."""
+    """Format a mean, with its error if both are known."""
     known = math.isfinite(value.mean) and math.isfinite(value.error)
     return number(value.mean) + (f" ± {number(value.error)}" if known else "")
 
@@ -183,42 +182,44 @@ def _prompts(run: RunData, config: RunConfig) -> str:
 
 
 def _plain(text: str) -> str:
-    """A prompt on one line, without what Markdown or HTML would take for its own."""
+    """Return a prompt on one line, with the special characters of Markdown and HTML escaped."""
     return re.sub(r"([\\`*_\[\]<>#|])", r"\\\1", " ".join(text.split()))
 
 
 def _loading(config: RunConfig, export: Export, base: str | None) -> str:
     family, settings = FAMILIES[config.model.family], config.evaluate
     arguments = family.call_arguments(config.model, config.guidance)
-    # of the program's source tree
+    # path relative to the source tree of this program
     place = "shapes/model" if config.model.path == "shapes" else base or config.model.path
-    given = "".join(f"    {name}={value!r},\n" for name, value in arguments.items())
+    call_arguments = "".join(f"    {name}={value!r},\n" for name, value in arguments.items())
     weights = "\n".join(
         f"pipe.load_lora_weights({export.where!r}, weight_name={file!r}"
         + (", load_into_transformer_2=True)" if file == SECOND else ")")
         for file in export.files
     )
-    more, made, kept = "", "image", "images[0]"
+    extra_imports, result_name, result = "", "image", "images[0]"
     if family.video:
         fps = config.model.frames_per_second
-        made, kept = "clip", f'frames[0]\nexport_to_video(clip, "clip.mp4", fps={fps})'
-        more = "\nfrom diffusers.utils import export_to_video"
+        result_name, result = "clip", f'frames[0]\nexport_to_video(clip, "clip.mp4", fps={fps})'
+        extra_imports = "\nfrom diffusers.utils import export_to_video"
     if family.edits:
         size = f"{config.model.width} x {config.model.height} pixels"
-        more = "\nfrom diffusers.utils import load_image"
-        given = f'    image=load_image("source.png"),  # of {size}, as in training\n{given}'
+        extra_imports = "\nfrom diffusers.utils import load_image"
+        call_arguments = (
+            f'    image=load_image("source.png"),  # of {size}, as in training\n{call_arguments}'
+        )
     return f"""With diffusers:
 
 ```python
 import torch
-from diffusers import {family.pipeline_class}{more}
+from diffusers import {family.pipeline_class}{extra_imports}
 
 pipe = {family.pipeline_class}.from_pretrained({place!r}, dtype=torch.bfloat16)
 {weights}
-{made} = pipe(
+{result_name} = pipe(
     prompt="...",
     num_inference_steps={settings.steps},
-{given}).{kept}
+{call_arguments}).{result}
 ```
 
 Evaluations used the solver `{settings.solver}`, the pipeline uses that of its scheduler.
@@ -227,15 +228,15 @@ Evaluations used the solver `{settings.solver}`, the pipeline uses that of its s
 
 
 def _in_comfyui(export: Export, strength: float) -> str:
-    named = " and ".join(f"`{file}`" for file in export.files)
-    each = (
+    file_names = " and ".join(f"`{file}`" for file in export.files)
+    hint = (
         f" `{FILE}` is for the model of high noise levels, `{SECOND}` for that of low ones."
         if SECOND in export.files
         else ""
     )
-    return f"""In ComfyUI: put {named} into `models/loras` and load it with the node
+    return f"""In ComfyUI: put {file_names} into `models/loras` and load it with the node
 `LoraLoaderModelOnly` at strength {strength:g}, which is alpha / rank: the file has alpha in its
-metadata, where ComfyUI does not look.{each} Where a model's attention is one fused layer in ComfyUI
+metadata, where ComfyUI does not look.{hint} Where a model's attention is one fused layer in ComfyUI
 (Z-Image), not all names may be known there: look into its log. This has not been tried by the
 program that wrote this page."""
 

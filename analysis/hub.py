@@ -1,4 +1,4 @@
-"""An export on the hub: a repository of its files."""
+"""Upload an export to a model repository on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from records.errors import RunFailed, first_line
 
 
 def check_hub(repository: str) -> None:
-    """Raises ConfigError for a name that is none, or where nobody is logged in."""
+    """Raise ConfigError if ``repository`` is not a valid name or the user is not logged in."""
     from huggingface_hub import HfApi
 
     if not HUB_ID.fullmatch(repository):
         raise ConfigError(f"--push {repository}: OWNER/NAME is expected")
     try:
         HfApi().whoami()
-    except Exception as error:  # the client's errors of login and network have no common class
+    except Exception as error:  # errors of login and network have no common base class
         raise ConfigError(
             f"--push {repository}: the hub does not know who this is ({first_line(error)}): run `hf"
             " auth login`, or set HF_TOKEN"
@@ -25,9 +25,9 @@ def check_hub(repository: str) -> None:
 
 
 def push(folder: Path, repository: str, private: bool) -> str:
-    """Put the files of ``folder`` into a model repository, made if it is not there; its address.
+    """Upload the files of ``folder`` to a model repository and return its URL.
 
-    Raises RunFailed where the hub refuses.
+    The repository is created if it does not exist. Raises RunFailed if the hub refuses.
     """
     from huggingface_hub import HfApi
 

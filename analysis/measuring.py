@@ -1,5 +1,6 @@
-"""What ``sol-rl fidelity``, ``signal`` and ``tune`` share: models, scorers and their errors, in one
-process without Ray.
+"""Models, scorers and error handling shared by ``sol-rl fidelity``, ``signal`` and ``tune``.
+
+These commands run in one process without Ray.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from rewards.combine import WeightedScorer
 
 Say = Callable[[str], None]
 Generate = Callable[[Conditioning, list[int]], np.ndarray]
-"""Images of a prompt's seeds."""
+"""Function that returns the images of one prompt's seeds."""
 
 
 @contextlib.contextmanager
 def measuring(config: RunConfig, asked: int | None, out: Path, unscored: str) -> Iterator[None]:
-    """Make the directory ``out``, and use as many CPU threads as ``asked``, else as configured.
+    """Create the directory ``out`` and use ``asked`` CPU threads, by default as configured.
 
-    Errors within the block become RunFailed or ConfigError; ``unscored`` says why an image that
-    cannot be scored ends the measurement.
+    Errors within the block become RunFailed or ConfigError. ``unscored`` is the explanation given
+    when an image that cannot be scored ends the measurement.
     """
     make_output(out)
     hide_loading_bars()
@@ -63,50 +64,53 @@ def measuring(config: RunConfig, asked: int | None, out: Path, unscored: str) ->
 
 
 def hide_loading_bars() -> None:
-    """Keep loading bars, and warnings of truncated empty prompts, out of what is printed."""
+    """Suppress loading progress bars and warnings about truncated empty prompts."""
     import diffusers.utils.logging
     import transformers.utils.logging
 
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     for handler in logging.getLogger("diffusers").handlers:
-        handler.addFilter(_cuts_something)
+        handler.addFilter(_is_relevant)
 
 
-def _cuts_something(record: logging.LogRecord) -> bool:
-    """False for diffusers' warning that an empty part of a prompt was truncated."""
+def _is_relevant(record: logging.LogRecord) -> bool:
+    """Return False for the warning of diffusers that an empty part of a prompt was truncated."""
     text = record.getMessage()
     return "was truncated" not in text or not text.rstrip().endswith("['']")
 
 
 def backends(names: Sequence[str], say: Say = lambda line: None) -> dict[str, Backend]:
-    """Backends by name, each once; says what "auto" took. Raises ConfigError: not available."""
+    """Return name -> backend without duplicates; report through ``say`` what "auto" selected.
+
+    Raises ConfigError if a backend is not available.
+    """
     try:
-        found = {name: resolve_backend(name, device(), "--backends") for name in names}
+        resolved = {name: resolve_backend(name, device(), "--backends") for name in names}
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    for name, (backend, why) in found.items():
+    for name, (backend, why) in resolved.items():
         if backend.name != name:
             say(f"{backend.name} ({why})")
-    return {backend.name: backend for backend, _ in found.values()}
+    return {backend.name: backend for backend, _ in resolved.values()}
 
 
 def choose_prompts(config: RunConfig, count: int, iteration: int = 0) -> list[Prompt]:
-    """``count`` distinct training prompts: those of a run's ``iteration`` with so many prompts.
+    """Return ``count`` distinct training prompts, those of ``iteration`` in a run with that many.
 
-    Raises ConfigError where there are fewer.
+    Raises ConfigError if there are fewer than ``count`` prompts.
     """
-    everything = read_prompts(config.prompts.train)
-    if count > len(everything):
+    prompts = read_prompts(config.prompts.train)
+    if count > len(prompts):
         raise ConfigError(
-            f"--prompts {count}: {config.prompts.train} holds {len(everything)}; ask for fewer"
+            f"--prompts {count}: {config.prompts.train} holds {len(prompts)}; ask for fewer"
         )
-    rows = prompts_of_iteration(len(everything), count, iteration, config.seed)
-    return [everything[row] for row in rows]
+    rows = prompts_of_iteration(len(prompts), count, iteration, config.seed)
+    return [prompts[row] for row in rows]
 
 
 def seeds_of(config: RunConfig, prompts: int, count: int) -> list[list[int]]:
-    """``count`` seeds for each prompt, of a stream that no run draws from."""
+    """Return ``count`` seeds for each prompt, from a stream that no run uses."""
     return [
         [stream_seed(config.seed, "fidelity", p, n) for n in range(count)] for p in range(prompts)
     ]
@@ -114,7 +118,7 @@ def seeds_of(config: RunConfig, prompts: int, count: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def setup() -> Iterator[None]:
-    """A ValueError of a model or a backend within the block, or function, becomes a ConfigError."""
+    """Convert a ValueError of a model or backend within the block or function to a ConfigError."""
     try:
         yield
     except ValueError as error:
@@ -129,10 +133,10 @@ def explored(
     steps: int,
     upto: int | None = None,
 ) -> np.ndarray:
-    """Proxy images, in the same chunks as in a run; ``upto`` as in ``sample``.
+    """Return the proxy images of seeds, computed in the same chunks as in a run.
 
-    With ``explore.paths`` the paths are those of the first iteration. Raises ConfigError where
-    these need more ``steps``.
+    ``upto`` is passed to ``sample``. With ``explore.paths``, the paths are those of the first
+    iteration; raises ConfigError if these cannot be explored in ``steps`` steps.
     """
     size, guided = config.explore.chunk_size, Guided.of(config.guidance, "explore")
     solver = proxy_solver(config)
@@ -150,7 +154,7 @@ def explored(
 
 
 def regenerated(trainer: Trainer, cond: Conditioning, seeds: list[int]) -> np.ndarray:
-    """Images of seeds of one prompt by the sampling policy, as a run regenerates them."""
+    """Return images of one prompt's seeds by the sampling policy, as a run regenerates them."""
     start = shared_start(trainer.config, seeds)
     return trainer.generator.generate(cond, seeds, start=start)[1]
 
@@ -158,7 +162,7 @@ def regenerated(trainer: Trainer, cond: Conditioning, seeds: list[int]) -> np.nd
 def rewards_of(
     scorer: WeightedScorer, config: RunConfig, images: np.ndarray, prompt: Prompt
 ) -> np.ndarray:
-    """Rewards float32 [B] of images of one prompt. Raises ScorerError."""
+    """Return the rewards, float32 [B], of images of one prompt; raises ScorerError."""
     count = len(images)
     return scorer(
         images, [prompt.text] * count, [prompt.scorer_metadata(config.model)] * count
@@ -166,7 +170,7 @@ def rewards_of(
 
 
 class ScoredSeeds:
-    """P prompts with N seeds each, and the scorers of their images."""
+    """P prompts with N seeds each, and the scorer of their images."""
 
     def __init__(self, config: RunConfig, prompts: Sequence[Prompt], seeds: int) -> None:
         self.config, self.prompts = config, prompts
@@ -175,8 +179,10 @@ class ScoredSeeds:
         self.seeds = seeds_of(config, len(prompts), seeds)
 
     def rewards(self, generate: Generate) -> tuple[np.ndarray, float]:
-        """(rewards float32 [P, N] of the images that ``generate`` makes of each prompt's seeds,
-        seconds per image with its scoring). Raises ScorerError.
+        """Generate and score the images of all seeds.
+
+        Returns the rewards, float32 [P, N], and the seconds per image including its scoring.
+        Raises ScorerError.
         """
         start, rows = time.perf_counter(), []
         for prompt, cond, seeds in zip(self.prompts, self.conditioning, self.seeds, strict=True):
@@ -186,9 +192,10 @@ class ScoredSeeds:
 
 
 def encoded(config: RunConfig, prompts: list[Prompt]) -> list[Conditioning]:
-    """Conditioning of one row for each prompt, on the CPU.
+    """Return a conditioning of one row for each prompt, on the CPU.
 
-    Raises ConfigError for images to edit that are missing, or that the model does not take.
+    Raises ConfigError if source images are missing, unreadable, or given to a model that does not
+    use them.
     """
     check_prompts(config, prompts)
     negative = config.guidance.negative_prompt if config.guidance.stages else None
@@ -202,7 +209,7 @@ def encoded(config: RunConfig, prompts: list[Prompt]) -> list[Conditioning]:
 
 @setup()
 def trainer_of(config: RunConfig, checkpoint: Path | None = None) -> Trainer:
-    """A learner of the base model, or of a checkpoint."""
+    """Return a learner with the base model, or with a checkpoint loaded."""
     trainer = Trainer(config, device=device())
     if checkpoint is not None:
         trainer.load(checkpoint)
@@ -211,7 +218,7 @@ def trainer_of(config: RunConfig, checkpoint: Path | None = None) -> Trainer:
 
 @setup()
 def explorer_of(config: RunConfig, trainer: Trainer, backend: Backend) -> Explorer:
-    """An explorer that has loaded the learner's sampling policy in the backend's format."""
+    """Return an explorer with the learner's sampling policy loaded in the backend's format."""
     settings, dtype = config.explore, DTYPES[config.regenerate.precision]
     smaller = config.explored_model != config.model
     explorer = Explorer(
@@ -241,5 +248,5 @@ def explorer_of(config: RunConfig, trainer: Trainer, backend: Backend) -> Explor
 
 
 def device() -> torch.device:
-    """The device of all measurements."""
+    """Return the device of all measurements: CUDA if available, or else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,6 +1,6 @@
-"""What a comparison runs: cells, equal in all but an arm, an objective or changes, and run seeds.
+"""Cells of a comparison: configurations that differ in arm, objective or single changes.
 
-Everything is read and checked here, before anything is started.
+All of a request is read and checked here, before any run is started.
 """
 
 from __future__ import annotations
@@ -26,12 +26,19 @@ UNUSED = {
     "naive_quant": ("explore.steps", "explore.solver"),
     "sol_rl": (),
 }
-"""Keys that an arm does not use, so that varying them runs a cell twice; a minus excepts a key."""
+"""Keys that an arm does not use, so that varying them would only repeat a cell.
+
+A minus marks a key that is used although its parent is listed.
+"""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A row of the table; ``tree`` lacks the defaults, ``refused`` says why it cannot be run."""
+    """Configuration that is run for every run seed: a row of the tables.
+
+    ``tree`` does not include the defaults. ``refused`` is the reason why the cell cannot be run, or
+    None.
+    """
 
     name: str
     title: str
@@ -39,19 +46,20 @@ class Cell:
     refused: str | None = None
 
     def run_name(self, seed: int) -> str:
-        """Names the run, and its directory, of one run seed."""
+        """Return the name of the run of one run seed, which is also that of its directory."""
         return f"{self.name}-seed{seed}"
 
     def tree_of(self, seed: int, out: Path) -> Tree:
-        """The whole configuration of one run, as plain values."""
+        """Return the configuration of one run as plain values, without the defaults."""
         return {**self.tree, "seed": seed, "name": self.run_name(seed), "run_root": str(out)}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Cells x run seeds, compared with the cell ``baseline``; runs are written below ``root``.
+    """Cells x run seeds, compared with the cell ``baseline``.
 
-    ``operations``: ratios at which operations are counted.
+    Results are written below ``root`` by default. ``operations`` holds the ratios at which
+    operations are counted.
     """
 
     name: str
@@ -68,18 +76,18 @@ class Comparison:
 
 
 def read_comparison(request: Request) -> Comparison:
-    """The comparison that a command line describes.
+    """Return the comparison that a request describes.
 
     Raises:
-        ConfigError: something is unknown or misspelt, all cells are impossible, or cells would be
-            evaluated differently.
+        ConfigError: a name or key is unknown, all cells are refused, or cells would be evaluated
+            differently.
     """
     wanted = described(request)
     seeds = wanted.seeds if request.seeds is None else request.seeds
     if seeds < 1:
         raise ConfigError(f"--seeds {seeds}: at least 1 is needed")
     common = load_tree(wanted.base)
-    # or seconds of iterations would lack what was explored during evaluations
+    # otherwise seconds of iterations would not include images explored during evaluations
     merge_over(common, {"evaluate": {"explore_meanwhile": False}})
     merge_over(common, wanted.changes)
     apply(common, *request.overrides)
@@ -106,13 +114,13 @@ def read_comparison(request: Request) -> Comparison:
 def _cells_of(
     common: Tree, draft: Draft, varied: Mapping[str, list[object]], request: Request
 ) -> list[Cell]:
-    """The draft once for every combination of the varied values that its arm uses."""
+    """Return a cell for every combination of those varied values that the draft's arm uses."""
     tree: Tree = {}
     merge_over(tree, common)
-    for each in draft.layers:
-        merge_over(tree, layer(each, request.source))
+    for layer_name in draft.layers:
+        merge_over(tree, layer(layer_name, request.source))
     merge_over(tree, draft.changes)
-    # once more, as the cell's layers may have undone what the command line says
+    # apply overrides again, because the cell's layers may have replaced their values
     apply(tree, *request.overrides)
     used = {
         key: values
@@ -138,8 +146,9 @@ def _cells_of(
 
 
 def _cell(name: str, title: str, tree: Tree) -> Cell:
-    """The cell, refused where its values do not go together. Raises ConfigError for a wrong key or
-    value.
+    """Return the cell, marked as refused if its values contradict each other.
+
+    Raises ConfigError if a single key or value is invalid.
     """
     named = {**tree, "name": "cell", "run_root": None}
     try:
@@ -147,16 +156,16 @@ def _cell(name: str, title: str, tree: Tree) -> Cell:
     except ValidationError as error:
         try:
             parse(named)
-        except ConfigError as wrong:
+        except ConfigError as invalid:
             if any(item["loc"] for item in error.errors()):
-                raise ConfigError([f"cell {title}: {line}" for line in wrong.lines]) from None
-            return Cell(name, title, tree, "; ".join(wrong.lines))
+                raise ConfigError([f"cell {title}: {line}" for line in invalid.lines]) from None
+            return Cell(name, title, tree, "; ".join(invalid.lines))
     return Cell(name, title, tree)
 
 
 def _unused(arm: str, key: str) -> bool:
     unused = UNUSED.get(arm, ())
-    return f"-{key}" not in unused and any(matches_key(each, key) for each in unused)
+    return f"-{key}" not in unused and any(matches_key(pattern, key) for pattern in unused)
 
 
 def _nested(key: str, value: object) -> Tree:
@@ -172,7 +181,7 @@ def _word(value: object) -> str:
 
 
 def _check(cells: Sequence[Cell]) -> None:
-    """Raises ConfigError for unusable names, nothing to run, or unequal evaluations."""
+    """Raise ConfigError for unusable or repeated names, nothing to run, or unequal evaluations."""
     for cell in cells:
         if not NAME.fullmatch(cell.run_name(10**6)):
             raise ConfigError(
@@ -191,13 +200,17 @@ def _check(cells: Sequence[Cell]) -> None:
 
 
 def _baseline(cells: Sequence[Cell], wanted: str | None) -> str:
-    """The cell that others are compared with: the first, or the first whose name begins so."""
-    possible = [cell.name for cell in cells if cell.refused is None]
+    """Return the name of the cell that others are compared with.
+
+    That is the first cell which can run and, if ``wanted`` is given, has that name or extends it
+    by varied values. Raises ConfigError if there is none.
+    """
+    runnable = [cell.name for cell in cells if cell.refused is None]
     if wanted is None:
-        return possible[0]
-    for name in possible:
+        return runnable[0]
+    for name in runnable:
         if name == wanted or name.startswith(f"{wanted}-"):
             return name
     raise ConfigError(
-        f"--baseline {wanted}: no such cell that can be run; there are: {', '.join(possible)}"
+        f"--baseline {wanted}: no such cell that can be run; there are: {', '.join(runnable)}"
     )

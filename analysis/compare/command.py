@@ -1,7 +1,7 @@
-"""``sol-rl compare``: cells on equal prompts, initial noise and run seeds.
+"""``sol-rl compare``: train and compare cells on equal prompts, initial noises and run seeds.
 
-Training is done by child processes, one at a time; this one starts them, reads their run
-directories, and writes ``compare.json`` and ``compare.html``, also where runs failed.
+Child processes train, one at a time. This process starts them, reads their run directories, and
+writes ``compare.json`` and ``compare.html``, even if some runs failed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ REPORT, NUMBERS = "compare.html", "compare.json"
 
 
 def compare(request: Request, out: Path | None, say: Say) -> list[str]:
-    """Run what is not finished and return the lines of the tables; ``say`` is told the progress.
+    """Run what is not finished and return the lines of the tables; ``say`` receives progress lines.
 
     Raises:
-        ConfigError: the request is wrong, and nothing was started; or a prompt file became another
+        ConfigError: the request is invalid and nothing was started, or a prompt file changed
             between the runs.
-        RunFailed: some runs failed; the tables of the others were said and written.
-        Stopped: a signal came; the same command continues.
+        RunFailed: some runs failed; the tables of the others were passed to ``say`` and written.
+        Stopped: a signal was received; the same command continues the comparison.
     """
     comparison = read_comparison(request)
     out = (out or comparison.root / f"{comparison.name}-compare").absolute()
@@ -42,19 +42,19 @@ def compare(request: Request, out: Path | None, say: Say) -> list[str]:
         if cell.refused:
             say(f"refused: {cell.title}: {cell.refused}")
     ended = run_all(comparison, out, say)
-    check_prompts(each.path for each in ended if each.path.is_dir())
+    check_prompts(run.path for run in ended if run.path.is_dir())
     runs: dict[str, list[Run]] = {cell.name: [] for cell in comparison.cells}
-    for each in ended:
-        runs[each.cell].append(measure(each.path, each.seed, each.why))
+    for run in ended:
+        runs[run.cell].append(measure(run.path, run.seed, run.why))
     results = summarise(
         [(c.name, c.title, c.refused, runs[c.name]) for c in comparison.cells], comparison.baseline
     )
     configs = {c.title: parse(c.tree_of(comparison.seeds[0], out)) for c in comparison.running}
     by_name = {c.name: configs[c.title] for c in comparison.running}
     settings = settings_that_differ(configs)
-    found = counted(by_name, results, comparison.baseline, comparison.operations)
-    text = _write(out, comparison.name, comparison.baseline, results, settings, found)
-    if failed := [each for each in ended if each.why is not None]:
+    operation_costs = counted(by_name, results, comparison.baseline, comparison.operations)
+    text = _write(out, comparison.name, comparison.baseline, results, settings, operation_costs)
+    if failed := [run for run in ended if run.why is not None]:
         for line in text:
             say(line)
         raise RunFailed(
@@ -70,7 +70,7 @@ def compare_existing(
     out: Path | None,
     operations: tuple[float, ...] = (),
 ) -> list[str]:
-    """The tables of runs that are there. Raises ConfigError for what cannot be compared."""
+    """Return the tables of existing runs; raise ConfigError if they cannot be compared."""
     check_ratios(operations)
     groups = group(directories)
     names = list(groups)
@@ -87,9 +87,9 @@ def compare_existing(
     configs = {name: config for name, (config, _) in groups.items()}
     out = out or directories[0].absolute().parent / "compare"
     make_output(out)
-    found = counted(configs, results, baseline, operations)
+    operation_costs = counted(configs, results, baseline, operations)
     settings = settings_that_differ(configs)
-    return _write(out, out.name, baseline, results, settings, found)
+    return _write(out, out.name, baseline, results, settings, operation_costs)
 
 
 def counted(
@@ -98,14 +98,17 @@ def counted(
     baseline: str,
     ratios: Sequence[float],
 ) -> dict[str, list[Cost]]:
-    """Costs by cell, a cost per ratio; nothing is counted without ratios. Raises ConfigError."""
+    """Return cell name -> one cost per ratio; without ratios, nothing is counted.
+
+    Raises ConfigError if a model's operations cannot be counted.
+    """
     if not ratios:
         return {}
     try:
-        found = {name: operations_of(config) for name, config in configs.items()}
+        operations = {name: operations_of(config) for name, config in configs.items()}
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(str(error)) from None
-    return costs(results, baseline, found, ratios)
+    return costs(results, baseline, operations, ratios)
 
 
 def _write(
@@ -116,14 +119,14 @@ def _write(
     settings: dict[str, dict[str, object]],
     costs: dict[str, list[Cost]],
 ) -> list[str]:
-    """compare.json and compare.html; returns the lines for people."""
-    found, said = tables(results, baseline, costs), remarks(results, baseline)
+    """Write compare.json and compare.html; return the lines for the terminal."""
+    result_tables, notes = tables(results, baseline, costs), remarks(results, baseline)
     numbers = {
         "name": name,
         "baseline": baseline,
         "versions": versions(),
         "settings": settings,
-        "remarks": said,
+        "remarks": notes,
         "cells": [
             asdict(result) | {"operations": list(map(asdict, costs.get(result.name, ())))}
             for result in results
@@ -131,19 +134,19 @@ def _write(
     }
     with writing(out):
         write_json(out / NUMBERS, _plain(numbers))
-        write_text(out / REPORT, render(name, results, found, said, settings, costs))
-    return [*lines(found, said), "", f"written: {out / REPORT}, {NUMBERS}"]
+        write_text(out / REPORT, render(name, results, result_tables, notes, settings, costs))
+    return [*lines(result_tables, notes), "", f"written: {out / REPORT}, {NUMBERS}"]
 
 
 def _plain(value: object) -> object:
-    """``value`` for JSON: null for a number that is not finite, keys and paths as text."""
+    """Convert ``value`` for JSON: non-finite numbers to null, keys and paths to text."""
     if isinstance(value, dict):
         return {
-            f"{key:g}" if isinstance(key, float) else str(key): _plain(each)
-            for key, each in value.items()
+            f"{key:g}" if isinstance(key, float) else str(key): _plain(item)
+            for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return str(value) if isinstance(value, Path) else value

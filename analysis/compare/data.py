@@ -1,4 +1,4 @@
-"""The numbers of a comparison's runs, and of its cells, which are means over run seeds."""
+"""Numbers of the runs of a comparison, and of its cells as means over run seeds."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ SCORER = "reward/eval/"
 STAGES = ("explore", "regenerate", "update", "publish")
 AHEAD = "time/explore_ahead_s"
 SAME_BASE = 1e-3
-"""Evaluations before training that differ by a larger part than this are of different bases."""
+"""Relative difference between evaluations before training above which the base models differ."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run; ``scores``: (updates, seconds, score) by name; ``why``: why it is not counted;
-    ``within``: standard error of its gain, clustered by prompt.
+    """Numbers of one run directory.
+
+    ``scores`` maps the name of a score to its (updates, seconds, score) points. ``why`` is the
+    reason for not counting the run, or None. ``within`` is the standard error of its gain,
+    clustered by prompt.
     """
 
     seed: int
@@ -41,14 +44,18 @@ class Run:
     within: float = math.nan
 
     def gain(self, name: str) -> float:
-        """Last score minus the one before training."""
+        """Return the last score minus the one before training."""
         points = self.scores[name]
         return points[-1][2] - points[0][2]
 
 
 @dataclass(frozen=True)
 class Result:
-    """A cell over its counted runs; ``against``: gains less the baseline's, paired by run seed."""
+    """Numbers of a cell over its counted runs.
+
+    ``against`` holds its gains minus the baseline's, paired by run seed. ``reach`` maps a fraction
+    of the baseline's gain to the seconds of training until it is reached, or to None.
+    """
 
     name: str
     title: str
@@ -66,12 +73,15 @@ class Result:
 
     @property
     def counted(self) -> tuple[Run, ...]:
-        """The runs that came to their end and have scores."""
+        """Runs that finished and have scores."""
         return tuple(run for run in self.runs if run.why is None)
 
 
 def measure(path: Path, seed: int, why: str | None = None) -> Run:
-    """The numbers of a run directory. ``why``: it is already known not to count."""
+    """Read the numbers of a run directory.
+
+    If ``why`` is given, the run is known not to count, and that is the reason.
+    """
     if why is not None or not path.is_dir():
         return Run(seed, path, why or "it has not been run")
     run = read_run(path)
@@ -91,21 +101,21 @@ def measure(path: Path, seed: int, why: str | None = None) -> Run:
 
 
 def _scores(run: RunData) -> dict[str, list[tuple[int, float, float]]]:
-    spent = _training_seconds(run.iterations)
+    seconds = _training_seconds(run.iterations)
     names = dict.fromkeys(
         key for row in run.evaluations for key in row if key == REWARD or _is_scorer(key)
     )
-    found = {}
+    scores = {}
     for name in names:
         points = [
-            (step_of(row), spent.get(step_of(row), math.nan), value)
+            (step_of(row), seconds.get(step_of(row), math.nan), value)
             for row in run.evaluations
             if (value := finite(row.get(name))) is not None
         ]
         if points and points[0][0] == 0:
-            found[name] = points
-    scorers = [name for name in found if name != REWARD]
-    return {name: points for name, points in found.items() if name == REWARD or len(scorers) > 1}
+            scores[name] = points
+    scorers = [name for name in scores if name != REWARD]
+    return {name: points for name, points in scores.items() if name == REWARD or len(scorers) > 1}
 
 
 def _is_scorer(key: str) -> bool:
@@ -113,17 +123,21 @@ def _is_scorer(key: str) -> bool:
 
 
 def _training_seconds(rows: Sequence[Row]) -> dict[int, float]:
-    """Seconds of all iterations before a number of updates, without starting and evaluating."""
-    spent = {0: 0.0}
+    """Return number of updates -> seconds of all iterations until then.
+
+    Start-up and evaluations are excluded.
+    """
+    seconds = {0: 0.0}
     for row in rows:
-        before = spent.get(step_of(row), math.nan)
-        spent[step_of(row) + 1] = before + or_nan(row.get("time/iteration_s"))
-    return spent
+        before = seconds.get(step_of(row), math.nan)
+        seconds[step_of(row) + 1] = before + or_nan(row.get("time/iteration_s"))
+    return seconds
 
 
 def _stages(rows: Sequence[Row]) -> dict[str, float]:
-    """Mean seconds per iteration: of each stage, of the rest, of rollout, and of the whole; without
-    the first iteration, which warms up.
+    """Return mean seconds per iteration for each stage, "other", "rollout" and "iteration".
+
+    The first of three or more iterations is left out, because it includes warm-up.
     """
     rows = rows[1:] if len(rows) > 2 else rows
     parts = {stage: mean_of(values(rows, f"time/{stage}_s")).mean for stage in STAGES}
@@ -140,13 +154,13 @@ def _stages(rows: Sequence[Row]) -> dict[str, float]:
 def summarise(
     cells: Iterable[tuple[str, str, str | None, Sequence[Run]]], baseline: str
 ) -> list[Result]:
-    """Numbers of every cell (name, title, why refused, runs), compared with the ``baseline``."""
+    """Return the result of every cell (name, title, why refused, runs) against ``baseline``."""
     cells = list(cells)
-    found = {
+    by_name = {
         name: _alone(name, title, refused, tuple(runs)) for name, title, refused, runs in cells
     }
-    one = found[baseline]
-    return [_against(found[name], one) for name, *_ in cells]
+    reference = by_name[baseline]
+    return [_against(by_name[name], reference) for name, *_ in cells]
 
 
 def _alone(name: str, title: str, refused: str | None, runs: tuple[Run, ...]) -> Result:
@@ -178,7 +192,7 @@ def _alone(name: str, title: str, refused: str | None, runs: tuple[Run, ...]) ->
 
 
 def _curve(runs: Sequence[Sequence[tuple[int, float, float]]]) -> list[Moment]:
-    """Means over runs at the numbers of updates that all of them were evaluated after."""
+    """Return the mean curve at the numbers of updates after which all runs were evaluated."""
     tables = [{updates: (seconds, score) for updates, seconds, score in points} for points in runs]
     base = [points[0][2] for points in runs]
     shared = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
@@ -194,17 +208,17 @@ def _curve(runs: Sequence[Sequence[tuple[int, float, float]]]) -> list[Moment]:
 
 
 def _against(result: Result, baseline: Result) -> Result:
-    """The result with what compares it to the baseline."""
+    """Return ``result`` with its comparison to the baseline filled in."""
     goal = baseline.gain.get(REWARD, NOTHING).mean
     curve = result.curves.get(REWARD, [])
-    stages, theirs = result.stages, baseline.stages
+    stages, baseline_stages = result.stages, baseline.stages
     return replace(
         result,
         against={
             name: paired(_gains(result, name), _gains(baseline, name)) for name in result.gain
         },
         speed_ups={
-            part: speed_up(stages.get(part, NOTHING), theirs.get(part, NOTHING))
+            part: speed_up(stages.get(part, NOTHING), baseline_stages.get(part, NOTHING))
             for part in ("rollout", "iteration")
         },
         reach={share: time_to(curve, share * goal) for share in SHARES},
@@ -212,15 +226,15 @@ def _against(result: Result, baseline: Result) -> Result:
 
 
 def _gains(result: Result, name: str) -> dict[int, float]:
-    """Gains by run seed."""
+    """Return run seed -> gain."""
     return {run.seed: run.gain(name) for run in result.counted if name in run.scores}
 
 
 def remarks(results: Sequence[Result], baseline: str) -> list[str]:
-    """What a reader must know beside the numbers: refused cells, unequal work, other bases."""
-    said = [f"{result.title}: refused: {result.refused}" for result in results if result.refused]
+    """Return remarks on the numbers: refused cells, uncounted runs, unequal work, other bases."""
+    notes = [f"{result.title}: refused: {result.refused}" for result in results if result.refused]
     for result in results:
-        said += [
+        notes += [
             f"{result.title}, seed {run.seed}: not counted: {run.why}"
             for run in result.runs
             if run.why is not None
@@ -231,26 +245,26 @@ def remarks(results: Sequence[Result], baseline: str) -> list[str]:
         for result in counted
     }
     if len({number for each in updates.values() for number in each}) > 1:
-        said.append(
+        notes.append(
             "not at equal numbers of updates: "
             + "; ".join(f"{title} {', '.join(map(str, each))}" for title, each in updates.items())
         )
-    one = next(result for result in results if result.name == baseline)
-    theirs = {run.seed: run.scores[REWARD][0][2] for run in one.counted}
+    reference = next(result for result in results if result.name == baseline)
+    base_scores = {run.seed: run.scores[REWARD][0][2] for run in reference.counted}
     for result in counted:
         pairs = [
-            (run.scores[REWARD][0][2], theirs[run.seed])
+            (run.scores[REWARD][0][2], base_scores[run.seed])
             for run in result.counted
-            if run.seed in theirs
+            if run.seed in base_scores
         ]
-        if any(abs(mine - other) > SAME_BASE * abs(other) for mine, other in pairs):
-            said.append(
+        if any(abs(own - other) > SAME_BASE * abs(other) for own, other in pairs):
+            notes.append(
                 f"{result.title}: its evaluation before training is not the baseline's (another"
                 " model, time shift or precision): compare gains, not scores"
             )
-    goal = one.gain.get(REWARD, NOTHING).mean
+    goal = reference.gain.get(REWARD, NOTHING).mean
     if math.isfinite(goal) and goal <= 0:
-        said.append("the baseline gained nothing, so there is no time to reach parts of its gain")
+        notes.append("the baseline gained nothing, so there is no time to reach parts of its gain")
     elif counted and all(len(result.curves[REWARD]) < 3 for result in counted):
-        said.append("no evaluations during training, so no times to a gain: set evaluate.every")
-    return said
+        notes.append("no evaluations during training, so no times to a gain: set evaluate.every")
+    return notes

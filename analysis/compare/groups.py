@@ -1,4 +1,4 @@
-"""Run directories as cells of a comparison, and what runs must have in common to be compared."""
+"""Group existing run directories into cells, and check that their runs can be compared."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ ALIKE = (
     "rewards.scorers",
     "rewards.evaluation_scorers",
 )
-"""Keys that must be equal in all cells, or their scores could not be compared."""
+"""Keys that must be equal in all cells, because scores cannot be compared otherwise."""
 
 
 def group(directories: Sequence[Path]) -> dict[str, tuple[RunConfig, list[tuple[int, Path]]]]:
-    """Run directories by configuration: title -> (configuration, [(run seed, directory)]).
+    """Group run directories by configuration: title -> (configuration, [(run seed, directory)]).
 
-    A directory that is not a run but holds some, as a comparison's does, stands for them. Raises
-    ConfigError for a directory without a run, a seed that comes twice, and runs that were not
-    evaluated alike or had other prompts under the same name.
+    A directory that contains runs without being one, such as a comparison's, represents those runs.
+
+    Raises ConfigError if a directory has no run, if a configuration has the same seed twice, or if
+    runs were evaluated differently or read different prompts from a file of the same name.
     """
     groups: dict[str, tuple[RunConfig, list[tuple[int, Path]]]] = {}
     paths = _run_directories(directories)
@@ -41,9 +42,9 @@ def group(directories: Sequence[Path]) -> dict[str, tuple[RunConfig, list[tuple[
         config = RunDirectory(path).configuration()
         seed, key = config.seed, repr(sorted(_settings(config).items()))
         _, runs = groups.setdefault(key, (config, []))
-        if other := [each for known, each in runs if known == seed]:
+        if duplicates := [directory for known, directory in runs if known == seed]:
             raise ConfigError(
-                f"{path} and {other[0]} are the same configuration and run seed: give one of"
+                f"{path} and {duplicates[0]} are the same configuration and run seed: give one of"
                 " the two"
             )
         runs.append((seed, path))
@@ -55,29 +56,29 @@ def group(directories: Sequence[Path]) -> dict[str, tuple[RunConfig, list[tuple[
 
 
 def check_alike(configs: Mapping[str, RunConfig]) -> None:
-    """Raises ConfigError unless all ``configs``, by their names, are evaluated alike."""
-    (first, one), *others = configs.items()
+    """Raise ConfigError unless all ``configs`` (name -> configuration) are evaluated alike."""
+    (first, reference), *others = configs.items()
     for key in ALIKE:
-        wanted = attrgetter(key)(one)
+        wanted = attrgetter(key)(reference)
         for name, other in others:
-            if (found := attrgetter(key)(other)) != wanted:
+            if (value := attrgetter(key)(other)) != wanted:
                 raise ConfigError(
-                    f"{key}: {wanted!r} in {first}, {found!r} in {name}: scores can be compared"
+                    f"{key}: {wanted!r} in {first}, {value!r} in {name}: scores can be compared"
                     " only when both are evaluated alike"
                 )
 
 
 def check_prompts(directories: Iterable[Path]) -> None:
-    """Raises ConfigError where two runs read other prompts in a file of the same name."""
+    """Raise ConfigError if two runs read different prompts from a file of the same name."""
     seen: dict[tuple[str, object], tuple[Path, str]] = {}
     for path in directories:
         run = read_run(path)
         for key in FILES:
-            name, found = run.setting(f"prompts.{key}"), run.prompts.get(key)
-            if found is None:
+            name, digest = run.setting(f"prompts.{key}"), run.prompts.get(key)
+            if digest is None:
                 continue
-            other, theirs = seen.setdefault((key, name), (path, found))
-            if theirs != found:
+            other, seen_digest = seen.setdefault((key, name), (path, digest))
+            if seen_digest != digest:
                 raise ConfigError(
                     f"prompts.{key} = {name!r}: {path} and {other} read other prompts there, so"
                     " they cannot be compared: give one of the two"
@@ -85,7 +86,7 @@ def check_prompts(directories: Iterable[Path]) -> None:
 
 
 def settings_that_differ(configs: Mapping[str, RunConfig]) -> dict[str, dict[str, object]]:
-    """key -> value by the name of the configuration, for every key that is not the same in all."""
+    """Return key -> {name of the configuration: value} for every key whose values differ."""
     flat = {name: _settings(config) for name, config in configs.items()}
     return {
         key: {name: one.get(key) for name, one in flat.items()}
@@ -95,9 +96,14 @@ def settings_that_differ(configs: Mapping[str, RunConfig]) -> dict[str, dict[str
 
 
 def titles_of(configs: Sequence[RunConfig]) -> list[str]:
-    """Arm and objective where they differ, and every other setting that does."""
+    """Return a distinct title per configuration, made of the settings that differ between them.
+
+    Arm and objective come first, the other settings follow; equal titles are numbered.
+    """
     flat = [_settings(config) for config in configs]
-    differing = list(settings_that_differ({str(at): config for at, config in enumerate(configs)}))
+    differing = list(
+        settings_that_differ({str(index): config for index, config in enumerate(configs)})
+    )
     objectives = "objective.name" in differing
     shown = [
         key
@@ -117,8 +123,8 @@ def titles_of(configs: Sequence[RunConfig]) -> list[str]:
 
 
 def _settings(config: RunConfig) -> dict[str, object]:
-    """Every setting that can change results, by dotted key; a list is one value."""
-    found: dict[str, object] = {}
+    """Return dotted key -> value for every setting that can change results; a list is one value."""
+    settings: dict[str, object] = {}
 
     def walk(tree: Mapping[str, object], prefix: str) -> None:
         for key, value in tree.items():
@@ -130,22 +136,22 @@ def _settings(config: RunConfig) -> dict[str, object]:
             if isinstance(value, dict) and value:
                 walk(value, f"{path}.")
             else:
-                found[path] = value
+                settings[path] = value
 
     walk(config.model_dump(mode="json"), "")
-    return found
+    return settings
 
 
 def _run_directories(directories: Sequence[Path]) -> list[Path]:
-    found: list[Path] = []
+    runs: list[Path] = []
     for path in directories:
         inside = [path] if isfile(path / "config.json") else []
-        with suppress(OSError):  # a name that is too long
+        with suppress(OSError):  # the path name is too long
             inside = inside or sorted(each.parent for each in path.glob("*/config.json"))
         if not inside:
             raise ConfigError(
                 f"--runs {path}: no run here: give directories with a config.json, or one that"
                 " holds such"
             )
-        found += inside
-    return list(dict.fromkeys(each.resolve() for each in found))
+        runs += inside
+    return list(dict.fromkeys(each.resolve() for each in runs))

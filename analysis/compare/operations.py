@@ -1,7 +1,8 @@
-"""What an iteration costs in operations: quantized ones are cheaper on GPUs, but not on a CPU.
+"""Cost of an iteration in operations, of which quantized ones are cheaper on GPUs but not on a CPU.
 
-They are counted on the architecture, as ``sol-rl plan`` does, two per multiplication and addition:
-those of exploring, regenerating and updating with their decodings, not of scoring and publishing.
+Operations are counted on the architecture, as ``sol-rl plan`` does, two per multiplication and
+addition. Exploring, regenerating and updating are counted, with their decoding; scoring and
+publishing are not.
 """
 
 from __future__ import annotations
@@ -15,37 +16,45 @@ from analysis.compare.statistics import NOTHING, SHARES, Mean, Points, at, first
 from configs.schema import RunConfig
 
 PART = 0.75
-"""The part of the baseline's operations after which gains are compared with its final one."""
+"""Fraction of the baseline's operations after which gains are compared with its final gain."""
 
 
 @dataclass(frozen=True)
 class Operations:
-    """Operations of one iteration; ``quantized`` are those in layers that run quantized."""
+    """Operations of one iteration; ``quantized`` counts those in layers that run quantized."""
 
     unquantized: float
     quantized: float
 
     def at(self, ratio: float) -> float:
-        """In operations of the unquantized format, where it takes ``ratio`` quantized ones."""
+        """Return the equivalent number of unquantized operations.
+
+        ``ratio`` quantized operations count as one unquantized operation.
+        """
         return self.unquantized + self.quantized / ratio
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A cell at one ratio: operations of an iteration and of reaching parts of the baseline's gain,
-    and its gain less the baseline's final one after parts of the baseline's operations, paired by
-    run seed.
+    """Operations of a cell at one ratio.
+
+    ``iteration`` is the cost of an iteration and ``reach`` the cost of reaching each fraction of
+    the baseline's gain. ``against`` maps a fraction of the baseline's total operations to the gain
+    after that many operations minus the baseline's final gain, paired by run seed.
     """
 
     ratio: float
     iteration: float
-    relative: float  # the same over the baseline's
+    relative: float  # ``iteration`` divided by the baseline's
     reach: dict[float, float | None] = field(default_factory=dict)
     against: dict[float, Mean] = field(default_factory=dict)
 
 
 def operations_of(config: RunConfig) -> Operations:
-    """Counted, or as kept for a published architecture. Raises ConfigError, ValueError."""
+    """Count the operations of an iteration, or load the stored counts of a published architecture.
+
+    Raises ConfigError or ValueError.
+    """
     from planning.assumptions import backend_of
     from planning.counting import counts_of
     from planning.plan import open_architecture
@@ -64,40 +73,55 @@ def costs(
     counted: Mapping[str, Operations],
     ratios: Sequence[float],
 ) -> dict[str, list[Cost]]:
-    """A cost per ratio, by name of the cell, for every cell with counted runs."""
-    one = next(result for result in results if result.name == baseline)
-    if not one.counted:
+    """Return cell name -> one cost per ratio, for every cell with counted runs.
+
+    Returns an empty dict if the baseline has no counted runs.
+    """
+    reference = next(result for result in results if result.name == baseline)
+    if not reference.counted:
         return {}
     return {
-        result.name: [_cost(result, one, counted, ratio) for ratio in ratios]
+        result.name: [_cost(result, reference, counted, ratio) for ratio in ratios]
         for result in results
         if result.counted
     }
 
 
-def _cost(result: Result, one: Result, counted: Mapping[str, Operations], ratio: float) -> Cost:
-    mine, theirs = counted[result.name].at(ratio), counted[one.name].at(ratio)
-    goal = one.gain.get(REWARD, NOTHING).mean
-    mean = [(mine * m.iteration, m.gain.mean) for m in result.curves.get(REWARD, [])]
-    ends = {run.seed: (theirs * run.scores[REWARD][-1][0], run.gain(REWARD)) for run in one.counted}
+def _cost(
+    result: Result, baseline: Result, counted: Mapping[str, Operations], ratio: float
+) -> Cost:
+    own_cost, baseline_cost = counted[result.name].at(ratio), counted[baseline.name].at(ratio)
+    goal = baseline.gain.get(REWARD, NOTHING).mean
+    mean = [(own_cost * m.iteration, m.gain.mean) for m in result.curves.get(REWARD, [])]
+    ends = {
+        run.seed: (baseline_cost * run.scores[REWARD][-1][0], run.gain(REWARD))
+        for run in baseline.counted
+    }
     return Cost(
         ratio,
-        mine,
-        mine / theirs,
+        own_cost,
+        own_cost / baseline_cost,
         {share: first_at(mean, share * goal) for share in SHARES},
         {
-            part: paired(
-                _gains(result.counted, mine, {seed: part * end for seed, (end, _) in ends.items()}),
+            fraction: paired(
+                _gains(
+                    result.counted,
+                    own_cost,
+                    {seed: fraction * end for seed, (end, _) in ends.items()},
+                ),
                 {seed: gain for seed, (_, gain) in ends.items()},
             )
-            for part in (PART, 1.0)
+            for fraction in (PART, 1.0)
         },
     )
 
 
 def _gains(runs: Sequence[Run], iteration: float, ends: Mapping[int, float]) -> dict[int, float]:
-    """The gain of each run after so many operations, by run seed; none where it ended before."""
-    found: dict[int, float] = {}
+    """Return run seed -> gain after ``ends[seed]`` operations.
+
+    ``iteration`` is the cost of an iteration. Runs that ended earlier are left out.
+    """
+    gains: dict[int, float] = {}
     for run in runs:
         points: Points = [
             (iteration * updates, score - run.scores[REWARD][0][2])
@@ -105,5 +129,5 @@ def _gains(runs: Sequence[Run], iteration: float, ends: Mapping[int, float]) -> 
         ]
         gain = at(points, ends[run.seed]) if run.seed in ends else None
         if gain is not None:
-            found[run.seed] = gain
-    return found
+            gains[run.seed] = gain
+    return gains

@@ -1,4 +1,4 @@
-"""``compare.html``: a comparison's tables and curves in one file that opens without a network."""
+"""``compare.html``: tables and curves of a comparison in one file that needs no network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from analysis.report.parts import Card, Cell, Group, Item, Section, Table, block
 COLOURS = 8
 WIDE = (560.0, 300.0)
 Axis = tuple[str, str, Callable[[str, Moment], float]]
-"""(quantity, unit, its value for a cell's name and a moment of its curve)."""
+"""(quantity, unit, function that returns x for a cell's name and a point of its curve)."""
 AXES: tuple[Axis, ...] = (
     ("updates", "iteration", lambda name, moment: float(moment.iteration)),
     ("seconds of training", "seconds", lambda name, moment: moment.seconds.mean),
@@ -26,7 +26,7 @@ AXES: tuple[Axis, ...] = (
 
 @dataclass(frozen=True)
 class Part:
-    """A stage's part of a lane, in per cent of the longest lane."""
+    """Segment of a lane: a stage, its width in percent of the longest lane."""
 
     stage: str
     colour: int
@@ -36,7 +36,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Lane:
-    """A cell's seconds per iteration."""
+    """Seconds per iteration of one cell, as segments of a bar."""
 
     title: str
     parts: list[Part]
@@ -44,7 +44,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Bars:
-    """Seconds per iteration, a lane per cell; no lanes before there is anything to show."""
+    """Chart of seconds per iteration, a lane per cell; it has no lanes if nothing was measured."""
 
     legend: list[Item]
     lanes: list[Lane]
@@ -58,7 +58,10 @@ def render(
     settings: Mapping[str, Mapping[str, object]],
     costs: Mapping[str, Sequence[Cost]],
 ) -> str:
-    """The page as text. ``settings``: key -> value by cell title, of what differs between cells."""
+    """Return the page as text.
+
+    ``settings`` holds what differs between cells: key -> {cell title: value}.
+    """
     scores, seconds, times, *operations = found
     return parts.render(
         "compare.html",
@@ -77,7 +80,7 @@ def render(
 
 
 def _axes(costs: Mapping[str, Sequence[Cost]]) -> list[Axis]:
-    """Updates, seconds, and operations at every ratio that they were counted at."""
+    """Return the x axes: updates, seconds, and operations at each ratio."""
     axes = list(AXES)
     for k, cost in enumerate(next(iter(costs.values()), ())):
         axes.append(
@@ -91,24 +94,24 @@ def _axes(costs: Mapping[str, Sequence[Cost]]) -> list[Axis]:
 
 
 def _curves(results: Sequence[Result], axes: Sequence[Axis]) -> Section:
-    """Curves of every score by updates, by seconds and by operations."""
+    """Return the section with the curves of every score along every axis."""
     cards = []
     for name in dict.fromkeys(name for result in results for name in result.curves):
         what = "held-out reward" if name == REWARD else name.removeprefix(SCORER)
         for axis, unit, x_of in axes:
             lines, bands = [], []
-            for at, result in enumerate(results):
+            for index, result in enumerate(results):
                 curve = [
-                    (x, each)
-                    for each in result.curves.get(name, [])
-                    if math.isfinite(x := x_of(result.name, each))
+                    (x, moment)
+                    for moment in result.curves.get(name, [])
+                    if math.isfinite(x := x_of(result.name, moment))
                 ]
                 if not curve:
                     continue
-                colour, xs = at % COLOURS + 1, [x for x, _ in curve]
-                means = [each.gain for _, each in curve]
-                low, middle, high = (_at(xs, means, side) for side in (-1, 0, 1))
-                lines.append(Series(result.title, middle, colour, dashed=at >= COLOURS))
+                colour, xs = index % COLOURS + 1, [x for x, _ in curve]
+                means = [moment.gain for _, moment in curve]
+                low, middle, high = (_shifted(xs, means, side) for side in (-1, 0, 1))
+                lines.append(Series(result.title, middle, colour, dashed=index >= COLOURS))
                 bands.append(Band(f"{result.title}, one standard error", low, high, colour))
             if lines:
                 title = f"Gain in {what} by {axis}"
@@ -121,8 +124,8 @@ def _curves(results: Sequence[Result], axes: Sequence[Axis]) -> Section:
     return Section("Held-out curves", lead, [Group(cards)] if cards else [], NOT_YET)
 
 
-def _at(xs: Sequence[float], means: Sequence[Mean], side: int) -> list[tuple[float, float]]:
-    """The curve of the means, shifted by ``side`` standard errors."""
+def _shifted(xs: Sequence[float], means: Sequence[Mean], side: int) -> list[tuple[float, float]]:
+    """Return the curve of the means, shifted by ``side`` standard errors."""
     return [
         (x, mean.mean + side * mean.error if side else mean.mean)
         for x, mean in zip(xs, means, strict=True)
@@ -141,12 +144,12 @@ def _bars(results: Sequence[Result]) -> Bars:
         Lane(
             title,
             [
-                Part(stage, colour, each, 100 * each / longest)
-                for (stage, colour), each in zip(stages, spent, strict=True)
-                if each > 0
+                Part(stage, colour, stage_seconds, 100 * stage_seconds / longest)
+                for (stage, colour), stage_seconds in zip(stages, of_stages, strict=True)
+                if stage_seconds > 0
             ],
         )
-        for title, spent in seconds.items()
+        for title, of_stages in seconds.items()
         if longest > 0
     ]
     return Bars(blocks([(stage, colour, "") for stage, colour in stages]), lanes)

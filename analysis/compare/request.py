@@ -1,4 +1,4 @@
-"""The request for a comparison: from the command line, or from a comparison file.
+"""Request for a comparison, read from the command line or from a comparison file.
 
 A comparison file is a TOML file such as those of ``configs/comparisons``.
 """
@@ -28,12 +28,12 @@ OWN = {
     "name": "runs are named after their cell and seed",
     "run_root": "give --out DIR, or --set run_root=DIR",
 }
-"""Keys that a comparison sets in every run, and what to do instead of setting them."""
+"""Keys that a comparison sets itself in every run, and what the user can do instead."""
 SEEDS = 3
 
 
 class CellOfFile(Section):
-    """``[[cells]]``"""
+    """One ``[[cells]]`` entry of a comparison file."""
 
     name: str
     layers: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class CellOfFile(Section):
 
 
 class ComparisonFile(Section):
-    """A comparison file."""
+    """Schema of a comparison file."""
 
     base: str = Field(description="preset name or TOML file that all cells are built on")
     seeds: int = Field(default=SEEDS, ge=1)
@@ -56,7 +56,7 @@ class ComparisonFile(Section):
 
 @dataclass(frozen=True)
 class Request:
-    """The command line of a comparison; empty means: not given."""
+    """Command line of a comparison; an empty value or None means that the option was not given."""
 
     source: str
     arms: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Draft:
-    """A cell before its varied keys."""
+    """Cell before the values of varied keys are filled in."""
 
     name: str
     title: str
@@ -80,7 +80,10 @@ class Draft:
 
 @dataclass(frozen=True)
 class Described:
-    """Cells on a common ``base`` and its ``changes``; ``name``: that of the comparison file."""
+    """Normalized form of a request: draft cells on a common ``base`` with its ``changes``.
+
+    ``name`` is that of the comparison file, or None if there is none.
+    """
 
     base: str
     changes: Tree
@@ -93,7 +96,10 @@ class Described:
 
 
 def described(request: Request) -> Described:
-    """The command line, or the file that it names, in one form. Raises ConfigError."""
+    """Return the request in normalized form, reading the comparison file if it names one.
+
+    Raises ConfigError if options contradict each other or a key cannot be set by a comparison.
+    """
     path = comparison_file(request.source)
     if path is None:
         file, drafts = None, _from_arguments(request)
@@ -121,7 +127,7 @@ def described(request: Request) -> Described:
 
 
 def check_ratios(ratios: tuple[float, ...]) -> tuple[float, ...]:
-    """``ratios``. Raises ConfigError for one that is below 1, not finite, or given twice."""
+    """Return ``ratios``; raise ConfigError if one is below 1, not finite, or given twice."""
     for ratio in ratios:
         if not 1 <= ratio < math.inf or ratios.count(ratio) > 1:
             raise ConfigError(
@@ -132,31 +138,31 @@ def check_ratios(ratios: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def comparison_file(source: str) -> Path | None:
-    """The comparison file that ``source`` names; None where it is a configuration."""
+    """Return the comparison file that ``source`` names, or None if it names a configuration."""
     path = Path(source)
     if not source.endswith(".toml") and "/" not in source:
         path = COMPARISONS / f"{source}.toml"
     try:
         return path if "cells" in tomllib.loads(path.read_text(encoding="utf-8")) else None
     except (OSError, ValueError, RecursionError):
-        return None  # reading it as a configuration says what is wrong
+        return None  # reading it as a configuration will report what is wrong
 
 
 def _from_arguments(request: Request) -> list[Draft]:
-    """Arms x objectives; without either, the configuration's own."""
-    for given, known, option in (
+    """Return a draft for every arm and objective, by default those of the configuration."""
+    for names, known, option in (
         (request.arms, get_args(Arm), "--arms"),
         (request.objectives, tuple(OBJECTIVES), "--objectives"),
     ):
-        if strange := [name for name in given if name not in known]:
-            raise ConfigError(f"{option} {strange[0]}: one of {', '.join(known)} is expected")
-        if len(set(given)) < len(given):
-            raise ConfigError(f"{option} {','.join(given)}: one of them is given twice")
-    for option, key, given in (
+        if unknown := [name for name in names if name not in known]:
+            raise ConfigError(f"{option} {unknown[0]}: one of {', '.join(known)} is expected")
+        if len(set(names)) < len(names):
+            raise ConfigError(f"{option} {','.join(names)}: one of them is given twice")
+    for option, key, names in (
         ("--arms", "arm", request.arms),
         ("--objectives", "objective.name", request.objectives),
     ):
-        if given and any(override.partition("=")[0] == key for override in request.overrides):
+        if names and any(override.partition("=")[0] == key for override in request.overrides):
             raise ConfigError(f"{option} and --set {key}=...: give one of the two")
     tree = load_tree(request.source, request.overrides)
     arms = request.arms or (str(tree.get("arm", RunConfig.model_fields["arm"].default)),)
@@ -183,33 +189,33 @@ def _parse_file(path: Path) -> ComparisonFile:
 
 
 def _check_own(request: Request, drafts: Sequence[Draft], varied: Iterable[str]) -> None:
-    """Raises ConfigError for a cell that sets a key of ``OWN``, which its runs would not have."""
-    asked = [(f"--vary {text}", text.partition("=")[0]) for text in request.vary]
-    asked += [(f"{request.source}: vary: {key}", key) for key in varied]
-    asked += [
+    """Raise ConfigError if a cell sets a key of ``OWN``, because its runs would not use it."""
+    keys = [(f"--vary {text}", text.partition("=")[0]) for text in request.vary]
+    keys += [(f"{request.source}: vary: {key}", key) for key in varied]
+    keys += [
         (f"{request.source}: cell {draft.name!r}: set: {key}", key)
         for draft in drafts
         for key in draft.changes
     ]
-    for where, key in asked:
+    for where, key in keys:
         if key in OWN:
             raise ConfigError(f"{where}: no cell has a {key} of its own: {OWN[key]}")
 
 
 def _varied(texts: Sequence[str], fixed: Container[str]) -> dict[str, list[object]]:
-    """``key=v1,v2`` as key -> values, each read as a TOML value or else as a plain word."""
-    found: dict[str, list[object]] = {}
+    """Parse ``key=v1,v2`` into key -> values: TOML values, or plain words if that fails."""
+    varied: dict[str, list[object]] = {}
     for text in texts:
         key, separator, values = text.partition("=")
         if not separator or not values or not all(key.split(".")):
             raise ConfigError(
                 f"--vary {text}: expected key=value,value, such as explore.steps=2,4,6,8"
             )
-        if current_key(key) in fixed or key in found:
+        if current_key(key) in fixed or key in varied:
             raise ConfigError(f"--vary {text}: {key} is given twice")
         try:
-            found[key] = tomllib.loads(f"values = [{values}]")["values"]
-        # no TOML, or what Python cannot take in
+            varied[key] = tomllib.loads(f"values = [{values}]")["values"]
+        # not TOML, or a value that Python cannot represent
         except (ValueError, RecursionError):
-            found[key] = [value.strip() for value in values.split(",")]
-    return found
+            varied[key] = [value.strip() for value in values.split(",")]
+    return varied

@@ -1,6 +1,6 @@
-"""Runs the cells of a comparison one at a time, each in a process of its own.
+"""Run the cells of a comparison one at a time, each in its own process.
 
-What ended is not run again, what was cut short is resumed, and a run that fails does not end the
+Finished runs are not repeated, interrupted runs are resumed, and a failed run does not stop the
 others.
 """
 
@@ -39,7 +39,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Ended:
-    """A run of the comparison; ``why`` it did not come to its end, else None."""
+    """Run of the comparison after its process exited.
+
+    ``why`` is the reason for which it did not finish, or None if it did.
+    """
 
     cell: str
     seed: int
@@ -48,50 +51,57 @@ class Ended:
 
 
 def run_all(comparison: Comparison, out: Path, say: Say) -> list[Ended]:
-    """Run what is not finished; cells change fastest, so that a slow hour falls on all of them.
+    """Run what is not finished.
+
+    All cells run with one seed before the next seed starts, so that a period in which the machine
+    is slow affects all cells alike.
 
     Raises:
-        ConfigError: ``out`` cannot be written, another comparison is at work there, or it holds
+        ConfigError: ``out`` cannot be written, another comparison is running there, or it contains
             runs of another configuration.
-        Stopped: a signal came; the run under way was given time to write its checkpoint.
+        Stopped: a signal was received; the current run was given time to write its checkpoint.
     """
     plan = [(cell, seed) for seed in comparison.seeds for cell in comparison.running]
-    left = {(cell.name, seed): _is_there(cell, seed, out) for cell, seed in plan}
+    states = {(cell.name, seed): _state_of(cell, seed, out) for cell, seed in plan}
     _check_prompts(
-        [(cell, seed) for cell, seed in plan if left[cell.name, seed] != "absent"],
+        [(cell, seed) for cell, seed in plan if states[cell.name, seed] != "absent"],
         out,
-        set(left.values()) == {"finished"},
+        set(states.values()) == {"finished"},
     )
     ended: list[Ended] = []
-    hopeless: dict[str, str] = {}
+    config_errors: dict[str, str] = {}
     with _at_work(out, say) as lock, _Child(lock) as child:
         for number, (cell, seed) in enumerate(plan, 1):
-            path, there = out / cell.run_name(seed), left[cell.name, seed]
+            path, state = out / cell.run_name(seed), states[cell.name, seed]
             head = f"[{number}/{len(plan)}] {cell.title}, seed {seed}"
-            if there == "finished":
+            if state == "finished":
                 say(f"{head}: finished before")
                 why = None
-            elif cell.name in hopeless:
-                why = hopeless[cell.name]
+            elif cell.name in config_errors:
+                why = config_errors[cell.name]
             else:
                 say(
-                    f"{head}: {'continued' if there == 'unfinished' else 'started'}; log:"
+                    f"{head}: {'continued' if state == 'unfinished' else 'started'}; log:"
                     f" {_log(out, cell, seed)}"
                 )
-                began = time.monotonic()
-                code, why = _train(child, cell, seed, out, there == "unfinished")
+                started = time.monotonic()
+                code, why = _train(child, cell, seed, out, state == "unfinished")
                 if code == USER_ERROR and why:
-                    hopeless[cell.name] = why
+                    config_errors[cell.name] = why
                 say(
                     f"{head}: {_result(path) if why is None else why}"
-                    f" ({duration(time.monotonic() - began)})"
+                    f" ({duration(time.monotonic() - started)})"
                 )
             ended.append(Ended(cell.name, seed, path, why))
     return ended
 
 
-def _is_there(cell: Cell, seed: int, out: Path) -> str:
-    """absent, unfinished or finished. Raises ConfigError: another run is there."""
+def _state_of(cell: Cell, seed: int, out: Path) -> str:
+    """Return "absent", "unfinished" or "finished".
+
+    Raises ConfigError if the directory contains a run of another configuration, or with more
+    iterations than requested.
+    """
     rundir = RunDirectory(out / cell.run_name(seed))
     if not rundir.config_file.exists() or not rundir.computed():
         return "absent"
@@ -109,16 +119,20 @@ def _is_there(cell: Cell, seed: int, out: Path) -> str:
             f"{rundir.path} has {done} iterations, more than the {config.iterations} asked for:"
             " give another --out"
         )
-    ended = run.state == "finished" and (
+    finished = run.state == "finished" and (
         done == config.iterations or run.last_event("stopped_early") is not None
     )
-    return "finished" if ended else "unfinished"
+    return "finished" if finished else "unfinished"
 
 
-def _check_prompts(there: Sequence[tuple[Cell, int]], out: Path, finished: bool) -> None:
-    """Raises ConfigError where runs that are ``there`` had other prompts than each other or now."""
-    check_prompts(out / cell.run_name(seed) for cell, seed in there)
-    for cell, seed in () if finished else there:
+def _check_prompts(existing: Sequence[tuple[Cell, int]], out: Path, finished: bool) -> None:
+    """Raise ConfigError if the prompts of existing runs differ.
+
+    They must be the same in all of these runs and, unless all runs are finished, equal to the
+    current files.
+    """
+    check_prompts(out / cell.run_name(seed) for cell, seed in existing)
+    for cell, seed in () if finished else existing:
         path = out / cell.run_name(seed)
         if changed := changed_files(parse(cell.tree_of(seed, out)).prompts, read_run(path).prompts):
             raise ConfigError(
@@ -128,7 +142,10 @@ def _check_prompts(there: Sequence[tuple[Cell, int]], out: Path, finished: bool)
 
 
 def _train(child: _Child, cell: Cell, seed: int, out: Path, resume: bool) -> tuple[int, str | None]:
-    """(exit code, None or why it did not come to its end)."""
+    """Train one run; return its exit code and the reason for a failure, or None.
+
+    Raises Stopped if a signal was received.
+    """
     file, log = out / "configs" / f"{cell.run_name(seed)}.toml", _log(out, cell, seed)
     for path in (file, log):
         path.parent.mkdir(exist_ok=True)
@@ -146,8 +163,8 @@ def _train(child: _Child, cell: Cell, seed: int, out: Path, resume: bool) -> tup
         for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
         if line.strip()
     ]
-    ended = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return code, f"{ended}: {lines[-1] if lines else 'it said nothing'}"
+    ending = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return code, f"{ending}: {lines[-1] if lines else 'it said nothing'}"
 
 
 def _log(out: Path, cell: Cell, seed: int) -> Path:
@@ -168,8 +185,10 @@ def _result(path: Path) -> str:
 
 @contextlib.contextmanager
 def _at_work(out: Path, say: Say = print) -> Iterator[int]:
-    """Lock ``out``; gives the lock's descriptor, which a child inherits: a child that survives its
-    parent still holds the lock.
+    """Create and lock ``out``; yield the lock's file descriptor.
+
+    A child process inherits the descriptor, so a child that outlives its parent keeps the lock.
+    Raises ConfigError if another process holds it or ``out`` cannot be written.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -191,7 +210,10 @@ def _at_work(out: Path, say: Say = print) -> Iterator[int]:
 
 
 class _Child:
-    """Runs one process at a time, and passes SIGINT and SIGTERM on to it."""
+    """Runner of one child process at a time, which receives SIGINT and SIGTERM as SIGTERM.
+
+    ``signal`` is the name of the last signal received, or None.
+    """
 
     def __init__(self, lock: int):
         self.signal: str | None = None
@@ -210,11 +232,14 @@ class _Child:
         self._restore.close()
 
     def run(self, command: list[str], log: Path) -> int:
-        """Exit code of ``command``, negative for a signal; its output is added to ``log``."""
-        known = os.environ.get("PYTHONPATH")
+        """Run ``command``, append its output to ``log``, and return its exit code.
+
+        The code is negative if a signal ended the process.
+        """
+        python_path = os.environ.get("PYTHONPATH")
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *([known] if known else [])]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *([python_path] if python_path else [])]),
         }
         with log.open("ab") as file:
             if self.signal:
@@ -226,10 +251,11 @@ class _Child:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 pass_fds=(self._lock,),
+                # a terminal's SIGINT reaches this process alone, which passes it on
                 start_new_session=True,
             )
             try:
-                # one that came while the process was made has found none to pass it on to
+                # a signal that arrived while the process was being created was not forwarded
                 if self.signal:
                     self._process.send_signal(signal.SIGTERM)
                 return self._process.wait()

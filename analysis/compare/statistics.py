@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Parts of the baseline's final gain; the tables tell when each was reached."""
+"""Fractions of the baseline's final gain; the tables show when each of them was reached."""
 Points = Sequence[tuple[float, float]]
 """(x, gain) at the evaluations of a run or of a mean curve, x ascending."""
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over run seeds and its standard error, NaN for fewer than two."""
+    """Mean over run seeds and its standard error, which is NaN for fewer than two values."""
 
     mean: float
     error: float
@@ -25,7 +25,10 @@ class Mean:
 
 @dataclass(frozen=True)
 class Moment:
-    """A point of a curve: after ``iteration`` updates and ``seconds`` of training."""
+    """Point of a mean curve: score and gain after ``iteration`` updates.
+
+    ``seconds`` is the training time up to that point.
+    """
 
     iteration: int
     seconds: Mean
@@ -37,7 +40,11 @@ NOTHING = Mean(math.nan, math.nan, 0)
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """Mean and standard error s / sqrt(n), s with n - 1; NaN where there are too few values."""
+    """Return the mean and its standard error s / sqrt(n), where s has n - 1 degrees of freedom.
+
+    The mean is NaN if there is no value or a value is not finite. The error is NaN in the same
+    cases, and for a single value.
+    """
     if not values:
         return NOTHING
     if not all(map(math.isfinite, values)):  # statistics.stdev would raise
@@ -47,40 +54,43 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 
 def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Mean:
-    """Mean difference over the run seeds of both, so that a seed's effect on both cancels."""
+    """Return the mean paired difference over the run seeds that both sides have.
+
+    Pairing cancels the effect that a seed has on both.
+    """
     return mean_of(
         [values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())]
     )
 
 
 def speed_up(seconds: Mean, baseline: Mean) -> float:
-    """How many times faster than the baseline; NaN where one is unknown or zero."""
+    """Return the speed-up over the baseline, or NaN if either time is unknown or zero."""
     return baseline.mean / seconds.mean if seconds.mean > 0 and baseline.mean > 0 else math.nan
 
 
 def time_to(curve: Sequence[Moment], gain: float) -> float | None:
-    """Seconds of training until the mean gain is ``gain``; None as ``first_at``."""
+    """Return the seconds of training until the mean gain is ``gain``, or None as ``first_at``."""
     return first_at([(moment.seconds.mean, moment.gain.mean) for moment in curve], gain)
 
 
 def first_at(points: Points, gain: float) -> float | None:
-    """The first x with this ``gain``, on straight lines between evaluations.
+    """Return the first x at which the curve reaches ``gain``, interpolating linearly.
 
-    None: never, the curve has no evaluation between its ends (a line through two points would be
-    made up), or ``gain`` is not positive.
+    Returns None if the curve never reaches it, if ``gain`` is not positive, or if there is no
+    evaluation between the first and the last one: a line through two points would be invented.
     """
     if len(points) < 3 or not gain > 0:
         return None
     for (start, low), (end, high) in itertools.pairwise(points):
-        # reached but for rounding is reached
+        # tolerate rounding errors
         if high >= gain * (1 - 1e-12):
-            part = min(1.0, (gain - low) / (high - low)) if high > low else 1.0
-            return start + max(0.0, part) * (end - start)
+            fraction = min(1.0, (gain - low) / (high - low)) if high > low else 1.0
+            return start + max(0.0, fraction) * (end - start)
     return None
 
 
 def at(points: Points, x: float) -> float | None:
-    """The gain at ``x`` on straight lines between evaluations; None beyond the last one."""
+    """Return the gain at ``x``, interpolated linearly, or None beyond the last evaluation."""
     for (start, low), (end, high) in itertools.pairwise(points):
         if start <= x <= end * (1 + 1e-12):
             return low + (high - low) * min(1.0, (x - start) / (end - start))

@@ -1,4 +1,4 @@
-"""The tables of a comparison, which terminal and page share, and their lines for a terminal."""
+"""Tables of a comparison, shared by terminal and page, and their rendering as text lines."""
 
 from __future__ import annotations
 
@@ -19,21 +19,26 @@ PARTS = ("explore", "regenerate", "update", "publish", "other")
 def tables(
     results: Sequence[Result], baseline: str, costs: Mapping[str, Sequence[Cost]] | None = None
 ) -> list[Table]:
-    """Scores, seconds per iteration, times to parts of the baseline's gain; and by ``costs`` the
-    same in operations, a table per ratio.
+    """Return all tables: scores, seconds per iteration, and times to the baseline's gain.
+
+    If ``costs`` are given, add one table per ratio that counts operations instead of seconds.
     """
-    one = next(result for result in results if result.name == baseline)
-    found = [scores(results, one), seconds(results, one), times(results, one)]
-    ratios = len(costs[one.name]) if costs else 0
+    reference = next(result for result in results if result.name == baseline)
+    result_tables = [
+        scores(results, reference),
+        seconds(results, reference),
+        times(results, reference),
+    ]
+    ratios = len(costs[reference.name]) if costs else 0
     by_cell = {result.title: (costs or {}).get(result.name) for result in results}
-    return found + [
-        operations({title: cell[k] for title, cell in by_cell.items() if cell}, one)
+    return result_tables + [
+        operations({title: cell[k] for title, cell in by_cell.items() if cell}, reference)
         for k in range(ratios)
     ]
 
 
 def scores(results: Sequence[Result], baseline: Result) -> Table:
-    """Held-out scores and gains."""
+    """Return the table of held-out scores and gains."""
     names = list(dict.fromkeys(name for result in results for name in result.score))
     heads = ["method", "run seeds"]
     heads += [
@@ -51,8 +56,8 @@ def scores(results: Sequence[Result], baseline: Result) -> Table:
             else f"{count} of {len(result.runs)}"
         )
         cells = [_score(result, name) for name in names]
-        less = NONE if result is baseline else _signed(result.against.get(REWARD, NOTHING))
-        rows.append((result.title, seeds, *cells, _value(result.within), less))
+        difference = NONE if result is baseline else _signed(result.against.get(REWARD, NOTHING))
+        rows.append((result.title, seeds, *cells, _value(result.within), difference))
     note = (
         "Score (gain over the same run before training), each ± its standard error over run seeds."
         " '± within a run': mean standard error of a run's gain, clustered by prompt. The last"
@@ -63,7 +68,7 @@ def scores(results: Sequence[Result], baseline: Result) -> Table:
 
 
 def seconds(results: Sequence[Result], baseline: Result) -> Table:
-    """Seconds per iteration by stage."""
+    """Return the table of seconds per iteration by stage."""
     heads = ("seconds per iteration", *PARTS, "rollout", "speed-up", "iteration", "speed-up")
     rows = []
     for result in results:
@@ -91,7 +96,7 @@ def seconds(results: Sequence[Result], baseline: Result) -> Table:
 
 
 def times(results: Sequence[Result], baseline: Result) -> Table:
-    """Seconds of training until parts of the baseline's gain are reached."""
+    """Return the table of training seconds until fractions of the baseline's gain are reached."""
     goal = baseline.gain.get(REWARD, NOTHING).mean
     heads = (
         "seconds to a gain of",
@@ -103,11 +108,13 @@ def times(results: Sequence[Result], baseline: Result) -> Table:
             continue
         cells = []
         for share in SHARES:
-            mine, theirs = result.reach.get(share), baseline.reach.get(share)
+            own_time, reference_time = result.reach.get(share), baseline.reach.get(share)
             factor = (
-                f" ({_times(theirs / mine)})" if mine and theirs and result is not baseline else ""
+                f" ({_times(reference_time / own_time)})"
+                if own_time and reference_time and result is not baseline
+                else ""
             )
-            cells.append(NONE if mine is None else _seconds(mine) + factor)
+            cells.append(NONE if own_time is None else _seconds(own_time) + factor)
         rows.append((result.title, *cells))
     note = (
         f"Parts of the final gain of {baseline.title}. Seconds of iterations alone, without"
@@ -118,22 +125,26 @@ def times(results: Sequence[Result], baseline: Result) -> Table:
 
 
 def operations(cells: Mapping[str, Cost], baseline: Result) -> Table:
-    """Costs and gains of cells at one ratio of quantized to unquantized operations."""
-    one = cells[baseline.title]
+    """Return the table of costs and gains at one ratio of quantized to unquantized operations."""
+    base = cells[baseline.title]
     heads = (
         "operations",
         "per iteration, 1e12",
         f"over {baseline.title}'s",
         *(f"to {100 * share:.0f} % of its gain" for share in SHARES[1:]),
-        *(f"gain at {part:g} of its operations, less its own" for part in one.against),
+        *(f"gain at {part:g} of its operations, less its own" for part in base.against),
     )
     rows = []
     for title, cell in cells.items():
         reached = []
         for share in SHARES[1:]:
-            mine, theirs = cell.reach[share], one.reach[share]
-            factor = f" ({mine / theirs:.2f})" if mine and theirs and cell is not one else ""
-            reached.append(NONE if mine is None else f"{mine / 1e12:.3g}{factor}")
+            own_cost, base_cost = cell.reach[share], base.reach[share]
+            factor = (
+                f" ({own_cost / base_cost:.2f})"
+                if own_cost and base_cost and cell is not base
+                else ""
+            )
+            reached.append(NONE if own_cost is None else f"{own_cost / 1e12:.3g}{factor}")
         against = [_signed(value) for value in cell.against.values()]
         rows.append(
             (title, f"{cell.iteration / 1e12:.3g}", f"{cell.relative:.3f}", *reached, *against)
@@ -141,16 +152,16 @@ def operations(cells: Mapping[str, Cost], baseline: Result) -> Table:
     note = (
         "Operations of exploring, regenerating and updating, decoding included, two per"
         " multiplication and addition, counted on the architecture;"
-        f" {one.ratio:g} quantized ones count as one. In brackets over those of {baseline.title}."
+        f" {base.ratio:g} quantized ones count as one. In brackets over those of {baseline.title}."
         " The last columns: the gain when so many of its operations are spent, less its gain at the"
         " end, paired by run seed; '-': the run ended before."
     )
-    title = f"Operations, quantized ones at {one.ratio:g}x"
+    title = f"Operations, quantized ones at {base.ratio:g}x"
     return Table(heads, rows, title=title, note=note, none=NOT_YET)
 
 
 def lines(found: Sequence[Table], said: Sequence[str]) -> list[str]:
-    """Markdown tables with their columns in line, then the remarks."""
+    """Render the tables as aligned Markdown, followed by the remarks."""
     text: list[str] = []
     for table in found:
         rows = [[cell.text for cell in row] for row in table.body]
@@ -176,9 +187,9 @@ def _value(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else NONE
 
 
-def _with_error(said: str, value: Mean, text: Callable[[float], str] = _value) -> str:
-    """What is ``said`` of a mean, and its error where that is known."""
-    return said + (f" ± {text(value.error)}" if math.isfinite(value.error) else "")
+def _with_error(text: str, value: Mean, to_text: Callable[[float], str] = _value) -> str:
+    """Return ``text``, followed by the error of ``value`` if it is known."""
+    return text + (f" ± {to_text(value.error)}" if math.isfinite(value.error) else "")
 
 
 def _seconds(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Proxy rank against true rank of seeds: a heat map per backend and number of steps."""
+"""Heat maps of the proxy rank against the true rank of seeds, one per backend and step count."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SIDE, GAP, LEFT, TOP, FOOT, LEGEND = 168.0, 26.0, 50.0, 66.0, 62.0, 440.0
 PANELS_PER_ROW = 4
 LIGHT, DARK = (247, 251, 255), (8, 48, 107)
 FULL = 8.0
-"""The darkest colour: so many times the density of a random ranking, or more."""
+"""Density, relative to that of a random ranking, from which on the darkest color is used."""
 
 
 def density_chart(panels: Mapping[str, np.ndarray], title: str, count: int) -> str:
-    """An SVG of ``panels``: title -> density [true bin, proxy bin], best first, rows sum to 1.
+    """Return an SVG of ``panels``: title -> density [true bin, proxy bin].
 
-    Colour is the density relative to a random ranking (1), dark from ``FULL`` on. ``count`` is N,
-    for the labels of the axes.
+    Bins are sorted from best to worst, and rows sum to 1. The color shows the density relative to a
+    random ranking (1), up to ``FULL``. ``count`` is N, for the labels of the axes.
     """
     columns = min(PANELS_PER_ROW, max(1, len(panels)))
     rows = max(1, math.ceil(len(panels) / columns))
@@ -37,7 +37,10 @@ def density_chart(panels: Mapping[str, np.ndarray], title: str, count: int) -> s
 
 
 def _panel(name: str, density: np.ndarray, x: float, y: float, count: int) -> str:
-    """True rank to the right, proxy rank up: a perfect proxy is a rising diagonal."""
+    """Draw the true rank to the right and the proxy rank upwards, both improving along the axis.
+
+    A perfect proxy gives a rising diagonal.
+    """
     bins = len(density)
     cell = SIDE / bins
     parts = [

@@ -1,8 +1,8 @@
-"""``sol-rl fidelity``: how well do cheap proxies rank seeds, by backend and explore steps?
+"""``sol-rl fidelity``: measure how well proxies rank seeds, by backend and explore steps.
 
-One process, no Ray. Prompts are training prompts, as nothing is tuned on held-out ones; seeds are
-those of no run. The truth is the reward of the same seeds at ``regenerate.steps`` in
-``regenerate.precision``.
+It runs in one process without Ray. It uses training prompts, because nothing may be tuned on
+held-out prompts, and seeds that no run uses. The truth is the reward of the same seeds at
+``regenerate.steps`` in ``regenerate.precision``.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ SAID = {"beside": "adapter beside", "base": "base weights"}
 
 
 def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str]:
-    """Measure, write fidelity.json, rewards.json and density.svg to ``out``; returns the tables.
+    """Measure, write fidelity.json, rewards.json and density.svg, and return the tables.
 
-    Raises ConfigError for what cannot be measured, RunFailed when an image cannot be scored or a
-    file not written.
+    Raises ConfigError if the settings cannot be measured, and RunFailed if an image cannot be
+    scored or a file cannot be written.
     """
     if 2 * max(HALVES) > wanted.seeds:
         raise ConfigError(
@@ -78,22 +78,22 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
 
 
 def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: Say) -> Rewards:
-    """Generate and score all images, with the sampling policy of the objective."""
+    """Generate and score all images with the sampling policy of the objective."""
     scored = ScoredSeeds(config, prompts, wanted.seeds)
     seconds: dict[str, float] = {}
 
     def rewards(name: str, generate: Generate) -> np.ndarray:
-        found, seconds[name] = scored.rewards(generate)
+        values, seconds[name] = scored.rewards(generate)
         say(
-            f"{name}: {found.size} images, {seconds[name] * 1e3:.1f} ms each, mean reward"
-            f" {found.mean():.4f}"
+            f"{name}: {values.size} images, {seconds[name] * 1e3:.1f} ms each, mean reward"
+            f" {values.mean():.4f}"
         )
-        return found
+        return values
 
     trainer = trainer_of(config, wanted.checkpoint)
     truth, proxies = rewards("truth", partial(regenerated, trainer)), {}
-    found = backends(wanted.backends, say)
-    for (name, backend), weights in itertools.product(found.items(), wanted.weights):
+    resolved = backends(wanted.backends, say)
+    for (name, backend), weights in itertools.product(resolved.items(), wanted.weights):
         explorer = published(config, trainer, backend, weights)
         label = name if weights == "merged" else f"{name}, {SAID[weights]}"
         for steps in dict.fromkeys(wanted.steps):
@@ -104,10 +104,12 @@ def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: 
 
 
 def published(config: RunConfig, trainer: Trainer, backend: Backend, weights: Weights) -> Explorer:
-    """An explorer with the learner's policy in one of three forms.
+    """Return an explorer with the learner's policy in one of three forms.
 
-    ``merged``: packed with the adapter merged, as a run publishes it. ``base``: the packed base
-    model alone. ``beside``: that, with the adapter in full precision beside its packed layers.
+    * ``merged``: packed with the adapter merged, as a run publishes it.
+    * ``base``: the packed base model without the adapter.
+    * ``beside``: the packed base model with the adapter applied in full precision to the output
+      of its packed layers.
     """
     if weights == "merged":
         return explorer_of(config, trainer, backend)
@@ -121,8 +123,8 @@ def published(config: RunConfig, trainer: Trainer, backend: Backend, weights: We
 
 
 def _add_adapter(
-    layer: LoraLayer, adapter: str, _: nn.Module, given: tuple[Tensor, ...], answer: Tensor
+    layer: LoraLayer, adapter: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
 ) -> Tensor:
-    """A packed layer's answer plus (alpha / rank) B A x."""
+    """Forward hook that returns the output of a packed layer plus (alpha / rank) B A x."""
     down, up = layer.lora_A[adapter], layer.lora_B[adapter]
-    return answer + layer.scaling[adapter] * up(down(given[0].float())).to(answer.dtype)
+    return output + layer.scaling[adapter] * up(down(inputs[0].float())).to(output.dtype)

@@ -1,4 +1,4 @@
-"""What ``sol-rl fidelity`` measures, and its results: numbers, tables, files."""
+"""Settings and results of ``sol-rl fidelity``: numbers, tables and files."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ EXPLORING = (
     "activation_amax",
     "modules_to_not_convert",
 )
-"""Fields of ``[explore]`` that a proxy depends on beside its steps and its backend."""
+"""Fields of ``[explore]`` that proxies depend on, in addition to steps and backend."""
 
 Weights = Literal["merged", "beside", "base"]
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured: P prompts x N seeds, every backend at every number of explore steps."""
+    """Settings of a measurement: P prompts x N seeds, every backend at every number of steps."""
 
     prompts: int = 32
     seeds: int = 96
     steps: tuple[int, ...] = (2, 4, 6, 8)
     backends: tuple[str, ...] = ("emulated_nvfp4", "fp32")
-    threads: int | None = None  # None: as the configuration's rollout actors
+    threads: int | None = None  # None: as configured for rollout actors
     checkpoint: Path | None = None  # a checkpoint directory; None: the base model
-    weights: tuple[Weights, ...] = ("merged",)  # in what form they are published
+    weights: tuple[Weights, ...] = ("merged",)  # forms in which the policy is loaded
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """Rewards float32 [P, N] and seconds per image, of the truth and of each (backend, steps)."""
+    """Rewards, float32 [P, N], and seconds per image of the truth and of each (backend, steps)."""
 
     truth: np.ndarray
     proxies: dict[tuple[str, int], np.ndarray]
@@ -62,15 +62,18 @@ class Rewards:
 
 
 def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> Tree:
-    """Plain data: settings, and every measure as mean, low, high (95 %, bootstrap over prompts)."""
+    """Return settings and measures as plain data.
+
+    Every measure is a mean with a 95 % confidence interval (bootstrap over prompts).
+    """
     truth = rewards.truth
 
     def row(backend: str, steps: int, proxy: np.ndarray) -> Tree:
-        found = estimates(per_prompt(proxy, truth), seed=config.seed)
+        by_measure = estimates(per_prompt(proxy, truth), seed=config.seed)
         return {
             "backend": backend,
             "steps": steps,
-            "measures": {name: _plain(estimate) for name, estimate in found.items()},
+            "measures": {name: _plain(estimate) for name, estimate in by_measure.items()},
         }
 
     constant = int((np.ptp(truth, axis=1) == 0).sum())
@@ -96,13 +99,13 @@ def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> Tree:
 
 
 def _plain(estimate: Estimate) -> Tree:
-    """``estimate`` for JSON: null for a number that is not finite."""
+    """Convert ``estimate`` for JSON: non-finite numbers become null."""
     fields = dataclasses.asdict(estimate)
     return {name: value if np.isfinite(value) else None for name, value in fields.items()}
 
 
 def tables(summary: Tree) -> list[str]:
-    """The summary for people, in the form of the paper's tables."""
+    """Format the summary as text, in the form of the paper's tables."""
     truth = summary["truth"]
     lines = [
         (
@@ -131,15 +134,15 @@ def _table(
 ) -> list[str]:
     rows = [(f"{row['backend']}, {row['steps']} steps", row["measures"]) for row in summary["rows"]]
     rows.append(("the truth itself", summary["perfect"]))
-    told = [
-        (name, {key: _cell(Estimate(**each), digits) for key, each in measures.items()})
+    cells = [
+        (name, {key: _cell(Estimate(**value), digits) for key, value in measures.items()})
         for name, measures in rows
     ]
     chance = summary["no_information"]
-    told.append(("random", {key: f"{each:.{digits}f}" for key, each in chance.items()}))
+    cells.append(("random", {key: f"{value:.{digits}f}" for key, value in chance.items()}))
     body = [
-        [name, *(" / ".join(said[key] for key in keys) for _, keys in columns)]
-        for name, said in told
+        [name, *(" / ".join(texts[key] for key in keys) for _, keys in columns)]
+        for name, texts in cells
     ]
     return markdown([title, *(head for head, _ in columns)], body)
 
@@ -151,17 +154,17 @@ def _cell(value: Estimate, digits: int) -> str:
 
 
 def write(out: Path, summary: Tree, prompts: list[Prompt], rewards: Rewards) -> None:
-    """fidelity.json, rewards.json and density.svg."""
+    """Write fidelity.json, rewards.json and density.svg."""
     write_json(out / "fidelity.json", summary)
-    raw = {
+    proxies = {
         f"{backend}/{steps}": proxy.tolist() for (backend, steps), proxy in rewards.proxies.items()
     }
-    everything = {
+    contents = {
         "prompts": [prompt.text for prompt in prompts],
         "truth": rewards.truth.tolist(),
-        "proxies": raw,
+        "proxies": proxies,
     }
-    write_json(out / "rewards.json", everything)
+    write_json(out / "rewards.json", contents)
     panels = {
         f"{backend}, {steps} steps": conditional_density(proxy, rewards.truth)
         for (backend, steps), proxy in rewards.proxies.items()

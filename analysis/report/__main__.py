@@ -1,6 +1,7 @@
-"""``python -m analysis.report RUN SECONDS``: the report of a run that goes on, written once.
+"""``python -m analysis.report RUN SECONDS``: write the report of a running run once.
 
-A process of its own with the lowest priority: the driver has one thread, which Python would share.
+It runs as a separate process with the lowest priority: a thread of the driver would compete with
+the driver's event loop for the interpreter lock.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ LOWEST = 19
 
 
 def main(run: str, every_s: str) -> int:
-    """Write it; on failure one line."""
+    """Write the report and return the exit code; on failure, print one line to stderr."""
     os.nice(LOWEST)
-    # ended by the driver it leaves no half of a file behind
+    # the driver may end this process: exit through SystemExit, which removes the unfinished file
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         build_report(Path(run), live_s=float(every_s))
-    except Exception as error:  # whatever it is, the driver gives it as the reason
+    except Exception as error:  # the driver reports any error as the reason
         print(described(error), file=sys.stderr)
         return 1
     return 0

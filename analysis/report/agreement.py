@@ -1,4 +1,4 @@
-"""The report's chapter on rank agreement: do proxy images rank seeds as regenerated ones do?"""
+"""Report section on rank agreement between proxy images and regenerated images."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHECKS = (
 
 
 def agreement(run: RunData) -> Section:
-    """How well the cheap ranking agrees with the one of regenerated images."""
+    """Return the section on how well proxy rewards predict the order of regenerated rewards."""
     lead = (
         "The cheap images need not be right, only in the right order. 1 is the order of full"
         " quality, 0 is chance (for the same side of the mean: 0.5)."
@@ -40,9 +40,9 @@ def agreement(run: RunData) -> Section:
     cards, rows = [], []
     for prefix, title, note in AUDITS:
         lines = [
-            Series(label, found, colour)
+            Series(label, samples, colour)
             for name, label, colour in AGREEMENTS
-            if (found := points(run.iterations, prefix + name))
+            if (samples := points(run.iterations, prefix + name))
         ]
         if not lines:
             continue
@@ -50,8 +50,8 @@ def agreement(run: RunData) -> Section:
         chart = line_chart(lines, include_y=(0.0, 1.0), label=label)
         cards.append(Card(title, chart, legend(lines), note=note))
         for name, label, _ in AGREEMENTS:
-            if found := values(run.iterations, prefix + name):
-                spread = (statistics.fmean(found), min(found), max(found))
+            if samples := values(run.iterations, prefix + name):
+                spread = (statistics.fmean(samples), min(samples), max(samples))
                 rows.append((f"{label}, {title.lower()}", *map(number, spread)))
     if cards:
         spread = Table(("agreement", "mean", "lowest", "highest"), rows)
@@ -68,12 +68,12 @@ def agreement(run: RunData) -> Section:
 
 
 def identity(run: RunData) -> Card | None:
-    """Checks that computed something twice; None where there were none."""
+    """Return the card of checks that computed a result twice, or None if there were none."""
     rows: list[tuple[str, ...]] = []
     for event, metric, what in CHECKS:
-        if found := values(run.iterations, metric):
-            count = sum(each["event"] == event for each in run.events) or len(found)
-            rows.append((what, str(count), number(max(found))))
+        if differences := values(run.iterations, metric):
+            count = sum(row["event"] == event for row in run.events) or len(differences)
+            rows.append((what, str(count), number(max(differences))))
     if not rows:
         return None
     note = (
@@ -86,18 +86,21 @@ def identity(run: RunData) -> Card | None:
 
 
 def _in_words(run: RunData) -> str:
-    """The mean agreement as shares of pairs and signs; of random seeds where some were audited."""
+    """Describe the mean agreement as shares of pairs and of signs.
+
+    Uses random seeds if some were audited, or else selected seeds.
+    """
     prefix = "audit/random_" if values(run.iterations, "audit/random_kendall_tau") else "audit/"
     which = "random" if "random" in prefix else "selected"
-    said = []
+    sentences = []
     if tau := values(run.iterations, prefix + "kendall_tau"):
-        said.append(
+        sentences.append(
             f"Of any two {which} seeds of a prompt, the cheap images put"
             f" {50 + 50 * statistics.fmean(tau):.0f} % in the right order."
         )
     if sign := values(run.iterations, prefix + "sign_agreement"):
-        said.append(
+        sentences.append(
             f"{100 * statistics.fmean(sign):.0f} % lie on the same side of their group's mean, so"
             " the sign of their advantage was foreseen."
         )
-    return " ".join(said)
+    return " ".join(sentences)

@@ -1,4 +1,4 @@
-"""Axes of charts as SVG: the frame that maps data to the drawing, round ticks, grid lines."""
+"""SVG axes of charts: mapping from data to coordinates, round ticks, and grid lines."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from html import escape
 from markupsafe import Markup
 
 LARGEST, SMALLEST = 1e300, 1e-300
-"""The difference of larger values may be no float; steps below that have no power of ten."""
+"""Largest value that is drawn, and the tick step above which more than one tick is drawn.
+
+The difference of larger values may overflow; the power of ten of a smaller step may underflow.
+"""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The plot's place and the data it spans; ``x`` and ``y`` map data to user units."""
+    """Plot area and the data range that it spans; ``x`` and ``y`` map data to SVG user units."""
 
     width: float
     height: float
@@ -40,17 +43,20 @@ class Frame:
 
 
 def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """About ``count`` round values (1, 2, 2.5 or 5 times a power of ten) inside [low, high]."""
+    """Return about ``count`` multiples of a round step inside [low, high].
+
+    The step is 1, 2, 2.5, 5 or 10 times a power of ten.
+    """
     raw = (high - low) / max(1, count)
     if not raw > SMALLEST:
         return [low]
     exponent = math.floor(math.log10(raw))
     power = 10.0**exponent
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
-    # an end that is a tick but for rounding is one
+    # tolerate rounding errors, so that an end of the interval can be a tick
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
-    # as fine as the step is: the KL of a first iteration may be 1e-15, and its ticks are not zero
+    # enough digits for the step: the KL of a first iteration may be 1e-15, and 12 would give zero
     digits = max(12, 4 - exponent)
     return [round(index * step, digits) for index in range(first, last + 1)]
 
@@ -58,8 +64,10 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
 def span(
     values: Sequence[float], include: Sequence[float] = (), pad: float = 0.06
 ) -> tuple[float, float]:
-    """An interval with all finite ``values``, padded, and ``include``, not padded; never empty.
-    Values beyond ``LARGEST`` are left out.
+    """Return a non-empty interval that contains all finite ``values`` and ``include``.
+
+    An end is padded by ``pad`` times the length unless it is in ``include``. Values beyond
+    ``LARGEST`` are ignored.
     """
     finite = [value for value in values if abs(value) < LARGEST]
     everything = finite + list(include)
@@ -76,14 +84,14 @@ def span(
 
 
 def x_span(xs: Sequence[float]) -> tuple[float, float]:
-    """The x axis: a single place stands in the middle."""
+    """Return the interval of an x axis; a single value is centered."""
     if xs and min(xs) == max(xs):
         return xs[0] - 0.5, xs[0] + 0.5
     return span(xs, pad=0.02)
 
 
 def svg(frame: Frame, label: str, body: Sequence[str]) -> str:
-    """An SVG element around ``body``, whose text is escaped already."""
+    """Return an SVG element with the given ``body``, whose text must already be escaped."""
     return Markup(
         f'<svg class="chart" viewBox="0 0 {frame.width:g} {frame.height:g}" role="img"'
         f' aria-label="{escape(label, quote=True)}">' + "".join(body) + "</svg>"
@@ -93,7 +101,7 @@ def svg(frame: Frame, label: str, body: Sequence[str]) -> str:
 def figure(
     width: float, height: float, title: str, note: str, body: Sequence[str], left: float = 16.0
 ) -> str:
-    """The text of an SVG file of its own: ``body``, escaped already, below a title and a line."""
+    """Return a standalone SVG file: ``body``, already escaped, below a title and a note."""
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}"'
         f' width="{width:g}" height="{height:g}" font-family="system-ui, sans-serif"'
@@ -106,7 +114,10 @@ def figure(
 
 
 def axes(frame: Frame, x_label: str, whole_x: bool, unit: str = "", y_label: str = "") -> str:
-    """Grid lines with their values and the x axis; ``whole_x``: ticks at whole numbers only."""
+    """Return grid lines with their values, and the x axis.
+
+    With ``whole_x``, x ticks are placed at whole numbers only.
+    """
     parts, right, foot = [], frame.width - frame.right, frame.height - frame.bottom
     y_ticks = nice_ticks(*frame.y_span, count=6 if frame.height > 180 else 4)
     step = y_ticks[1] - y_ticks[0] if len(y_ticks) > 1 else abs(y_ticks[0]) or 1.0
@@ -143,7 +154,7 @@ def axes(frame: Frame, x_label: str, whole_x: bool, unit: str = "", y_label: str
 
 
 def _tick(value: float, step: float) -> str:
-    """A tick's text with just the decimals that its spacing needs."""
+    """Format a tick with as many decimals as the distance between ticks requires."""
     if value and (abs(value) >= 1e6 or abs(step) < 1e-4):
         return f"{value:.1e}".replace("-", "−").replace("e−0", "e−").replace("e+0", "e")
     decimals = max(0, -math.floor(math.log10(abs(step)) + 1e-9))

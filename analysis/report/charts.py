@@ -1,7 +1,7 @@
-"""Charts as inline SVG: no JavaScript, and colours from CSS, so that light and dark both work.
+"""Charts as inline SVG without JavaScript; colors come from CSS, for light and dark mode.
 
-Every function returns a complete ``<svg>`` element as a string with all text escaped. Coordinates
-are user units of a ``viewBox``; the page scales it. Points that are not finite are left out and
+Chart functions return a complete ``<svg>`` element as a string with all text escaped. Coordinates
+are user units of a ``viewBox``, which the page scales. Points that are not finite are left out and
 break their line, so a gap in the data is a gap in the chart. Values can be read by hovering
 (``<title>``) and in the page's table of numbers.
 """
@@ -21,13 +21,16 @@ Point = tuple[float, float]
 SIZE = (400.0, 210.0)
 """Width and height of a chart, in user units."""
 MAX_POINTS = 300
-"""A longer line is thinned to so many points: more cannot be told apart at the width of a page."""
+"""Maximum number of points of a line; more cannot be distinguished at the width of a page."""
 MAX_BARS = 60
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line through ``points`` by rising x; ``errors``: half-lengths of bars; colour 1 to 9."""
+    """Line through ``points`` with ascending x.
+
+    ``errors`` are half-lengths of error bars; ``colour`` is 1 to 9.
+    """
 
     label: str
     points: Sequence[Point]
@@ -38,7 +41,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Band:
-    """A shaded area between ``low`` and ``high``, both (x, y) at the same x."""
+    """Shaded area between ``low`` and ``high``, which are (x, y) points at the same x."""
 
     label: str
     low: Sequence[Point]
@@ -48,7 +51,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Stack:
-    """A bar: parts by label, and the measured whole (drawn as a tick) where there is one."""
+    """Stacked bar: parts by label, and optionally the measured total, which is drawn as a tick."""
 
     x: float
     parts: dict[str, float] = field(default_factory=dict)
@@ -56,7 +59,10 @@ class Stack:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """``value`` to so many significant digits, without exponent where usual; '–' for nothing."""
+    """Format ``value`` with ``digits`` significant digits, or return '–' if it is missing.
+
+    An exponent is used only below 1e-4 and from 1e6 on.
+    """
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -67,7 +73,7 @@ def number(value: float | None, digits: int = 3) -> str:
     elif size >= 10**digits or float(value).is_integer():
         text = f"{size:,.0f}"
     else:
-        # of the rounded value: 0.9996 is 1.00
+        # exponent of the rounded value: 0.9996 becomes 1.00
         power = int(f"{size:.{digits - 1}e}".partition("e")[2])
         text = f"{size:.{max(0, digits - 1 - power)}f}"
     return ("−" if value < 0 else "") + text
@@ -82,26 +88,27 @@ def line_chart(
     x_label: str = "iteration",
     size: tuple[float, float] = SIZE,
 ) -> str:
-    """Lines over a shared x axis. ``label`` says what is shown, for those who cannot see it."""
+    """Draw lines over a shared x axis; ``label`` is the text for screen readers."""
     lines = [
-        *(one.points for one in series),
+        *(line.points for line in series),
         *(edge for band in bands for edge in (band.low, band.high)),
     ]
     xs = [x for points in lines for x, _ in points]
     ys = [y for points in lines for _, y in points]
-    for one in series:
-        for (_, y), error in zip(one.points, one.errors, strict=False):
+    for line in series:
+        for (_, y), error in zip(line.points, line.errors, strict=False):
             ys += [y - error, y + error]
     frame = Frame(*size, x_span=x_span(xs), y_span=span(ys, include_y))
     body = [axes(frame, x_label, whole_x=all(float(x).is_integer() for x in xs))]
     body += [_band(frame, band) for band in bands]
-    body += [_line(frame, one) for one in series]
+    body += [_line(frame, line) for line in series]
     return svg(frame, label, body)
 
 
 def stacked_bars(stacks: Sequence[Stack], order: Sequence[tuple[str, int]], *, label: str) -> str:
-    """A bar of seconds per stack, parts from the bottom in ``order``; beyond 60 runs of them are
-    averaged.
+    """Draw a bar of seconds per stack, with the parts from bottom to top in ``order``.
+
+    More than ``MAX_BARS`` stacks are reduced by averaging neighbors.
     """
     stacks = _averaged(stacks)
     tops = [
@@ -139,9 +146,9 @@ def stacked_bars(stacks: Sequence[Stack], order: Sequence[tuple[str, int]], *, l
 def scatter(
     pairs: Sequence[Point], *, label: str, x_label: str, y_label: str, names: Sequence[str]
 ) -> str:
-    """Points on equal scales with the diagonal x = y; colours tell those above from those below.
+    """Draw points on equal scales with the diagonal x = y, in one color above it and one below.
 
-    ``names`` say what each point is.
+    ``names`` holds the label of each point.
     """
     named = zip(pairs, names, strict=True)
     finite = [(x, y, name) for (x, y), name in named if math.isfinite(x + y)]
@@ -164,16 +171,16 @@ def scatter(
 
 
 def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
-    """At most ``most`` of the points, evenly spread, first and last among them."""
+    """Return at most ``most`` evenly spaced points, including the first and the last."""
     if len(points) <= most:
         return list(points)
     return [points[round(index * (len(points) - 1) / (most - 1))] for index in range(most)]
 
 
 def _pieces(points: Sequence[Point]) -> list[list[Point]]:
-    """The points cut where one is not finite."""
+    """Split the points into runs of finite values."""
     runs = itertools.groupby(points, lambda point: math.isfinite(point[1]))
-    return [list(run) for known, run in runs if known]
+    return [list(run) for finite, run in runs if finite]
 
 
 def _line(frame: Frame, series: Series) -> str:
@@ -228,7 +235,7 @@ def _bar_half_width(xs: Sequence[float]) -> float:
 
 
 def _averaged(stacks: Sequence[Stack]) -> list[Stack]:
-    """At most ``MAX_BARS`` stacks: each the mean of a run of neighbours, at the first one's x."""
+    """Return at most ``MAX_BARS`` stacks, each the mean of neighbors at the x of the first."""
     every = math.ceil(len(stacks) / MAX_BARS)
     if every <= 1:
         return list(stacks)

@@ -1,4 +1,4 @@
-"""A run directory as the report reads it: tolerant of what is missing, cut or not a number."""
+"""Read a run directory for the report, tolerating missing, truncated and non-numeric data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from records.timeline import Span, read_spans
 
 Row = dict[str, object]
 Grid = list[list[float]]
-"""Values [prompt][noise] of one evaluation, NaN where there is none."""
+"""Values [prompt][noise] of one evaluation; missing values are NaN."""
 ENDINGS = {
     "run_finished": "finished",
     "run_failed": "failed",
@@ -30,7 +30,7 @@ NO_ITERATION = "No iteration has ended yet."
 
 @dataclass(frozen=True)
 class RunData:
-    """What a report is made of; ``held_out`` rewards and ``scores`` by iteration."""
+    """Contents of a run directory; ``held_out`` rewards and ``scores`` are keyed by iteration."""
 
     name: str
     config: Row
@@ -49,31 +49,32 @@ class RunData:
 
     @property
     def state(self) -> str:
-        """finished, failed, stopped, or open: no end was recorded."""
+        """State: "finished", "failed", "stopped", or "open" if no end was recorded."""
         names = [str(event["event"]) for event in self.events]
         ends = [ENDINGS[name] for name in names if name in ENDINGS]
         return ends[-1] if ends else "open"
 
     @property
     def before(self) -> Row | None:
-        """The evaluation before training, or the first there is."""
+        """The evaluation before training, or else the first one; None if there is none."""
         return self.evaluations[0] if self.evaluations else None
 
     @property
     def after(self) -> Row | None:
-        """The newest evaluation after ``before``."""
+        """The newest evaluation, or None if there is none after ``before``."""
         return self.evaluations[-1] if len(self.evaluations) > 1 else None
 
     @property
     def paired_gain(self) -> Mean:
-        """Held-out reward after training less that before, paired by prompt and seed; NaN where it
-        is not known.
+        """Held-out reward after training minus that before, paired by prompt and seed.
+
+        NaN if it is not known.
         """
         return mean_in(self.after or {}, "eval/gain", "eval/gain_stderr")
 
     @property
     def gain(self) -> Mean:
-        """The paired gain, or else the difference of the two means."""
+        """The paired gain if it is known, or else the difference of the two means."""
         gain = self.paired_gain
         if math.isfinite(gain.mean) or self.before is None or self.after is None:
             return gain
@@ -81,17 +82,17 @@ class RunData:
         return Mean(end.mean - start.mean, gain.error, 0)
 
     def prompt_means(self, row: Row | None) -> list[float]:
-        """Mean held-out reward of each prompt in an evaluation, NaN where none was scored."""
+        """Return the mean held-out reward per prompt of an evaluation, NaN if none was scored."""
         rewards = self.held_out.get(step_of(row), []) if row else []
         kept = [[value for value in noises if math.isfinite(value)] for noises in rewards]
         return [math.fsum(noises) / len(noises) if noises else math.nan for noises in kept]
 
     def last_event(self, *names: str) -> Row | None:
-        """The newest event of one of these names."""
+        """Return the newest event with one of these names, or None."""
         return next((event for event in reversed(self.events) if event["event"] in names), None)
 
     def setting(self, path: str, otherwise: object = None) -> object:
-        """A value of the configuration by dotted path."""
+        """Return a value of the configuration by dotted path, or ``otherwise`` if it is missing."""
         value: object = self.config
         for key in path.split("."):
             if not isinstance(value, dict) or key not in value:
@@ -101,7 +102,10 @@ class RunData:
 
 
 def read_run(directory: Path) -> RunData:
-    """Read ``directory``; what is missing is a gap. FileNotFoundError: no run directory."""
+    """Read ``directory``; missing data is left empty.
+
+    Raises FileNotFoundError if it is not a run directory.
+    """
     files = ("config.json", "metrics.jsonl", "events.jsonl")
     if not any((directory / name).is_file() for name in files):
         raise FileNotFoundError(
@@ -131,61 +135,64 @@ def read_run(directory: Path) -> RunData:
         ),
         events=sorted(events, key=lambda event: finite(event.get("time")) or 0.0),
         images=find_images(directory / "images"),
-        held_out={step: _grid(found.get("rewards")) for step, found in tables.items()},
+        held_out={step: _grid(table.get("rewards")) for step, table in tables.items()},
         scores={
-            step: {label: _grid(rows) for label, rows in _row(found.get("scores")).items()}
-            for step, found in tables.items()
+            step: {label: _grid(rows) for label, rows in _row(table.get("scores")).items()}
+            for step, table in tables.items()
         },
         quantization=_modules(directory, remarks),
         spans=read_spans(directory / TIMELINE, remarks),
         remarks=remarks,
         prompts={
-            key: found for key, found in _row(root.get("prompts")).items() if isinstance(found, str)
+            key: table for key, table in _row(root.get("prompts")).items() if isinstance(table, str)
         },
         extremes=find_extremes(directory / "images"),
     )
 
 
 def step_of(row: Row) -> int:
-    """The row's iteration; rows without one are left out when a run is read."""
+    """Return the iteration of a row; ``read_run`` leaves out rows that have none."""
     return int(finite(row.get("iteration")) or 0)
 
 
 def mean_in(row: Row, name: str, error: str) -> Mean:
-    """A mean of the row and its standard error, NaN for what it does not have."""
+    """Return a mean of the row and its standard error, NaN for missing values."""
     return Mean(or_nan(row.get(name)), or_nan(row.get(error)), 0)
 
 
 def held_out_reward(row: Row) -> Mean:
-    """The held-out reward of an evaluation."""
+    """Return the held-out reward of an evaluation."""
     return mean_in(row, "reward/eval_mean", "eval/stderr")
 
 
 def points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
-    """(iteration, value) of every row, NaN where it has none; nothing when no row has one."""
-    found = [(float(step_of(row)), or_nan(row.get(name))) for row in rows]
-    return found if any(math.isfinite(y) for _, y in found) else []
+    """Return (iteration, value) of every row, NaN if missing; or [] if no row has a value."""
+    pairs = [(float(step_of(row)), or_nan(row.get(name))) for row in rows]
+    return pairs if any(math.isfinite(y) for _, y in pairs) else []
 
 
 def values(rows: Sequence[Row], name: str) -> list[float]:
-    """The finite values of ``name``."""
+    """Return the finite values of ``name``."""
     return [value for row in rows if (value := finite(row.get(name))) is not None]
 
 
 def reason(event: Row) -> str:
-    """Why, in the words of the event, else all that it says."""
+    """Return the reason that an event gives, or else all of its fields as text."""
     fields = (f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
     return str(event.get("why") or ", ".join(fields))
 
 
 def actor_of(event: Row) -> str | None:
-    """The actor that an event is about: ``rollout-1``."""
+    """Return the actor that an event is about, such as ``rollout-1``, or None."""
     actor = event.get("actor")
     return None if actor is None else f"{event.get('kind')}-{actor}"
 
 
 def _modules(directory: Path, remarks: list[str]) -> list[Row]:
-    """Rows of ``quantization.json``; both names were spelled otherwise before."""
+    """Return the rows of ``quantization.json``.
+
+    Older runs spell the file and its key "quantised"; the returned rows use the current key.
+    """
     for file, key in (("quantization.json", "quantized"), ("quantisation.json", "quantised")):
         if (directory / file).exists():
             table = _json(directory / file, remarks)
@@ -205,7 +212,11 @@ def _json(path: Path, remarks: list[str]) -> object:
 
 
 def _lines(path: Path, remarks: list[str]) -> list[Row]:
-    """Rows of a JSON-lines file; bad lines are counted, except a last one that is being written."""
+    """Return the rows of a JSON-lines file.
+
+    Invalid lines are counted in a remark, except an unfinished last line, which may still be being
+    written.
+    """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -235,30 +246,33 @@ def _lines(path: Path, remarks: list[str]) -> list[Row]:
 
 
 def _newest_of(rows: Iterable[Row]) -> list[Row]:
-    """One row per iteration, the one written last, by rising iteration."""
+    """Return the last written row of each iteration, in ascending order."""
     newest = {index: row for row in rows if (index := finite(row.get("iteration"))) is not None}
     return [newest[index] for index in sorted(newest)]
 
 
 def _same_weights(rows: list[Row]) -> list[Row]:
-    """Only evaluations of the base and of the newest one's weights: others cannot be compared."""
+    """Keep evaluations of the base and of the same kind of weights as the newest evaluation.
+
+    Others cannot be compared with it.
+    """
     kind = rows[-1].get("weights") if rows else None
     return [row for row in rows if row.get("weights") in (kind, "base")]
 
 
-def _row(found: object) -> Row:
-    """An object of JSON; empty where it is something else."""
-    return found if isinstance(found, dict) else {}
+def _row(value: object) -> Row:
+    """Return ``value`` if it is a JSON object, or else an empty one."""
+    return value if isinstance(value, dict) else {}
 
 
-def _grid(found: object) -> Grid:
-    """A table of numbers as it was written; empty when it is none."""
-    if not isinstance(found, list) or not all(isinstance(row, list) for row in found):
+def _grid(value: object) -> Grid:
+    """Return ``value`` as a table of numbers, or [] if it is not a table."""
+    if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
         return []
-    return [[or_nan(cell) for cell in row] for row in found]
+    return [[or_nan(cell) for cell in row] for row in value]
 
 
 def or_nan(found: object) -> float:
-    """A finite number, or NaN."""
+    """Return ``found`` if it is a finite number, or else NaN."""
     value = finite(found)
     return math.nan if value is None else value

@@ -1,4 +1,4 @@
-"""The report's chapter on events: a lane per actor, and a table of unusual events."""
+"""Report section on events: a timeline with a lane per actor, and a table of unusual events."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ TONES = {
         *("scorer_constant", "output_closed", "board_failed", "end_failed", "timeline_ended"),
     ),
 }
-"""Events by tone; all others are plain."""
+"""Events by tone; all others have the tone "plain"."""
 ROUTINE = {"version_published", "checkpoint_saved", "actor_started", "identity_checked"}
-"""Events that are counted and drawn, but not listed."""
+"""Events that are counted and drawn, but not listed in the table of unusual events."""
 KINDS = ("rollout", "reward", "scorers.", "selector", "encoder", "learner")
-"""Beginnings of actors' names by lane; ``scorers.<label>`` is a scorer with its own actors."""
+"""Prefixes of actor names in the order of their lanes.
+
+``scorers.<label>`` is a scorer with its own actors.
+"""
 MOST_ROWS, LONGEST = 150, 110
 NOUNS = {
     "actor_started": "started",
@@ -43,7 +46,7 @@ NOUNS = {
 
 
 def running_times(events: Sequence[Row]) -> list[float]:
-    """Seconds of running time at each event, without the pause before a resume."""
+    """Return the running time at each event in seconds, excluding the pause before a resume."""
     times, offset, last = [], None, 0.0
     for event in events:
         moment = finite(event.get("time"))
@@ -60,7 +63,7 @@ def running_times(events: Sequence[Row]) -> list[float]:
 
 
 def lanes_of(events: Sequence[Row], times: Sequence[float]) -> dict[str, Lane]:
-    """A lane per actor, in the order of ``KINDS``, others last."""
+    """Return actor name -> lane, in the order of ``KINDS``, other actors last."""
     lanes: dict[str, Lane] = {}
     end = max(times, default=0.0)
     for event, when in zip(events, times, strict=True):
@@ -89,7 +92,7 @@ def lanes_of(events: Sequence[Row], times: Sequence[float]) -> dict[str, Lane]:
 
 @dataclass(frozen=True)
 class Happenings:
-    """The chapter's content: counts of events, the drawing, and tables of events."""
+    """Content of the section: counts of events, the timeline, and tables of events."""
 
     counts: list[tuple[str, int]]
     drawing: Drawing
@@ -98,7 +101,7 @@ class Happenings:
 
 
 def happenings(run: RunData) -> Happenings | None:
-    """The chapter; None when there were no events."""
+    """Return the content of the section, or None if there are no events."""
     if not run.events:
         return None
     times = running_times(run.events)
@@ -107,17 +110,17 @@ def happenings(run: RunData) -> Happenings | None:
     notable = [(event, when) for event, when in pairs if event["event"] not in ROUTINE]
     last, count = pairs[-MOST_ROWS:], f"{len(pairs):,} events"
     which = f"All {count}" if len(last) == len(pairs) else f"The last {len(last)} of {count}"
-    more = f"The last {MOST_ROWS} of {len(notable):,}; all are in events.jsonl."
+    omitted = f"The last {MOST_ROWS} of {len(notable):,}; all are in events.jsonl."
     return Happenings(
         [(noun, counts[name]) for name, noun in NOUNS.items() if counts[name]],
         drawing(timeline_of(run, times)),
-        _table(notable[-MOST_ROWS:], LONGEST, note=more if len(notable) > MOST_ROWS else ""),
+        _table(notable[-MOST_ROWS:], LONGEST, note=omitted if len(notable) > MOST_ROWS else ""),
         _table(last, title=which) if len(pairs) > len(notable) else None,
     )
 
 
 def timeline_of(run: RunData, times: Sequence[float]) -> Chart:
-    """The chart's content, in seconds of running time."""
+    """Return the content of the timeline, in seconds of running time."""
     events = run.events
     known = [
         (moment, when)
@@ -141,7 +144,7 @@ def timeline_of(run: RunData, times: Sequence[float]) -> Chart:
 
 
 def _run_marks(events: Sequence[Row], times: Sequence[float]) -> list[Mark]:
-    """Events of the run as a whole: resumes, scaling, its end."""
+    """Return marks for events of the whole run, such as resumes, scaling and its end."""
     marks = []
     for event, when in zip(events, times, strict=True):
         name = event["event"]
@@ -162,7 +165,10 @@ def _run_marks(events: Sequence[Row], times: Sequence[float]) -> list[Mark]:
 def _table(
     rows: Sequence[tuple[Row, float]], longest: int = 2000, title: str = "", note: str = ""
 ) -> Table:
-    """Events as rows; a reason is cut to ``longest`` characters, its tooltip has all."""
+    """Return a table of events.
+
+    Reasons are shortened to ``longest`` characters; the tooltip has the full text.
+    """
     cells = [
         (
             Cell(duration(when), "when"),
@@ -189,7 +195,7 @@ def _because(event: Row) -> str:
 
 
 def _details(event: Row, longest: int = 2000) -> str:
-    """The fields of an event, the reason last, without those that have a column of their own."""
+    """Return the fields of an event that have no column of their own, the reason last."""
     why = [_cut(str(event["why"]), longest)] if event.get("why") else []
     own = {"time", "event", "why", *(("actor", "kind") if actor_of(event) else ())}
     rest = [
@@ -201,7 +207,7 @@ def _details(event: Row, longest: int = 2000) -> str:
 
 
 def _cut(text: str, longest: int) -> str:
-    """``text`` up to ``longest`` characters, cut between words."""
+    """Shorten ``text`` to about ``longest`` characters, cutting between words."""
     text = " ".join(text.split())
     return text if len(text) <= longest else text[:longest].rsplit(" ", 1)[0] + " …"
 

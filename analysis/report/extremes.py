@@ -1,4 +1,4 @@
-"""Images of the training itself: per kept iteration, what the reward likes and dislikes most."""
+"""Report section on training images: those with the highest and lowest rewards per iteration."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from analysis.report.gallery import Shown, shown_image
 from records.extremes import ENDS, STAGES, KeptIteration
 
 OPEN = 2
-"""Newest iterations that are not folded away."""
+"""Number of newest iterations that are shown unfolded."""
 OTHER = {"explored": "regenerated", "regenerated": "explored"}
 
 
 @dataclass(frozen=True)
 class Tile:
-    """An image with what stands above and below it."""
+    """Image with its captions: stage and reward above, seed below."""
 
-    title: str  # of its stage
+    title: str  # name of the stage
     reward: str
     note: str  # the seed
     shown: Shown
@@ -28,7 +28,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class PromptEnds:
-    """A prompt of an iteration: the best images of the stages, then the worst."""
+    """Images of a prompt in one iteration: the best of each stage, then the worst."""
 
     text: str
     ends: list[tuple[str, list[Tile]]]
@@ -36,34 +36,34 @@ class PromptEnds:
 
 @dataclass(frozen=True)
 class IterationEnds:
-    """An iteration whose images were kept."""
+    """Iteration whose images were kept."""
 
     iteration: int
     prompts: list[PromptEnds]
 
 
 def kept_iterations(run: RunData) -> list[IterationEnds]:
-    """Newest first; an image that cannot be read is left blank."""
+    """Return the kept iterations, newest first; unreadable images are left blank."""
     return [
-        IterationEnds(one.iteration, [_prompt(one, index) for index in _prompts(one)])
-        for one in reversed(run.extremes)
-        if one.rows
+        IterationEnds(kept.iteration, [_prompt(kept, index) for index in _prompts(kept)])
+        for kept in reversed(run.extremes)
+        if kept.rows
     ]
 
 
-def _prompts(one: KeptIteration) -> list[int]:
-    found = (finite(row.get("prompt")) for row in one.rows)
-    return sorted({int(prompt) for prompt in found if prompt is not None})
+def _prompts(kept: KeptIteration) -> list[int]:
+    prompts = (finite(row.get("prompt")) for row in kept.rows)
+    return sorted({int(prompt) for prompt in prompts if prompt is not None})
 
 
-def _prompt(one: KeptIteration, prompt: int) -> PromptEnds:
-    rows = [row for row in one.rows if row.get("prompt") == prompt]
+def _prompt(kept: KeptIteration, prompt: int) -> PromptEnds:
+    rows = [row for row in kept.rows if row.get("prompt") == prompt]
     ends: list[tuple[str, list[Tile]]] = []
     for end in ENDS:
         by_stage = {str(row.get("stage")): row for row in rows if row.get("end") == end}
-        found = [_tile(one.directory, by_stage, stage) for stage in STAGES if stage in by_stage]
-        if found:
-            ends.append((end, found))
+        tiles = [_tile(kept.directory, by_stage, stage) for stage in STAGES if stage in by_stage]
+        if tiles:
+            ends.append((end, tiles))
     return PromptEnds(str(rows[0].get("text", "")), ends)
 
 
@@ -81,7 +81,7 @@ def _tile(directory: Path, rows: Mapping[str, Row], stage: str) -> Tile:
 
 
 def thinned(run: RunData, found: Sequence[IterationEnds]) -> str:
-    """A note on how many iterations of how many are shown; empty where all are."""
+    """Return a note on how many iterations are shown, or "" if all are."""
     done = len(run.iterations)
     if len(found) >= done:
         return ""

@@ -1,4 +1,4 @@
-"""Images before and after training, by prompt, as the page shows them."""
+"""Report section with images of held-out prompts before and after training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from records.images import TINY, StepImages, data_uri
 
 @dataclass(frozen=True)
 class Shown:
-    """An image with its ``data:`` address; without one its place is left blank."""
+    """Image as a ``data:`` URL; without an address, its place is left blank."""
 
     text: str
     address: str = ""
@@ -23,13 +23,13 @@ class Shown:
 
     @property
     def tiny(self) -> bool:
-        """Whether it is enlarged with hard pixels."""
+        """True if the image is small enough to be enlarged without smoothing."""
         return max(self.width, self.height) <= TINY
 
 
 @dataclass(frozen=True)
 class Half:
-    """The images of one prompt at one step, and their mean reward where that is known."""
+    """Images of one prompt at one step, and their mean reward, which is "" if unknown."""
 
     title: str
     mean: str
@@ -37,20 +37,20 @@ class Half:
 
     @property
     def columns(self) -> int:
-        """How many images stand side by side."""
+        """Number of images side by side."""
         return 1 if len(self.images) < 2 else 2 if len(self.images) <= 4 else 3
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt before training and, where that is there, after; first what it edits, if it does."""
+    """Images of a prompt: the source image of an editing model, then before and after training."""
 
     text: str
     halves: list[Half]
 
 
 def gallery(run: RunData) -> list[Prompt]:
-    """All prompts that have images."""
+    """Return all prompts that have images."""
     if not run.images.steps:
         return []
     first, last = run.images.steps[0], run.images.steps[-1]
@@ -89,8 +89,8 @@ def _image(step: StepImages, index: int, noise: int, text: str) -> Shown:
 
 
 def shown_image(path: Path, text: str) -> Shown:
-    """The image or clip in a file; without an address where it cannot be read."""
+    """Return the image or clip in a file, without an address if it cannot be read."""
     try:
         return Shown(text, *data_uri(path))
-    except OSError:  # replaced just now, or no image
+    except OSError:  # the file was just replaced or is not an image
         return Shown(text)

@@ -1,4 +1,4 @@
-"""The top of the report: what the run is, how it stands, and the held-out reward."""
+"""Top of the report: description and state of the run, and the held-out reward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ RUNNING = ("going on", "good")
 
 @dataclass(frozen=True)
 class Headline:
-    """``failure`` and ``stopped`` say why a run ended; ``lines`` are what else to know first."""
+    """Content of the top of the report.
+
+    ``failure`` and ``stopped`` are the reasons for which a run ended, or empty. ``lines`` are
+    further notes for the banner.
+    """
 
     word: str
     tone: str
@@ -37,22 +41,22 @@ class Headline:
     after: Mean | None
     updates: int
     gain: Mean | None
-    paired: bool  # else ``gain`` is the difference of two means
+    paired: bool  # False: ``gain`` is the difference of two means
     facts: list[tuple[str, str]]
 
     @property
     def banner(self) -> bool:
-        """Whether there is anything to say in a banner."""
+        """True if there is anything to show in a banner."""
         return bool(self.failure or self.stopped or self.lines)
 
     @property
     def banner_tone(self) -> str:
-        """The banner's tone."""
+        """Tone of the banner: "bad" for a failure, or else "warn"."""
         return "bad" if self.failure else "warn"
 
 
 def headline(run: RunData, live: Live | None = None) -> Headline:
-    """The top of the page; ``live``: the run goes on."""
+    """Return the top of the page; ``live`` is given while the run continues."""
     failed, stopped = run.last_event("run_failed"), run.last_event("run_stopped")
     failure = stop = ""
     if run.state == "failed" and failed:
@@ -75,7 +79,7 @@ def headline(run: RunData, live: Live | None = None) -> Headline:
 
 
 def _sentence(run: RunData) -> str:
-    """Model, arm and objective in a sentence."""
+    """Describe the model, the arm and how training samples are obtained in one sentence."""
     if not run.config:
         return "Its configuration is missing."
     sides = ("model.width", "model.height", "model.frames")
@@ -90,12 +94,12 @@ def _sentence(run: RunData) -> str:
     if plan.explore is None:
         return f"{head}: {keep} seeds per prompt at {full.steps} steps, all trained on."
     backend = (run.last_event("backend_chosen") or {}).get("backend", plan.explore.backend)
-    again = f"{keep} of these images trained on as they are"
+    training = f"{keep} of these images trained on as they are"
     if plan.regenerate:
-        again = f"{keep} regenerated in {full.precision} at {full.steps} steps and trained on"
+        training = f"{keep} regenerated in {full.precision} at {full.steps} steps and trained on"
     return (
         f"{head}: {plan.explore.pool_size} seeds per prompt explored in {backend} at"
-        f" {plan.explore.steps} steps, {again}."
+        f" {plan.explore.steps} steps, {training}."
     )
 
 

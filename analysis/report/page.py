@@ -1,6 +1,6 @@
-"""``report.html``: what a run did, in one file that needs no network, for large and small screens.
+"""``report.html``: report of a run in one file that needs no network, for all screen sizes.
 
-Everything is read from the run directory, so the report can be built while the run goes on, after
+Everything is read from the run directory, so the report can be built while the run continues, after
 it failed, and on another machine.
 """
 
@@ -26,12 +26,14 @@ FILE = "report.html"
 
 
 def build_report(run_dir: Path, live_s: float | None = None) -> Path:
-    """Write ``report.html`` into ``run_dir``, over an older one; returns its path. ``live_s``: a
-    driver is at work there, and writes it again after about so many seconds.
+    """Write ``report.html`` into ``run_dir``, replacing an older one, and return its path.
+
+    If ``live_s`` is given, a driver is running there and writes the report again after about that
+    many seconds.
 
     Raises:
-        FileNotFoundError: ``run_dir`` is no run directory.
-        OSError: it cannot be written.
+        FileNotFoundError: ``run_dir`` is not a run directory.
+        OSError: the file cannot be written.
     """
     target = Path(run_dir) / FILE
     run = read_run(target.parent)
@@ -41,7 +43,7 @@ def build_report(run_dir: Path, live_s: float | None = None) -> Path:
 
 
 def render(run: RunData, live: Live | None = None) -> str:
-    """The page as text; ``live``: it loads itself again."""
+    """Return the page as text; with ``live`` it reloads itself."""
     extremes = kept_iterations(run)
     particulars = (_quantized(run), _versions(run))
     configuration = json.dumps(run.config, indent=2, ensure_ascii=False, default=str)
@@ -73,7 +75,7 @@ def render(run: RunData, live: Live | None = None) -> str:
 
 
 def _versions(run: RunData) -> Table | None:
-    """Packages, and digests of the prompt files."""
+    """Return the versions of packages and the digests of prompt files; None if none are known."""
     known = {str(name): str(version) for name, version in run.versions.items()}
     known |= {f"prompts.{key}": f"xxh3 {digest}" for key, digest in run.prompts.items()}
     if not known:
@@ -82,7 +84,7 @@ def _versions(run: RunData) -> Table | None:
 
 
 def _quantized(run: RunData) -> Table | None:
-    """What was quantized, what not, and why: numbers of modules and weights by reason."""
+    """Return the numbers of quantized and unquantized modules and weights by reason."""
     if not run.quantization:
         return None
     groups: dict[tuple[bool, str], list[int]] = {}

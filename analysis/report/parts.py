@@ -1,4 +1,4 @@
-"""What the chapters of a page hand to its template: cards, legends and tables as data."""
+"""Data that the sections of a page pass to its template: cards, legends and tables."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ DARK = (
     *("#5a9dee", "#2fb98a", "#d9a12e", "#a497ea", "#ec7a4e", "#e386ad", "#74b553", "#80868f"),
     "#3cb4c3",
 )
-"""Colours 1 to 9 of charts: blue, aqua, amber, violet, orange, magenta, green, grey, teal."""
+"""Colors 1 to 9 of charts: blue, aqua, amber, violet, orange, magenta, green, gray, teal."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """An entry of a legend; ``swatch`` are CSS classes behind the first."""
+    """Entry of a legend; ``swatch`` holds additional CSS classes and ``style`` inline CSS."""
 
     label: str
     swatch: str
@@ -33,7 +33,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Cell:
-    """A table's cell: CSS classes, a tooltip, a bar (colour, pixels) in front."""
+    """Cell of a table: ``kind`` is its CSS classes, ``title`` its tooltip.
+
+    ``bar`` is the (color, width in pixels) of a bar in front of the text.
+    """
 
     text: str
     kind: str = ""
@@ -43,7 +46,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table whose columns ``words`` hold words and all others numbers."""
+    """Table in which the columns ``words`` contain text and all others numbers."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str | Cell]]
@@ -51,35 +54,35 @@ class Table:
     kind: str = ""
     title: str = ""
     note: str = ""
-    none: str = ""  # said in place of a table without rows
+    none: str = ""  # text shown instead of a table without rows
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a row of another length than the heads."""
+        """Raise ValueError if a row has a different length than the heads."""
         if any(len(row) != len(self.heads) for row in self.rows):
             raise ValueError(f"a row of {self.title or self.heads} has another length")
 
     @property
     def head(self) -> list[Cell]:
-        """The heads as cells."""
+        """Heads as cells."""
         return self._cells(self.heads)
 
     @property
     def body(self) -> list[list[Cell]]:
-        """The rows as cells."""
+        """Rows as cells."""
         return [self._cells(row) for row in self.rows]
 
     def _cells(self, row: Sequence[str | Cell]) -> list[Cell]:
         cells = []
-        for at, cell in enumerate(row):
+        for column, cell in enumerate(row):
             cell = Cell(cell) if isinstance(cell, str) else cell
-            kind = cell.kind if at in self.words else f"n {cell.kind}".strip()
+            kind = cell.kind if column in self.words else f"n {cell.kind}".strip()
             cells.append(Cell(cell.text, kind, cell.title, cell.bar))
         return cells
 
 
 @dataclass(frozen=True)
 class Card:
-    """A box: a chart (SVG, escaped already) under its legend, or a table; then small print."""
+    """Box with a chart (escaped SVG) below its legend, or a table, and a note in small print."""
 
     title: str
     chart: str = ""
@@ -90,7 +93,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Group:
-    """Cards in as many columns as there is room for, or below each other without a ``layout``."""
+    """Cards in as many columns as fit, or stacked if ``layout`` is empty."""
 
     cards: Sequence[Card]
     layout: str = "cards"
@@ -98,7 +101,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Section:
-    """A chapter of a page; ``none`` is said where there are no groups."""
+    """Section of a page; ``none`` is the text shown if there are no groups."""
 
     title: str
     lead: str
@@ -108,7 +111,7 @@ class Section:
 
 
 def legend(lines: Sequence[Series], digits: int = 3) -> list[Item]:
-    """Names with their colour and newest value."""
+    """Return a legend with the name, color and newest finite value of each line."""
     return [
         Item(
             line.label,
@@ -120,23 +123,23 @@ def legend(lines: Sequence[Series], digits: int = 3) -> list[Item]:
 
 
 def blocks(parts: Sequence[tuple[str, int, str]]) -> list[Item]:
-    """A legend for areas: (what, colour 1 to 9, a value or nothing)."""
-    return [Item(what, f" block bg-{colour}", value) for what, colour, value in parts]
+    """Return a legend for areas, given as (name, color 1 to 9, value or "")."""
+    return [Item(name, f" block bg-{colour}", value) for name, colour, value in parts]
 
 
 def render(template: str, **data: object) -> str:
-    """A page as text."""
+    """Render a template as text."""
     return TEMPLATES.get_template(template).render(data, light=LIGHT, dark=DARK)
 
 
-def _last(found: Sequence[Point]) -> float | None:
-    return next((y for _, y in reversed(found) if math.isfinite(y)), None)
+def _last(points: Sequence[Point]) -> float | None:
+    return next((y for _, y in reversed(points) if math.isfinite(y)), None)
 
 
 TEMPLATES = Environment(
     loader=PackageLoader("analysis"),
     autoescape=True,
-    undefined=StrictUndefined,  # a misspelt name is an error, not a gap in a page
+    undefined=StrictUndefined,  # a misspelled name raises an error instead of leaving a gap
     trim_blocks=True,
     lstrip_blocks=True,
 )

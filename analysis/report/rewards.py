@@ -1,4 +1,4 @@
-"""The report's chapter on rewards: what is trained on beside held-out scorers and prompts."""
+"""Report section on rewards: training rewards compared with held-out scorers and prompts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from analysis.report.parts import Card, Cell, Group, Section, Table, blocks, leg
 from configs.rewards import Rewards
 
 EVAL, UNSCORED, SPEED = "reward/eval/", "eval/unscored/", "rewards/images_per_s/"
-CLEAR = 2.0  # standard errors from which on a change is called one
+CLEAR = 2.0  # changes below this number of standard errors are not reported as such
 COLOURS = 8
 Direction = Literal["rose", "fell", "did not clearly move"]
 
 
 @dataclass(frozen=True)
 class Score:
-    """A scorer over the evaluations; the error of ``change`` is clustered by prompt."""
+    """Scores of a scorer in the evaluations.
+
+    The error of ``change`` is clustered by prompt. ``in_deviations`` holds (iteration, change since
+    the base) in standard deviations of the images before training.
+    """
 
     label: str
     role: str
@@ -36,19 +40,21 @@ class Score:
 
     @property
     def direction(self) -> Direction:
-        """Which way the score moved, where that is more than chance."""
+        """Direction of a significant change."""
         return direction(self.change)
 
 
 def section(run: RunData) -> Section:
-    """Training and held-out rewards over the iterations, and every scorer before and after."""
+    """Return the section on training and held-out rewards, and every scorer before and after."""
     scores, prompts = scores_of(run), _prompts_card(run)
     groups = []
     if cards := [card for card in (_curves(run), prompts) if card]:
         groups.append(Group(cards))
     if run.after and (len(scores) > 1 or (scores and not prompts)):
-        said = " ".join(verdicts(run, scores))
-        table = Card("Every scorer, on held-out prompts", table=_table(run, scores), note=said)
+        conclusions = " ".join(verdicts(run, scores))
+        table = Card(
+            "Every scorer, on held-out prompts", table=_table(run, scores), note=conclusions
+        )
         groups.append(Group([table], layout=""))
     if len(scores) > 1:
         moved = [score for score in scores if len(score.in_deviations) > 1]
@@ -63,12 +69,12 @@ def section(run: RunData) -> Section:
 
 
 def scores_of(run: RunData) -> list[Score]:
-    """Every scorer of the evaluations: those that are trained on first, then the held-out ones."""
+    """Return every scorer of the evaluations, those that are trained on before held-out ones."""
     roles = _roles(run)
-    found = dict.fromkeys(
+    labels = dict.fromkeys(
         key.removeprefix(EVAL) for row in run.evaluations for key in row if key.startswith(EVAL)
     )
-    known = [label for label in found if values(run.evaluations, EVAL + label)]
+    known = [label for label in labels if values(run.evaluations, EVAL + label)]
     return [
         _score(run, label, *roles.get(label, ("", False)))
         for label in sorted(known, key=[*roles, *known].index)
@@ -76,7 +82,10 @@ def scores_of(run: RunData) -> list[Score]:
 
 
 def paired(before: Grid, after: Grid) -> Mean:
-    """Mean change of the images [prompt][noise] that have both scores, its error over prompts."""
+    """Return the mean change of images [prompt][noise] that have both scores.
+
+    Its standard error is that over the means of prompts.
+    """
     changes = []
     for old, new in zip(before, after, strict=False):
         if both := [y - x for x, y in zip(old, new, strict=False) if math.isfinite(x + y)]:
@@ -85,20 +94,23 @@ def paired(before: Grid, after: Grid) -> Mean:
 
 
 def direction(change: Mean) -> Direction:
-    """Up or down by more than ``CLEAR`` standard errors; unclear without an error."""
+    """Return the direction of a change of more than ``CLEAR`` standard errors.
+
+    Without a known error, the change does not count as clear.
+    """
     if not (math.isfinite(change.mean) and abs(change.mean) > CLEAR * change.error):
         return "did not clearly move"
     return "rose" if change.mean > 0 else "fell"
 
 
 def verdicts(run: RunData, scores: Sequence[Score]) -> list[str]:
-    """Does a held-out scorer confirm the rise of the reward? Did one pay for another's rise?"""
+    """Describe whether held-out scorers confirm a rise of the reward, and trade-offs of others."""
     if run.after is None:
         return []
-    reward, said = direction(run.gain), []
+    reward, sentences = direction(run.gain), []
     for score in scores:
         if score.held_out and math.isfinite(score.change.error):
-            said.append(
+            sentences.append(
                 f"The reward {reward}; {score.label}, which is never trained on,"
                 f" {score.direction}{_meaning(reward, score)}."
             )
@@ -107,11 +119,11 @@ def verdicts(run: RunData, scores: Sequence[Score]) -> list[str]:
         [score.label for score in own if score.direction == which] for which in ("rose", "fell")
     )
     if rose and fell:
-        said.append(
+        sentences.append(
             f"{' and '.join(rose)} rose while {' and '.join(fell)} fell: the one was paid for by"
             " the other."
         )
-    return said
+    return sentences
 
 
 def _meaning(reward: Direction, held_out: Score) -> str:
@@ -125,16 +137,17 @@ def _meaning(reward: Direction, held_out: Score) -> str:
 
 
 def _roles(run: RunData) -> dict[str, tuple[str, bool]]:
-    """By label: what the scorer is for, and whether it is held out; {} if it cannot be read."""
+    """Return label -> (role of the scorer, True if held out), or {} if the settings are invalid."""
     try:
         rewards = Rewards.model_validate(run.setting("rewards"))
     except ValidationError:
         return {}
     trained = {
-        each.label: (f"trained on, weight {number(each.weight)}", False) for each in rewards.scorers
+        scorer.label: (f"trained on, weight {number(scorer.weight)}", False)
+        for scorer in rewards.scorers
     }
     return trained | {
-        each.label: ("held out, never trained on", True) for each in rewards.evaluation_scorers
+        scorer.label: ("held out, never trained on", True) for scorer in rewards.evaluation_scorers
     }
 
 
@@ -142,15 +155,15 @@ def _score(run: RunData, label: str, role: str, held_out: bool) -> Score:
     before, after = (
         finite(row.get(EVAL + label)) if row else None for row in (run.before, run.after)
     )
-    grids = {step: found for step in run.scores if (found := run.scores[step].get(label))}
+    grids = {step: grid for step in run.scores if (grid := run.scores[step].get(label))}
     steps = [step_of(row) for row in run.evaluations]
     base = grids.get(steps[0], [])
     newest = grids.get(steps[-1], []) if len(steps) > 1 else []
     change = paired(base, newest)
     if not change.count and before is not None and after is not None:
         change = Mean(after - before, math.nan, 0)
-    every = [value for row in base for value in row if math.isfinite(value)]
-    deviation = statistics.pstdev(every) if every else 0.0
+    base_scores = [value for row in base for value in row if math.isfinite(value)]
+    deviation = statistics.pstdev(base_scores) if base_scores else 0.0
     curve = (
         [
             (float(step), paired(base, grids[step]).mean / deviation)
@@ -167,7 +180,7 @@ def _score(run: RunData, label: str, role: str, held_out: bool) -> Score:
 
 
 def _curves(run: RunData) -> Card | None:
-    """Training and held-out reward in one chart; None when nothing was scored."""
+    """Return the chart of training and held-out reward, or None if nothing was scored."""
     train = points(run.iterations, "reward/train_mean")
     held_out = points(run.evaluations, "reward/eval_mean")
     lines = [Series("samples trained on", train, 1)] if train else []
@@ -186,7 +199,7 @@ def _curves(run: RunData) -> Card | None:
 
 
 def _prompts_card(run: RunData) -> Card | None:
-    """Every held-out prompt as a point, before against after; None without their rewards."""
+    """Return a scatter plot of held-out prompts, before against after, or None without rewards."""
     before, after = run.prompt_means(run.before), run.prompt_means(run.after)
     shown = list(zip(before, after, strict=False))
     pairs = [(x, y) for x, y in shown if math.isfinite(x + y)]
@@ -206,7 +219,10 @@ def _prompts_card(run: RunData) -> Card | None:
 
 
 def _table(run: RunData, scores: Sequence[Score]) -> Table:
-    """Before and after by scorer, the weighted sum first; speeds, and what had no score."""
+    """Return the table of scores before and after training, the weighted sum first.
+
+    Columns for unscored images and for images per second are added if there are any.
+    """
     before, after = run.before, run.after
     assert before is not None and after is not None
     start, end = held_out_reward(before).mean, held_out_reward(after).mean
@@ -227,8 +243,8 @@ def _table(run: RunData, scores: Sequence[Score]) -> Table:
     if any(speeds):
         heads.append("images per s")
         rows = [
-            [*row, number(statistics.median(each)) if each else ""]
-            for row, each in zip(rows, speeds, strict=True)
+            [*row, number(statistics.median(rates)) if rates else ""]
+            for row, rates in zip(rows, speeds, strict=True)
         ]
     return Table(heads, rows, words=(0, 1))
 
@@ -238,22 +254,22 @@ def _cells(start: float | None, end: float | None, change: Mean) -> list[str | C
     tone = (
         "good-ink" if known and change.mean > 0 else "bad-ink" if known and change.mean < 0 else ""
     )
-    said = f"{'+' if known and change.mean > 0 else ''}{number(change.mean)}"
+    text = f"{'+' if known and change.mean > 0 else ''}{number(change.mean)}"
     if math.isfinite(change.error):
-        said += f" ± {number(change.error, 2)}"
-    return [number(start, 4), number(end, 4), Cell(said, tone)]
+        text += f" ± {number(change.error, 2)}"
+    return [number(start, 4), number(end, 4), Cell(text, tone)]
 
 
 def _together(scores: Sequence[Score]) -> Card:
-    """All scorers on one scale."""
+    """Return the chart of the changes of all scorers on one scale."""
     lines = [
         Series(
             f"{score.label}{', held out' if score.held_out else ''}",
             score.in_deviations,
-            at % COLOURS + 1,
+            index % COLOURS + 1,
             dashed=score.held_out,
         )
-        for at, score in enumerate(scores)
+        for index, score in enumerate(scores)
     ]
     chart = line_chart(
         lines, include_y=(0.0,), label="Change of every score on held-out prompts by iteration"
@@ -266,8 +282,8 @@ def _together(scores: Sequence[Score]) -> Card:
 
 
 def _own_card(run: RunData, score: Score) -> Card:
-    found = points(run.evaluations, EVAL + score.label)
-    lines = [Series(f"{score.label}, held-out prompts", found, 5)]
+    held_out = points(run.evaluations, EVAL + score.label)
+    lines = [Series(f"{score.label}, held-out prompts", held_out, 5)]
     if train := points(run.iterations, f"reward/{score.label}"):
         lines.insert(0, Series(f"{score.label}, all images of an iteration", train, 1))
     chart = line_chart(lines, label=f"{score.label} by iteration")

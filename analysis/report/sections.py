@@ -1,4 +1,4 @@
-"""The report's chapters on exploration, time and health."""
+"""Report sections on exploration, time and training health."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WITHIN = (
     ("time/allreduce_s", "adding up the replicas' gradients, in update"),
     ("time/replica_wait_s", "waiting for the slowest replica, in update"),
 )
-"""Seconds that are part of other stages' seconds."""
+"""Times that are already included in those of other stages."""
 HEALTH = (
     ("loss/policy", "Policy loss", "of the objective; its level says little, jumps say much"),
     ("loss/kl", "Distance from the base", "loss/kl; a steep climb warns of reward hacking"),
@@ -43,7 +43,7 @@ MOST_ROWS = 300
 
 
 def exploration(run: RunData) -> Section:
-    """Proxy rewards of what was explored: best, mean, worst, and the contrast of the selection."""
+    """Return the section on proxy rewards (best, mean, worst) and the contrast of the selection."""
     title = "Exploration"
     lead = "Many cheap images per prompt, made only to find the seeds worth training on."
     best, mean, worst = (
@@ -77,7 +77,7 @@ def exploration(run: RunData) -> Section:
 
 
 def time_spent(run: RunData) -> Section:
-    """Stacked seconds per iteration and a table of totals."""
+    """Return the section with stacked seconds per iteration and a table of totals."""
     title, stages = "Where the time went", _stages(run.iterations)
     stacks = []
     for row in run.iterations:
@@ -102,44 +102,44 @@ def time_spent(run: RunData) -> Section:
         "Stages overlap: regenerating starts while other prompts are still explored; its bar is"
         " what was left to do."
     )
-    if held := [
-        f"{duration(sum(found))} {what}"
+    if included := [
+        f"{duration(sum(seconds))} {what}"
         for name, what in WITHIN
-        if sum(found := values(run.iterations, name)) > 0
+        if sum(seconds := values(run.iterations, name)) > 0
     ]:
-        note += f" In other bars already, so not stacked: {'; '.join(held)}."
+        note += f" In other bars already, so not stacked: {'; '.join(included)}."
     totals = Card("In total", table=_totals(run, stacks, order), note=_rate(run))
     return Section(title, "", [Group([Card("Per iteration", chart, items, note=note), totals])])
 
 
 def health(run: RunData) -> Section:
-    """Small charts of what tells early that training goes wrong."""
+    """Return the section with small charts of metrics that show early if training goes wrong."""
     cards = []
     for name, title, note in HEALTH:
-        if found := points(run.iterations, name):
-            line = Series(name, found, 1)
+        if curve := points(run.iterations, name):
+            line = Series(name, curve, 1)
             zero = (0.0,) if name in ("loss/kl", "zero_std_ratio") else ()
             label, size = f"{title} by iteration", (340.0, 150.0)
             chart = line_chart([line], include_y=zero, label=label, size=size)
             cards.append(Card(title, chart, legend([line]), note=note))
-    said = []
+    problems = []
     if failed := values(run.iterations, "rewards/failed"):
-        said.append(f"{_count(sum(failed), 'sample')} dropped because a scorer failed")
+        problems.append(f"{_count(sum(failed), 'sample')} dropped because a scorer failed")
     if reissued := values(run.iterations, "rollout/reissued"):
-        said.append(f"{_count(reissued[-1], 'task')} retried")
+        problems.append(f"{_count(reissued[-1], 'task')} retried")
     if lost := values(run.iterations, "actors/lost"):
-        said.append(f"{_count(lost[-1], 'actor')} lost")
+        problems.append(f"{_count(lost[-1], 'actor')} lost")
     return Section(
         "Is training healthy?",
         "",
         [Group(cards, "cards small")] if cards else [],
         "No training metrics have been recorded yet.",
-        f"{'; '.join(said)}." if said else "",
+        f"{'; '.join(problems)}." if problems else "",
     )
 
 
 def numbers(run: RunData) -> Table | None:
-    """Every number of every iteration, or of as many as a page can hold."""
+    """Return a table of all metrics for at most ``MOST_ROWS`` evenly spaced iterations, or None."""
     if not run.iterations:
         return None
     rows = run.iterations
@@ -157,11 +157,11 @@ def numbers(run: RunData) -> Table | None:
     return Table(["iteration", *names], body, words=(), title=f"Numbers {which}")
 
 
-# ---- pieces
+# ---- helpers
 
 
 def _stages(rows: Sequence[Row]) -> list[tuple[str, str, int]]:
-    """Known stages that were measured, and any other ``time/<stage>_s``, with their colours."""
+    """Return (metric, label, color) of measured stages, including unknown ``time/<stage>_s``."""
     known = [stage for stage in STAGES if values(rows, stage[0])]
     names = {stage[0] for stage in (*STAGES, *WITHIN)} | {"time/iteration_s"}
     others = [
@@ -178,14 +178,14 @@ def _stages(rows: Sequence[Row]) -> list[tuple[str, str, int]]:
 def _totals(run: RunData, stacks: Sequence[Stack], order: Sequence[tuple[str, int]]) -> Table:
     entries = []
     for label, colour in order:
-        each = [stack.parts.get(label, 0.0) for stack in stacks]
-        entries.append((label, colour, sum(each), statistics.median(each)))
-    wall = finite(run.iterations[-1].get("seconds"))
-    inside = sum(
+        seconds = [stack.parts.get(label, 0.0) for stack in stacks]
+        entries.append((label, colour, sum(seconds), statistics.median(seconds)))
+    elapsed = finite(run.iterations[-1].get("seconds"))
+    iterations_s = sum(
         stack.whole if stack.whole is not None else sum(stack.parts.values()) for stack in stacks
     )
-    if wall is not None and wall - inside > 0.5:
-        entries.append(("starting, evaluating, saving", 8, wall - inside, math.nan))
+    if elapsed is not None and elapsed - iterations_s > 0.5:
+        entries.append(("starting, evaluating, saving", 8, elapsed - iterations_s, math.nan))
     everything = sum(total for _, _, total, _ in entries) or 1.0
     most = max(total for _, _, total, _ in entries) or 1.0
     rows = [

@@ -1,7 +1,7 @@
-"""The timeline as a chart: a lane per actor with its tasks, versions as lines, faults as marks.
+"""Timeline chart: a lane per actor with its tasks, versions as lines, and faults as marks.
 
-This module computes positions; ``templates/timeline.html`` draws. All times are seconds of running
-time: a pause before a resume takes none.
+This module computes positions, and ``templates/timeline.html`` draws them. All times are seconds of
+running time, which excludes the pause before a resume.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from records.words import duration
 
 MOST_LANES, MOST_MARKS, MOST_LINES, MOST_BARS = 40, 120, 60, 6000
 WIDTH, HEIGHT = 1000.0, 10.0
-"""Size of a lane's SVG, in its own units."""
+"""Size of the SVG of a lane, in its user units."""
 Mark = tuple[float, str, str]
-"""When, tone, text."""
+"""(time, tone, text)."""
 
 
 @dataclass
 class Lane:
-    """One actor: lives as (from, to) and marks, all in seconds of running time."""
+    """Lane of one actor, in seconds of running time.
+
+    ``lives`` are the (start, end) periods in which the actor was in service; ``open_since`` is the
+    start of a period that has not ended.
+    """
 
     lives: list[tuple[float, float]] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
@@ -36,7 +40,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Bar:
-    """``count`` neighbouring spans of one kind and outcome."""
+    """``count`` adjacent spans of the same kind and outcome, drawn as one bar."""
 
     span: Span
     start: float
@@ -46,7 +50,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn: lanes by actor, the run's marks, (when, version) published, spans."""
+    """Input of the drawing; ``marks`` are those of the run, ``versions`` are (time, version)."""
 
     lanes: Mapping[str, Lane]
     marks: Sequence[Mark]
@@ -57,16 +61,16 @@ class Chart:
 
 @dataclass(frozen=True)
 class Tick:
-    """A text on a scale; ``left`` in per cent of the width."""
+    """Label on a scale; ``left`` is in percent of the width."""
 
     left: str
     text: str
-    last: bool = False  # so near the end that it stands before its place
+    last: bool = False  # near the right end: placed to the left of its position
 
 
 @dataclass(frozen=True)
 class Dot:
-    """A mark in a lane."""
+    """Mark in a lane; ``left`` is in percent of the width."""
 
     left: str
     tone: str
@@ -75,7 +79,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class Box:
-    """A bar in a lane's SVG, in its units."""
+    """Bar in the SVG of a lane, in user units."""
 
     kind: str
     left: str
@@ -85,7 +89,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Track:
-    """A lane: lives as (left, width) in per cent."""
+    """Lane as drawn; ``lives`` are (left, width) in percent."""
 
     name: str
     lives: Sequence[tuple[str, str]] = ()
@@ -95,20 +99,20 @@ class Track:
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of time; ``path`` is an upright line in every lane per version."""
+    """Time window of the drawing; ``path`` draws a vertical line per version in every lane."""
 
     title: str
     versions: Sequence[Tick]
     path: str
     rows: Sequence[Track]
     ruler: Sequence[Tick]
-    quiet: bool  # lives are pale, because bars lie on them
+    quiet: bool  # lives are drawn pale, because bars are drawn on top of them
     hidden: int = 0
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """The whole run, and the last iteration by itself where the run has more than one."""
+    """Windows of the whole run and, if two or more iterations ended, of the last iteration."""
 
     legend: Sequence[Item]
     windows: Sequence[Window]
@@ -117,31 +121,37 @@ class Drawing:
 def in_running_time(
     spans: Sequence[Span], moments: Sequence[float], times: Sequence[float]
 ) -> list[Span]:
-    """Spans in running time, by events at ``moments`` of the clock and ``times`` of the run."""
+    """Convert spans from clock time to running time.
+
+    ``moments`` are the clock times of events, and ``times`` the running times of the same events.
+    """
     if not moments:
         return []
 
-    def at(moment: float) -> float:
-        place = max(0, bisect_right(moments, moment) - 1)
-        return max(0.0, times[place] + moment - moments[place])
+    def running_time(moment: float) -> float:
+        index = max(0, bisect_right(moments, moment) - 1)
+        return max(0.0, times[index] + moment - moments[index])
 
-    moved = [span._replace(started=at(span.started), ended=at(span.ended)) for span in spans]
+    moved = [
+        span._replace(started=running_time(span.started), ended=running_time(span.ended))
+        for span in spans
+    ]
     return [span for span in moved if span.ended >= span.started]
 
 
 def drawing(chart: Chart) -> Drawing:
-    """The positions of everything that is drawn."""
+    """Compute the positions of everything that is drawn."""
     end = max([chart.end, *(span.ended for span in chart.spans)]) or 1.0
     windows = [_window(chart, "", 0.0, end)]
-    if found := last_iteration(chart.spans):
-        start, stop = found
+    if last := last_iteration(chart.spans):
+        start, stop = last
         title = f"The last iteration: {duration(stop - start)}, after {duration(start)}"
         windows.append(_window(chart, title, start, stop))
     return Drawing(_legend(chart), windows)
 
 
 def write_page(path: Path, name: str, spans: Sequence[Span], end: float) -> None:
-    """The drawing of spans from 0 to ``end`` seconds, as a page of its own. Raises OSError."""
+    """Write a standalone page that shows spans from 0 to ``end`` seconds; raises OSError."""
     by_service = attrgetter("service", "actor")
     lanes = {span.who: Lane(lives=[(0.0, end)]) for span in sorted(spans, key=by_service)}
     text = render(
@@ -155,7 +165,10 @@ def write_page(path: Path, name: str, spans: Sequence[Span], end: float) -> None
 
 
 def last_iteration(spans: Sequence[Span]) -> tuple[float, float] | None:
-    """(end of the last update but one, end of the last update); None before there are two."""
+    """Return the ends of the last two updates, or None if there are fewer.
+
+    Only updates that learner 0 finished count.
+    """
     ends = sorted(
         span.ended
         for span in spans
@@ -165,7 +178,10 @@ def last_iteration(spans: Sequence[Span]) -> tuple[float, float] | None:
 
 
 def bars_of(spans: Sequence[Span], gap: float) -> list[Bar]:
-    """Spans of a lane by their start; alike neighbours within ``gap`` seconds are joined."""
+    """Return the bars of a lane from spans sorted by start.
+
+    Adjacent spans of the same kind and outcome are merged if less than ``gap`` seconds apart.
+    """
     bars: list[Bar] = []
     for span in spans:
         last = bars[-1] if bars else None
@@ -199,7 +215,7 @@ def _window(chart: Chart, title: str, start: float, stop: float) -> Window:
         shown = dict(list((eventful or lanes).items())[:MOST_LANES])
 
     def place(moment: float) -> float:
-        """Share of the width, 0 to 100."""
+        """Return the position in percent of the width, clipped to 0 to 100."""
         return 100 * min(1.0, max(0.0, (moment - start) / ((stop - start) or 1.0)))
 
     def dots(marks: Sequence[Mark]) -> list[Dot]:
@@ -217,8 +233,8 @@ def _window(chart: Chart, title: str, start: float, stop: float) -> Window:
         lives = [(f"{left:.2f}", f"{right - left:.2f}") for left, right in places]
         bars = [_box(bar, place) for bar in bars_of(by_actor.get(name, []), gap)]
         rows.append(Track(name, lives, bars, dots(lane.marks[:MOST_MARKS])))
-    few = thin([(when, 0.0) for when, _ in published], MOST_LINES)
-    path = "".join(f"M{place(when) * WIDTH / 100:.1f} 0V{HEIGHT:g}" for when, _ in few)
+    lines = thin([(when, 0.0) for when, _ in published], MOST_LINES)
+    path = "".join(f"M{place(when) * WIDTH / 100:.1f} 0V{HEIGHT:g}" for when, _ in lines)
     quarter = (stop - start) / 4
     ruler = [
         Tick(str(25 * part), duration(quarter * part) if part else "0") for part in range(0, 5, 2)
@@ -241,14 +257,14 @@ def _what(bar: Bar) -> str:
     which = "/".join(str(part) for part in span.unit)
     version = "" if span.version is None else f", version {span.version}"
     ending = "" if span.outcome == "done" else f", {span.outcome}"
-    again = f", attempt {span.attempt + 1}" if span.attempt else ""
-    return f"{span.work} {which}{version}{again}: {when}{ending}"
+    attempt = f", attempt {span.attempt + 1}" if span.attempt else ""
+    return f"{span.work} {which}{version}{attempt}: {when}{ending}"
 
 
 def _version_names(
     published: Sequence[tuple[float, int]], place: Callable[[float], float]
 ) -> list[Tick]:
-    """The versions, as far as there is room for their numbers."""
+    """Return labels for the versions, leaving out those that would overlap."""
     ticks, free = [], -1.0
     for when, version in published:
         left = place(when)
@@ -259,7 +275,7 @@ def _version_names(
 
 
 def _legend(chart: Chart) -> list[Item]:
-    """What the colours mean, and for how long actors had each kind of work in hand."""
+    """Return the legend of colors, with the total seconds of each kind of work."""
     seconds: dict[Work, float] = {}
     for span in chart.spans:
         seconds[span.shown] = seconds.get(span.shown, 0.0) + span.ended - span.started

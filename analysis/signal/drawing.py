@@ -1,4 +1,4 @@
-"""Cosines between gradients as bars: an objective per group, a bar per selection."""
+"""Bar chart of cosines between gradients: a group per objective, a bar per selection."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from configs.section import Tree
 
 RIGHT, TOP, BAR, GAP, PLOT = 60.0, 64.0, 17.0, 16.0, 550.0
 LETTER = 6.0
-"""Pixels of a letter at 11, on average."""
+"""Average width of a letter in pixels at font size 11."""
 COLOURS = ("#9aa5b1", "#1f6fb2", "#e08214", "#35978f", "#7b3294", "#a6611a")
 
 
 def drawing(rows: Sequence[Tree], title: str) -> str:
-    """An SVG of ``rows`` of signal.json; error bars are one standard error to either side."""
+    """Return an SVG of ``rows`` of signal.json; error bars are one standard error on each side."""
     choices = list(dict.fromkeys(row["choice"] for row in rows))
     names = list(dict.fromkeys(row["objective"] for row in rows))
     ends = [row["cosine"] + side * row["stderr"] for row in rows for side in (-1, 1)]
@@ -29,12 +29,12 @@ def drawing(rows: Sequence[Tree], title: str) -> str:
     top = TOP + 16 * len(choices)
     body, y = [], top
     for name in names:
-        mine = [row for row in rows if row["objective"] == name]
-        middle = y + BAR * len(mine) / 2
+        group = [row for row in rows if row["objective"] == name]
+        middle = y + BAR * len(group) / 2
         body.append(
             f'<text x="{left - 8:g}" y="{middle + 4:g}" text-anchor="end">{escape(name)}</text>'
         )
-        for row in mine:
+        for row in group:
             body.append(_bar(row, COLOURS[choices.index(row["choice"]) % len(COLOURS)], x, y))
             y += BAR
         y += GAP

@@ -1,4 +1,4 @@
-"""Images of the explore stage and their rewards, made once for all objectives."""
+"""Rewards of explored images, computed once for all objectives and cached in a file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rewards.combine import WeightedScorer
 
 @dataclass(frozen=True)
 class Batch:
-    """The prompts of an iteration."""
+    """Prompts of one iteration, with their conditioning."""
 
     index: int
     prompts: list[Prompt]
@@ -40,20 +40,24 @@ class Batch:
 
 
 def batches_of(config: RunConfig, prompts: int, batches: int) -> list[Batch]:
-    """The first iterations of a run with so many prompts each. Raises ConfigError."""
+    """Return the first ``batches`` iterations of a run with ``prompts`` prompts each.
+
+    Raises ConfigError if the prompts are too few or cannot be used with the model.
+    """
     chosen = [choose_prompts(config, prompts, index) for index in range(batches)]
     rows = iter(encoded(config, [prompt for part in chosen for prompt in part]))
     return [Batch(index, part, [next(rows) for _ in part]) for index, part in enumerate(chosen)]
 
 
 def seeds_of(config: RunConfig, batch: Batch, p: int, count: int) -> list[int]:
-    """The seeds that a run explores of prompt ``p``."""
+    """Return the first ``count`` seeds that a run explores for prompt ``p`` of a batch."""
     return [stream_seed(config.seed, "explore", batch.index, p, n) for n in range(count)]
 
 
 class Exploring:
-    """Rewards of the first ``pool`` seeds of every prompt, by backend and steps, and where paths
-    are explored also by objective.
+    """Rewards of the first ``pool`` seeds of every prompt, by backend and steps.
+
+    With ``explore.paths`` they also depend on the objective.
     """
 
     def __init__(
@@ -72,14 +76,14 @@ class Exploring:
         self._rewards: dict[str, list[np.ndarray]] = {}
 
     def score(self, images: np.ndarray, prompt: Prompt) -> np.ndarray:
-        """Rewards float32 [B]."""
+        """Return the rewards, float32 [B], of images of one prompt."""
         return rewards_of(self.scorer, self.config, images, prompt)
 
     def rewards(self, config: RunConfig, name: str, steps: int) -> list[np.ndarray]:
-        """Rewards [P, pool] of each batch; those that an earlier measurement left in ``out`` are
-        read from there.
+        """Return the rewards [P, pool] of each batch, using those stored in ``out`` if possible.
 
-        ``config``: that of the run with the objective. Raises ConfigError for too few ``steps``.
+        ``config`` is the configuration with the objective. Raises ConfigError if its paths cannot
+        be explored in ``steps`` steps.
         """
         key = self._digest(config, name, steps)
         if key not in self._rewards:
@@ -87,16 +91,16 @@ class Exploring:
         return self._rewards[key]
 
     def _complete(self, config: RunConfig, key: str, name: str, steps: int) -> list[np.ndarray]:
-        kept = read(self.out / EXPLORED).get(key, [])[: len(self.batches)]
-        made = [np.array(part, np.float32) for part in kept]
+        stored = read(self.out / EXPLORED).get(key, [])[: len(self.batches)]
+        rewards = [np.array(part, np.float32) for part in stored]
         start = time.perf_counter()
-        for batch in self.batches[len(made) :]:
-            made.append(self._explore(config, name, steps, batch))
-            rows = {key: [part.tolist() for part in made]}
+        for batch in self.batches[len(rewards) :]:
+            rewards.append(self._explore(config, name, steps, batch))
+            rows = {key: [part.tolist() for part in rewards]}
             with writing(self.out):
                 write_json(self.out / EXPLORED, read(self.out / EXPLORED) | rows)
         self.say(f"explored with {name}, {steps} steps: {time.perf_counter() - start:.0f} s")
-        return made
+        return rewards
 
     def _digest(self, config: RunConfig, name: str, steps: int) -> str:
         parts = {"model", "prompts", "explore", "regenerate", "guidance", "rewards", "seed"}

@@ -1,4 +1,4 @@
-"""Files of ``sol-rl signal``: rows that grow from call to call, and the table of them."""
+"""Files of ``sol-rl signal``: rows that accumulate over calls, and their table."""
 
 from __future__ import annotations
 
@@ -12,41 +12,44 @@ from configs.section import Tree
 from records.tables import markdown
 
 ROWS, EXPLORED = "signal.json", "explored.json"
-"""Measured rows, and rewards of explored images, from which a stopped measurement goes on."""
+"""Measured rows, and rewards of explored images; an interrupted measurement continues from both."""
 
 
 def rows_of(out: Path) -> list[Tree]:
-    """The rows that ``out`` has by now. Raises ConfigError."""
+    """Return the rows in ``out``; raise ConfigError if its file cannot be read."""
     return list(read(out / ROWS).get("rows", []))
 
 
 def read(path: Path) -> Tree:
-    """An object that was written before; empty where there is none. Raises ConfigError."""
+    """Return the JSON object in a file, or {} if the file does not exist.
+
+    Raises ConfigError if it cannot be read.
+    """
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}): remove it, or give --out") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ConfigError(f"{path}: no JSON object: remove it, or give --out")
-    return found
+    return value
 
 
 def digest(what: object) -> str:
-    """A name for anything that JSON can hold."""
+    """Return a hash of any value that JSON can represent."""
     return xxhash.xxh3_128(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
 def title(summary: Tree) -> str:
-    """A line on what the rows have in common."""
+    """Return a line with the model and the batch sizes of the rows."""
     shapes = sorted({(row["batches"], row["prompts"], row["keep"]) for row in summary["rows"]})
-    said = ", ".join(f"{b} batches of {p} prompts x {k} samples" for b, p, k in shapes)
-    return f"{summary['model']}, base weights; {said}"
+    sizes = ", ".join(f"{b} batches of {p} prompts x {k} samples" for b, p, k in shapes)
+    return f"{summary['model']}, base weights; {sizes}"
 
 
 def table(summary: Tree) -> list[str]:
-    """The rows for people: an objective per line, a selection per column."""
+    """Format the rows as a table: an objective per line, a selection per column."""
     rows = summary["rows"]
     columns = list(dict.fromkeys(row["choice"] for row in rows))
     cells = {

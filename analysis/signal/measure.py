@@ -1,7 +1,8 @@
-"""``sol-rl signal``: how much signal a batch's gradient has, by objective and what was selected.
+"""``sol-rl signal``: measure the signal in a batch's gradient by objective and selection.
 
-One process, no Ray. Prompts, seeds and random streams are those of a run's first iterations: batch
-b is what iteration b would train on, were the weights still those of the base model.
+It runs in one process without Ray. Prompts, seeds and random streams are those of the first
+iterations of a run: batch b is what iteration b would train on if the weights were still those of
+the base model.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from records.rundir import versions, write_json, write_text, writing
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured: every objective under every selection."""
+    """Settings of a measurement: every objective with every selection is measured."""
 
     objectives: tuple[tuple[str, RunConfig], ...]  # label, and the configuration with it
     pools: tuple[int, ...] = (24, 96)
@@ -49,7 +50,10 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which K of N seeds are trained on; ``rule`` None: all K, nothing is explored."""
+    """Selection of the ``keep`` seeds out of ``pool`` that are trained on.
+
+    If ``rule`` is None, nothing is explored and all seeds are used.
+    """
 
     keep: int
     pool: int
@@ -59,23 +63,23 @@ class Choice:
 
     @property
     def label(self) -> str:
-        """For people."""
+        """Text that describes the selection in tables."""
         if self.rule is None:
             return f"{self.keep} as they come"
         return f"{self.rule} {self.keep} of {self.pool}, {self.backend} {self.steps} steps"
 
 
 def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str]:
-    """Measure what ``out`` does not have yet, write signal.json and signal.svg; returns the table.
+    """Measure what is missing in ``out``, write signal.json and signal.svg, and return the table.
 
-    Raises ConfigError for what cannot be measured, RunFailed when an image cannot be scored or a
-    gradient is not finite.
+    Raises ConfigError if the settings cannot be measured, and RunFailed if an image cannot be
+    scored or a gradient is not finite.
     """
     check_model(config)
-    found = list(backends(wanted.backends, say).values())
-    choices = choices_of(config, wanted, found)
+    resolved = list(backends(wanted.backends, say).values())
+    choices = choices_of(config, wanted, resolved)
     with measuring(config, wanted.threads, out, "an image without a reward has no advantage"):
-        Measuring(config, wanted, found, out, say).run(choices)
+        Measuring(config, wanted, resolved, out, say).run(choices)
     summary = read(out / ROWS)
     with writing(out):
         write_text(out / "signal.svg", drawing(summary["rows"], title(summary)))
@@ -83,7 +87,7 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
 
 
 def choices_of(config: RunConfig, wanted: Measurement, found: Sequence[Backend]) -> list[Choice]:
-    """Every selection of the measurement, each once. Raises ConfigError."""
+    """Return every selection of the measurement once; raise ConfigError if a pool is too small."""
     keep = config.selection.keep
     if small := [pool for pool in wanted.pools if pool < keep]:
         raise ConfigError(
@@ -102,7 +106,7 @@ def choices_of(config: RunConfig, wanted: Measurement, found: Sequence[Backend])
 
 
 class Measuring:
-    """Regenerates what each choice selects, computes the gradients, and adds a row."""
+    """Measurement of gradients: regenerates the seeds of each choice and adds a row to the file."""
 
     def __init__(
         self, config: RunConfig, wanted: Measurement, found: Sequence[Backend], out: Path, say: Say
@@ -112,7 +116,10 @@ class Measuring:
         self.explored = Exploring(config, found, self.batches, max(wanted.pools), out, say)
 
     def run(self, choices: Sequence[Choice]) -> None:
-        """Every objective under every choice, each row written at once; old rows are kept."""
+        """Measure every objective with every choice, skipping rows that exist already.
+
+        Each row is written as soon as it is measured, so an interrupted measurement can continue.
+        """
         for label, config in self.wanted.objectives:
             trainer: Trainer | None = None
             for choice in choices:
@@ -129,12 +136,12 @@ class Measuring:
                 self._add(self._row(label, trainer, choice) | {"digest": name})
 
     def _name(self, config: RunConfig, choice: Choice) -> str:
-        """A digest of all that a row depends on."""
+        """Return a digest of everything that a row depends on."""
         tree = config.model_dump(
             mode="json", exclude={"name", "run_root", "services", "iterations"}
         )
-        what = [tree, repr(choice), self.wanted.prompts, self.wanted.batches]
-        return digest(what)
+        parts = [tree, repr(choice), self.wanted.prompts, self.wanted.batches]
+        return digest(parts)
 
     def _row(self, label: str, trainer: Trainer, choice: Choice) -> Tree:
         start = time.perf_counter()
@@ -142,13 +149,13 @@ class Measuring:
             gradient(trainer, b.index, self._groups(trainer, b, choice)) for b in self.batches
         ]
         try:
-            found = mean_cosine(gradients)
+            cosine = mean_cosine(gradients)
         except ValueError as error:
             raise RunFailed(f"{label}, {choice.label}: {error}") from None
         seconds = time.perf_counter() - start
         norm = float(np.mean([part.norm().item() for part in gradients]))
         self.say(
-            f"{label}, {choice.label}: cosine {found.mean:.3f} ± {found.stderr:.3f}, norm"
+            f"{label}, {choice.label}: cosine {cosine.mean:.3f} ± {cosine.stderr:.3f}, norm"
             f" {norm:.3g}, {seconds:.0f} s"
         )
         return {
@@ -160,15 +167,15 @@ class Measuring:
             "backend": choice.backend,
             "explore_steps": choice.steps,
             "prompts": self.wanted.prompts,
-            "batches": found.batches,
-            "cosine": found.mean,
-            "stderr": found.stderr,
+            "batches": cosine.batches,
+            "cosine": cosine.mean,
+            "stderr": cosine.stderr,
             "grad_norm": norm,
             "seconds": seconds,
         }
 
     def _groups(self, trainer: Trainer, batch: Batch, choice: Choice) -> list[Group]:
-        """The groups that iteration ``batch.index`` would train on."""
+        """Return the groups that iteration ``batch.index`` would train on."""
         groups = []
         for p, prompt in enumerate(batch.prompts):
             start, chosen = self._seeds(batch, p, choice, trainer.config)
@@ -181,7 +188,7 @@ class Measuring:
     def _seeds(
         self, batch: Batch, p: int, choice: Choice, config: RunConfig
     ) -> tuple[int | None, list[int]]:
-        """(the one initial noise of all, if there is one; the seeds that are trained on)."""
+        """Return the seed of the shared initial noise (or None) and the seeds to train on."""
         seeds = seeds_of(self.config, batch, p, choice.pool)
         start = shared_start(config, seeds)
         if choice.rule is None or choice.backend is None or choice.steps is None:
@@ -205,11 +212,12 @@ class Measuring:
 
 
 def objectives_of(config: RunConfig, given: Sequence[str]) -> tuple[tuple[str, RunConfig], ...]:
-    """(label, configuration) of every ``NAME[,key=value...]``; without any the configuration's own.
+    """Return (label, configuration) for every ``NAME[,key=value...]`` in ``given``.
 
-    Keys are the objective's, and ``explore.paths``. Raises ConfigError.
+    By default, that is the objective of the configuration. Keys are those of the objective, and
+    ``explore.paths``. Raises ConfigError if one is invalid.
     """
-    found = {}
+    configs = {}
     for text in given or (config.objective.name,):
         name, *settings = text.split(",")
         tree = config.model_dump(mode="json")
@@ -217,5 +225,5 @@ def objectives_of(config: RunConfig, given: Sequence[str]) -> tuple[tuple[str, R
             tree["objective"], tree["regenerate"]["solver"] = {"name": name}, None
         keys = [s if s.startswith("explore.paths=") else f"objective.{s}" for s in settings]
         apply(tree, "arm=diffusionnft", *keys)
-        found[text] = parse(tree)
-    return tuple(found.items())
+        configs[text] = parse(tree)
+    return tuple(configs.items())

@@ -1,4 +1,4 @@
-"""``sol-rl tune``: which exploring settings find most contrast for their cost."""
+"""``sol-rl tune``: find the explore settings with the most contrast for their cost."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from records.tables import markdown
 
 
 def run(config: RunConfig, tree: Tree, wanted: Wanted, out: Path, say: Say) -> list[str]:
-    """Measure, write tune.json, tune.svg and tuned.toml; returns the table and the conclusion.
+    """Measure, write tune.json, tune.svg and tuned.toml, and return the table and the conclusion.
 
-    ``tree`` is the plain configuration that ``tuned.toml`` changes. Raises ConfigError for what
-    cannot be measured, RunFailed when an image cannot be scored or a file not written.
+    ``tree`` is the plain configuration that ``tuned.toml`` is derived from. Raises ConfigError if
+    the settings cannot be measured, and RunFailed if an image cannot be scored or a file cannot be
+    written.
     """
     if config.arm != "sol_rl":
         raise ConfigError(f"tune: arm {config.arm!r} does not explore and regenerate: use 'sol_rl'")
@@ -38,20 +39,20 @@ def run(config: RunConfig, tree: Tree, wanted: Wanted, out: Path, say: Say) -> l
         )
     check_model(config)
     explore = config.explore
-    found = backends(wanted.backends or (explore.backend,), say)
+    resolved = backends(wanted.backends or (explore.backend,), say)
     (own_backend,) = backends((explore.backend,))
     keep, size = config.selection.keep, wanted.sizes[0]
     own = Setting(own_backend, explore.steps, explore.pool_size, keep, size)
-    settings = _settings(wanted, list(found), own)
+    settings = _settings(wanted, list(resolved), own)
     configs = {setting: _parsed(tree, setting) for setting in settings}
-    found |= backends((own_backend,))
+    resolved |= backends((own_backend,))
     kinds = {kind_of(setting) for setting in settings} | {
         (*kind_of(own)[:3], upto) for upto in wanted.prune
     }
     sizes = {setting.size: config for setting, config in configs.items()}
     prompts = choose_prompts(config, wanted.prompts)
     with measuring(config, wanted.threads, out, "a seed without a reward has no rank"):
-        measured = measure(config, prompts, wanted.seeds, found, sizes, kinds, say)
+        measured = measure(config, prompts, wanted.seeds, resolved, sizes, kinds, say)
         facts = {"threads": torch.get_num_threads(), "versions": versions()}
         rows = rows_of(measured, configs, own, wanted, config.seed)
     chosen = choose(rows, wanted.budget)
@@ -66,26 +67,31 @@ def run(config: RunConfig, tree: Tree, wanted: Wanted, out: Path, say: Say) -> l
 
 
 def _settings(wanted: Wanted, names: Sequence[str], own: Setting) -> list[Setting]:
-    """The settings to measure, the configuration's own first. Raises ConfigError for impossible
-    ones.
+    """Return the settings to measure, that of the configuration first.
+
+    Raises ConfigError if one of them is impossible.
     """
     pools = wanted.pools or tuple(
         dict.fromkeys([wanted.seeds // 2, 3 * wanted.seeds // 4, wanted.seeds, own.pool])
     )
     keeps = wanted.keeps or (own.keep,)
-    if most := [pool for pool in (*pools, own.pool) if pool > wanted.seeds]:
-        raise ConfigError(f"--seeds {wanted.seeds}: a pool of {most[0]} needs as many")
-    if odd := [keep for keep in keeps if keep % 2 or keep < 2]:
-        raise ConfigError(f"--keep {odd[0]}: as many best as worst are kept: give an even number")
-    if wrong := [upto for upto in wanted.prune if not 0 < upto < own.steps]:
-        raise ConfigError(f"--prune {wrong[0]}: a step of the {own.steps} but the last is expected")
+    if too_large := [pool for pool in (*pools, own.pool) if pool > wanted.seeds]:
+        raise ConfigError(f"--seeds {wanted.seeds}: a pool of {too_large[0]} needs as many")
+    if invalid_keeps := [keep for keep in keeps if keep % 2 or keep < 2]:
+        raise ConfigError(
+            f"--keep {invalid_keeps[0]}: as many best as worst are kept: give an even number"
+        )
+    if invalid_steps := [upto for upto in wanted.prune if not 0 < upto < own.steps]:
+        raise ConfigError(
+            f"--prune {invalid_steps[0]}: a step of the {own.steps} but the last is expected"
+        )
     if wanted.prune and (wanted.by != "seconds" or left_of(own.pool) < own.keep):
         raise ConfigError(
             f"--prune: seconds are told, of the {left_of(own.pool)} of {own.pool} seeds that go on:"
             f" leave --by operations out, and explore at least {2 * own.keep}"
         )
-    found = grid(names, wanted.steps, pools, keeps, wanted.sizes)
-    return list(dict.fromkeys([own, *found]))
+    combinations = grid(names, wanted.steps, pools, keeps, wanted.sizes)
+    return list(dict.fromkeys([own, *combinations]))
 
 
 def _parsed(tree: Tree, setting: Setting) -> RunConfig:
@@ -95,7 +101,7 @@ def _parsed(tree: Tree, setting: Setting) -> RunConfig:
 
 
 def table(rows: Sequence[Row], wanted: Wanted) -> list[str]:
-    """The rows for people, most strength per cost first; the own one is marked."""
+    """Format the rows, highest strength per cost first, marking the configuration's own setting."""
     unit = "seconds" if wanted.by == "seconds" else f"operations at {wanted.ratio:g}x"
     head = ["setting", f"cost ({unit})", "contrast", "strength, over own", "strength per cost"]
     own = rows[0]
@@ -119,40 +125,40 @@ def table(rows: Sequence[Row], wanted: Wanted) -> list[str]:
 
 
 PRUNED_COST, PRUNED_CONTRAST = 0.75, 0.97
-"""Dropping half of a pool early pays where exploring takes this share of its seconds, or less, and
-this share of the contrast, or more, is found.
+"""Pruning pays if exploring takes at most this share of its time and keeps at least this share of
+the contrast. To prune is to drop half of a pool early.
 """
 
 
 def conclusion(rows: Sequence[Row], chosen: Row | None, own: Setting, wanted: Wanted) -> list[str]:
-    """The choice in words, how sure it is, and whether pruning pays."""
-    said = []
+    """Describe the chosen setting, its certainty, and for each pruned row if pruning pays."""
+    sentences = []
     if chosen is None:
-        least = min(row.cost for row in rows if row.pruned is None)
-        said.append(
+        lowest = min(row.cost for row in rows if row.pruned is None)
+        sentences.append(
             f"nothing costs at most {wanted.budget:g} of the configuration's own; the least is"
-            f" {least:.3f}: tuned.toml is the configuration as it was"
+            f" {lowest:.3f}: tuned.toml is the configuration as it was"
         )
     elif chosen.setting == own:
-        said.append("the configuration's own setting finds most within the budget")
+        sentences.append("the configuration's own setting finds most within the budget")
     else:
-        sure = "more" if chosen.more.low > 0 else "less" if chosen.more.high < 0 else None
-        said.append(
+        direction = "more" if chosen.more.low > 0 else "less" if chosen.more.high < 0 else None
+        sentences.append(
             f"most within the budget: {chosen.label}: {chosen.cost:.3f} of the cost,"
             f" {1 + chosen.more.mean:.3f} of the strength"
-            + ("" if sure else " (no difference is seen: the interval holds 1)")
+            + ("" if direction else " (no difference is seen: the interval holds 1)")
         )
     for row in rows:
         if row.pruned is not None:
             exploring, kept = row.pruned.exploring, 1 + row.more.mean
             pays = exploring <= PRUNED_COST and kept >= PRUNED_CONTRAST
-            said.append(
+            sentences.append(
                 f"half of the pool dropped after step {row.pruned.after}: {exploring:.3f} of the"
                 f" seconds of exploring, {kept:.3f} of the contrast:"
                 f" {'it pays' if pays else 'it does not pay'} ({PRUNED_COST:g} for"
                 f" {PRUNED_CONTRAST:g} would)"
             )
-    return said
+    return sentences
 
 
 def _write(
@@ -161,7 +167,7 @@ def _write(
     chosen: Row | None,
     own: Setting,
     wanted: Wanted,
-    found: Found,
+    measured: Found,
     facts: Tree,
     tree: Tree,
 ) -> None:
@@ -173,9 +179,9 @@ def _write(
             "own": dataclasses.asdict(own),
             "chosen": None if chosen is None else chosen.label,
             "seconds": {
-                "truth": found.truth_s,
-                "update": found.update_s,
-                "previews": [[*kind, value] for kind, value in found.seconds.items()],
+                "truth": measured.truth_s,
+                "update": measured.update_s,
+                "previews": [[*kind, value] for kind, value in measured.seconds.items()],
             },
             "rows": [dataclasses.asdict(row) | {"label": row.label} for row in rows],
         },

@@ -1,4 +1,4 @@
-"""Settings as points: what they cost, and the strength of what they find."""
+"""Scatter plot of explore settings: strength of the signal against cost."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ COLOURS = ("#9aa5b1", "#1f6fb2", "#d9572b")
 
 
 def drawing(points: Sequence[tuple[str, float, Estimate, bool]], budget: float, by: str) -> str:
-    """An SVG of (label, cost, strength, whether it was chosen), the configuration's own first.
+    """Return an SVG of (label, cost, strength, chosen) points, the configuration's own first.
 
-    Bars are 95 % confidence; the dashed line is the budget. The legend has the points by number.
+    Bars are 95 % confidence intervals, and the dashed line is the budget. The legend lists the
+    points by number.
     """
     xs, means = [cost for _, cost, _, _ in points], [value.mean for _, _, value, _ in points]
     ends = [end for _, _, value, _ in points for end in (value.low, value.high)]

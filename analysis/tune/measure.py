@@ -1,4 +1,4 @@
-"""Rewards and seconds of every kind of preview, of the truth, and of a gradient; one process."""
+"""Measure rewards and seconds of previews and of full generation, and seconds of a gradient."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ from policy.precision.backends import Backend
 
 Size = tuple[int, int] | None
 Kind = tuple[str, int, Size, int | None]
-"""Backend, steps, size, and after how many of the steps a preview ends (None: after all)."""
+"""(backend, steps, size, number of steps after which a preview ends, or None for all steps)."""
 
 
 @dataclass
 class Found:
-    """Rewards float32 [P, N]; seconds per image, and of training on a sample."""
+    """Measured rewards, float32 [P, N], seconds per image, and seconds of training per sample.
+
+    ``truth`` and ``truth_s`` are those of regenerated images.
+    """
 
     truth: np.ndarray
     rewards: dict[Kind, np.ndarray] = field(default_factory=dict)
@@ -50,34 +53,35 @@ def measure(
     kinds: set[Kind],
     say: Say,
 ) -> Found:
-    """Generate and score every image of P prompts x N ``seeds``: the truth, and previews of all
-    ``kinds``. ``sizes``: the configuration of each.
+    """Generate and score the images of P prompts x N ``seeds``: the truth and all ``kinds``.
+
+    ``sizes`` maps each size of previews to a configuration with that size.
     """
     scored = ScoredSeeds(config, prompts, seeds)
 
     def rewards(title: str, generate: Generate) -> tuple[np.ndarray, float]:
-        found, seconds = scored.rewards(generate)
-        say(f"{title}: {found.size} images, {seconds * 1e3:.1f} ms each")
-        return found, seconds
+        values, seconds = scored.rewards(generate)
+        say(f"{title}: {values.size} images, {seconds * 1e3:.1f} ms each")
+        return values, seconds
 
     trainer = trainer_of(config)
     truth, seconds = rewards("truth", partial(regenerated, trainer))
-    found = Found(truth, truth_s=seconds, update_s=_update_seconds(scored, trainer))
+    measured = Found(truth, truth_s=seconds, update_s=_update_seconds(scored, trainer))
     for size, sized in sizes.items():
         for name, backend in backends.items():
             explorer = explorer_of(sized, trainer, backend)
-            mine = [kind for kind in kinds if (kind[0], kind[2]) == (name, size)]
-            for kind in sorted(mine, key=lambda kind: (kind[1], kind[3] or kind[1])):
+            explorer_kinds = [kind for kind in kinds if (kind[0], kind[2]) == (name, size)]
+            for kind in sorted(explorer_kinds, key=lambda kind: (kind[1], kind[3] or kind[1])):
                 _, steps, _, upto = kind
                 title = f"{name}, {upto or steps} of {steps} steps"
                 title += f", {size[0]} x {size[1]}" if size else ""
                 generate = partial(explored, explorer, sized, steps=steps, upto=upto)
-                found.rewards[kind], found.seconds[kind] = rewards(title, generate)
-    return found
+                measured.rewards[kind], measured.seconds[kind] = rewards(title, generate)
+    return measured
 
 
 def _update_seconds(scored: ScoredSeeds, trainer: Trainer) -> float:
-    """Seconds of the forward and backward passes of a sample, measured on one prompt."""
+    """Return the seconds of the forward and backward passes per sample, measured on one prompt."""
     cond, seeds = scored.conditioning[0], scored.seeds[0][: scored.config.selection.keep]
     samples, _ = trainer.generator.generate(cond, seeds)
     rewards = np.linspace(0.0, 1.0, len(seeds), dtype=np.float32)

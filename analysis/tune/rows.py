@@ -1,4 +1,4 @@
-"""Cost and strength of settings relative to the configuration's own, and the choice of one."""
+"""Cost and strength of explore settings relative to the configuration's own, and the choice."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from learner.fidelity import Estimate, estimates
 
 @dataclass(frozen=True)
 class Wanted:
-    """The settings to try. ``budget``: the most that a setting may cost, as a share of what the
-    configuration's own costs; ``sizes``: the configuration's own first; ``prune``: steps after
-    which half of a pool could be dropped.
+    """Options of a measurement: the settings to try, and the budget.
+
+    ``budget`` is the highest allowed cost as a share of the cost of the configuration's own
+    setting. ``sizes`` begins with the configuration's own. ``prune`` lists steps after which half
+    of a pool could be dropped.
     """
 
     budget: float = 1.0
@@ -38,7 +40,10 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Pruned:
-    """Half of the pool is dropped ``after`` a step; ``exploring``: seconds over those without."""
+    """Pruning of half of the pool after step ``after``.
+
+    ``exploring`` is the time of exploring as a share of that without pruning.
+    """
 
     after: int
     exploring: float
@@ -46,8 +51,10 @@ class Pruned:
 
 @dataclass(frozen=True)
 class Row:
-    """A setting: its cost as a share of the own setting's, its contrast and strength, and ``more``,
-    the strength that it has more than the own setting, as a share of that, paired by prompt.
+    """Results of a setting.
+
+    ``cost`` is a share of the cost of the configuration's own setting. ``more`` is the difference
+    in strength from the own setting as a share of that setting's strength, paired by prompt.
     """
 
     setting: Setting
@@ -59,7 +66,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """For people."""
+        """Text that describes the setting in tables."""
         after = "" if self.pruned is None else f", half dropped after step {self.pruned.after}"
         return f"{self.setting.label}{after}"
 
@@ -70,14 +77,14 @@ class Row:
 
 
 def kind_of(setting: Setting) -> Kind:
-    """The finished previews of a setting."""
+    """Return the kind of the finished previews of a setting."""
     return setting.backend, setting.steps, setting.size, None
 
 
 def rows_of(
     found: Found, configs: Mapping[Setting, RunConfig], own: Setting, wanted: Wanted, seed: int
 ) -> list[Row]:
-    """A row for each setting, the own one first, then its pruned forms."""
+    """Return a row for each setting, the own one first, followed by its pruned variants."""
     costs = {setting: _cost(found, setting, configs[setting], wanted) for setting in configs}
     columns = {
         setting: contrasts(found.rewards[kind_of(setting)], found.truth, setting.pool, setting.keep)
@@ -86,9 +93,9 @@ def rows_of(
     base = strength(columns[own], own.keep)
 
     def row(setting: Setting, cost: float, column: np.ndarray, pruned: Pruned | None = None) -> Row:
-        mine = strength(column, setting.keep)
-        more = (mine - base) / base.mean()
-        parts = estimates({"contrast": column, "strength": mine, "more": more}, seed)
+        strengths = strength(column, setting.keep)
+        more = (strengths - base) / base.mean()
+        parts = estimates({"contrast": column, "strength": strengths, "more": more}, seed)
         return Row(
             setting, cost / costs[own], parts["contrast"], parts["strength"], parts["more"], pruned
         )
@@ -106,29 +113,34 @@ def rows_of(
     return rows
 
 
-def _cost(found: Found, setting: Setting, config: RunConfig, wanted: Wanted) -> float:
-    """Cost of exploring, regenerating and training on a prompt: seconds here, or operations."""
+def _cost(measured: Found, setting: Setting, config: RunConfig, wanted: Wanted) -> float:
+    """Return the cost of exploring, regenerating and training on a prompt.
+
+    It is in seconds on this machine, or in operations.
+    """
     if wanted.by == "operations":
         return operations_of(config).at(wanted.ratio) / config.prompts.per_iteration
-    kept = found.truth_s + found.update_s
-    return setting.pool * found.seconds[kind_of(setting)] + setting.keep * kept
+    kept = measured.truth_s + measured.update_s
+    return setting.pool * measured.seconds[kind_of(setting)] + setting.keep * kept
 
 
-def _pruned_saving(found: Found, own: Setting, upto: int) -> float:
-    """Seconds per seed of the pool: half of them are spared the other steps, but all previews of
-    step ``upto`` are decoded and scored beside the finished ones.
+def _pruned_saving(measured: Found, own: Setting, upto: int) -> float:
+    """Return the seconds that pruning saves per seed of the pool.
 
-    A preview of s steps takes s d + e seconds, d for a step and e for decoding and scoring.
+    All seeds are decoded and scored after step ``upto``; only half of them continue to the last
+    step, after which they are decoded and scored again. A preview of s steps is modeled to take
+    s d + e seconds, d for a step and e for decoding and scoring.
     """
-    early, last = found.seconds[(*kind_of(own)[:3], upto)], found.seconds[kind_of(own)]
+    early, last = measured.seconds[(*kind_of(own)[:3], upto)], measured.seconds[kind_of(own)]
     step = (last - early) / (own.steps - upto)
     finish = max(0.0, early - upto * step)
     return last - (early + ((own.steps - upto) * step + finish) / 2)
 
 
 def choose(rows: Sequence[Row], budget: float) -> Row | None:
-    """The row with most strength at a cost of at most ``budget``; None: none is so cheap. Pruned
-    forms are not chosen, as no run can explore so.
+    """Return the strongest row whose cost is at most ``budget``, or None if there is none.
+
+    Pruned variants are never chosen, because runs do not support pruning.
     """
-    possible = [row for row in rows if row.pruned is None and row.cost <= budget * (1 + 1e-9)]
-    return max(possible, key=lambda row: row.strength.mean, default=None)
+    candidates = [row for row in rows if row.pruned is None and row.cost <= budget * (1 + 1e-9)]
+    return max(candidates, key=lambda row: row.strength.mean, default=None)
