@@ -44,7 +44,9 @@ Generate = Callable[[Conditioning, list[int]], np.ndarray]
 
 
 @contextlib.contextmanager
-def measuring(config: RunConfig, asked: int | None, out: Path, unscored: str) -> Iterator[None]:
+def measurement_context(
+    config: RunConfig, thread_count: int | None, out: Path, unscored: str
+) -> Iterator[None]:
     """Create the directory ``out`` and use ``asked`` CPU threads, by default as configured.
 
     Errors within the block become RunFailed or ConfigError. ``unscored`` is the explanation given
@@ -52,7 +54,7 @@ def measuring(config: RunConfig, asked: int | None, out: Path, unscored: str) ->
     """
     make_output(out)
     hide_loading_bars()
-    with threads(asked or config.services.rollout.threads):
+    with threads(thread_count or config.services.rollout.threads):
         try:
             yield
         except ScorerError as error:
@@ -117,7 +119,7 @@ def seeds_of(config: RunConfig, prompts: int, count: int) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def setup() -> Iterator[None]:
+def config_errors() -> Iterator[None]:
     """Convert a ValueError of a model or backend within the block or function to a ConfigError."""
     try:
         yield
@@ -125,7 +127,7 @@ def setup() -> Iterator[None]:
         raise ConfigError(str(error)) from None
 
 
-def explored(
+def explore_images(
     explorer: Explorer,
     config: RunConfig,
     cond: Conditioning,
@@ -143,7 +145,7 @@ def explored(
     path, start = explored_paths(config, solver, 0), shared_start(config, seeds)
     parts = [seeds[first : first + size] for first in range(0, len(seeds), size)]
     if path is not None:
-        with setup():
+        with config_errors():
             fewer_steps(path.steps, steps, path.window)
     return np.concatenate(
         [
@@ -153,7 +155,7 @@ def explored(
     )
 
 
-def regenerated(trainer: Trainer, cond: Conditioning, seeds: list[int]) -> np.ndarray:
+def regenerate_images(trainer: Trainer, cond: Conditioning, seeds: list[int]) -> np.ndarray:
     """Return images of one prompt's seeds by the sampling policy, as a run regenerates them."""
     start = shared_start(trainer.config, seeds)
     return trainer.generator.generate(cond, seeds, start=start)[1]
@@ -175,7 +177,7 @@ class ScoredSeeds:
     def __init__(self, config: RunConfig, prompts: Sequence[Prompt], seeds: int) -> None:
         self.config, self.prompts = config, prompts
         self.scorer = WeightedScorer.from_config(config.rewards)
-        self.conditioning = encoded(config, list(prompts))
+        self.conditioning = encode_prompts(config, list(prompts))
         self.seeds = seeds_of(config, len(prompts), seeds)
 
     def rewards(self, generate: Generate) -> tuple[np.ndarray, float]:
@@ -191,7 +193,7 @@ class ScoredSeeds:
         return rewards, (time.perf_counter() - start) / rewards.size
 
 
-def encoded(config: RunConfig, prompts: list[Prompt]) -> list[Conditioning]:
+def encode_prompts(config: RunConfig, prompts: list[Prompt]) -> list[Conditioning]:
     """Return a conditioning of one row for each prompt, on the CPU.
 
     Raises ConfigError if source images are missing, unreadable, or given to a model that does not
@@ -207,8 +209,8 @@ def encoded(config: RunConfig, prompts: list[Prompt]) -> list[Conditioning]:
     ]
 
 
-@setup()
-def trainer_of(config: RunConfig, checkpoint: Path | None = None) -> Trainer:
+@config_errors()
+def load_trainer(config: RunConfig, checkpoint: Path | None = None) -> Trainer:
     """Return a learner with the base model, or with a checkpoint loaded."""
     trainer = Trainer(config, device=device())
     if checkpoint is not None:
@@ -216,8 +218,8 @@ def trainer_of(config: RunConfig, checkpoint: Path | None = None) -> Trainer:
     return trainer
 
 
-@setup()
-def explorer_of(config: RunConfig, trainer: Trainer, backend: Backend) -> Explorer:
+@config_errors()
+def load_explorer(config: RunConfig, trainer: Trainer, backend: Backend) -> Explorer:
     """Return an explorer with the learner's sampling policy loaded in the backend's format."""
     settings, dtype = config.explore, DTYPES[config.regenerate.precision]
     smaller = config.explored_model != config.model

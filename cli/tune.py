@@ -51,9 +51,9 @@ def run(options: argparse.Namespace) -> int:
     sizes = [_size(text) for text in options.sizes or ()]
     out = Path(options.out or f"{Path(config.run_root or 'runs') / config.name}-tune")
     from analysis.tune.command import run
-    from analysis.tune.rows import Wanted
+    from analysis.tune.rows import TuneOptions
 
-    wanted = Wanted(
+    wanted = TuneOptions(
         budget=options.budget,
         by=options.by,
         ratio=options.ratio,

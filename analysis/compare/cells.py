@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from analysis.compare.groups import check_alike
-from analysis.compare.request import Draft, Request, check_ratios, described
+from analysis.compare.request import Draft, Request, check_ratios, resolve_request
 from configs.load import ConfigError, apply, layer, load_tree, merge_over, parse
 from configs.resume import matches_key
 from configs.schema import NAME, RunConfig
@@ -82,7 +82,7 @@ def read_comparison(request: Request) -> Comparison:
         ConfigError: a name or key is unknown, all cells are refused, or cells would be evaluated
             differently.
     """
-    wanted = described(request)
+    wanted = resolve_request(request)
     seeds = wanted.seeds if request.seeds is None else request.seeds
     if seeds < 1:
         raise ConfigError(f"--seeds {seeds}: at least 1 is needed")

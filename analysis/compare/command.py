@@ -17,7 +17,7 @@ from analysis.compare.groups import check_prompts, group, settings_that_differ
 from analysis.compare.operations import Cost, costs, operations_of
 from analysis.compare.page import render
 from analysis.compare.request import check_ratios
-from analysis.compare.running import Say, run_all
+from analysis.compare.runner import Say, run_all
 from analysis.compare.table import lines, tables
 from configs.load import ConfigError, parse
 from configs.schema import RunConfig

@@ -10,8 +10,8 @@ from pathlib import Path
 from analysis.compare.statistics import (
     NOTHING,
     SHARES,
+    CurvePoint,
     Mean,
-    Moment,
     mean_of,
     paired,
     speed_up,
@@ -68,7 +68,7 @@ class Result:
     within: float = math.nan
     stages: dict[str, Mean] = field(default_factory=dict)
     speed_ups: dict[str, float] = field(default_factory=dict)
-    curves: dict[str, list[Moment]] = field(default_factory=dict)
+    curves: dict[str, list[CurvePoint]] = field(default_factory=dict)
     reach: dict[float, float | None] = field(default_factory=dict)
 
     @property
@@ -191,13 +191,13 @@ def _alone(name: str, title: str, refused: str | None, runs: tuple[Run, ...]) ->
     )
 
 
-def _curve(runs: Sequence[Sequence[tuple[int, float, float]]]) -> list[Moment]:
+def _curve(runs: Sequence[Sequence[tuple[int, float, float]]]) -> list[CurvePoint]:
     """Return the mean curve at the numbers of updates after which all runs were evaluated."""
     tables = [{updates: (seconds, score) for updates, seconds, score in points} for points in runs]
     base = [points[0][2] for points in runs]
     shared = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
     return [
-        Moment(
+        CurvePoint(
             updates,
             mean_of([table[updates][0] for table in tables]),
             mean_of([table[updates][1] for table in tables]),

@@ -12,7 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from analysis.compare.data import REWARD, Result, Run
-from analysis.compare.statistics import NOTHING, SHARES, Mean, Points, at, first_at, paired
+from analysis.compare.statistics import (
+    NOTHING,
+    SHARES,
+    Mean,
+    Points,
+    first_crossing,
+    gain_at,
+    paired,
+)
 from configs.schema import RunConfig
 
 PART = 0.75
@@ -101,7 +109,7 @@ def _cost(
         ratio,
         own_cost,
         own_cost / baseline_cost,
-        {share: first_at(mean, share * goal) for share in SHARES},
+        {share: first_crossing(mean, share * goal) for share in SHARES},
         {
             fraction: paired(
                 _gains(
@@ -127,7 +135,7 @@ def _gains(runs: Sequence[Run], iteration: float, ends: Mapping[int, float]) -> 
             (iteration * updates, score - run.scores[REWARD][0][2])
             for updates, _, score in run.scores[REWARD]
         ]
-        gain = at(points, ends[run.seed]) if run.seed in ends else None
+        gain = gain_at(points, ends[run.seed]) if run.seed in ends else None
         if gain is not None:
             gains[run.seed] = gain
     return gains

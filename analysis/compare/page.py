@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from analysis.compare.data import REWARD, SCORER, STAGES, Result
 from analysis.compare.operations import Cost
-from analysis.compare.statistics import Mean, Moment
+from analysis.compare.statistics import CurvePoint, Mean
 from analysis.compare.table import NOT_YET
 from analysis.report import parts
 from analysis.report.charts import Band, Series, line_chart
@@ -16,7 +16,7 @@ from analysis.report.parts import Card, Cell, Group, Item, Section, Table, block
 
 COLOURS = 8
 WIDE = (560.0, 300.0)
-Axis = tuple[str, str, Callable[[str, Moment], float]]
+Axis = tuple[str, str, Callable[[str, CurvePoint], float]]
 """(quantity, unit, function that returns x for a cell's name and a point of its curve)."""
 AXES: tuple[Axis, ...] = (
     ("updates", "iteration", lambda name, moment: float(moment.iteration)),

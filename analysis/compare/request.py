@@ -32,7 +32,7 @@ OWN = {
 SEEDS = 3
 
 
-class CellOfFile(Section):
+class CellEntry(Section):
     """One ``[[cells]]`` entry of a comparison file."""
 
     name: str
@@ -51,7 +51,7 @@ class ComparisonFile(Section):
     operations: tuple[float, ...] = Field(
         default=(), description="count operations too, so many quantized ones as one unquantized"
     )
-    cells: tuple[CellOfFile, ...] = Field(min_length=1)
+    cells: tuple[CellEntry, ...] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Described:
+class ComparisonSpec:
     """Normalized form of a request: draft cells on a common ``base`` with its ``changes``.
 
     ``name`` is that of the comparison file, or None if there is none.
@@ -95,7 +95,7 @@ class Described:
     name: str | None
 
 
-def described(request: Request) -> Described:
+def resolve_request(request: Request) -> ComparisonSpec:
     """Return the request in normalized form, reading the comparison file if it names one.
 
     Raises ConfigError if options contradict each other or a key cannot be set by a comparison.
@@ -114,7 +114,7 @@ def described(request: Request) -> Described:
     _check_own(request, drafts, listed)
     fixed = {current_key(override.partition("=")[0]) for override in request.overrides}
     kept = {key: values for key, values in listed.items() if current_key(key) not in fixed}
-    return Described(
+    return ComparisonSpec(
         base=file.base if file else request.source,
         changes=file.changes if file else {},
         drafts=drafts,

@@ -24,7 +24,7 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Moment:
+class CurvePoint:
     """Point of a mean curve: score and gain after ``iteration`` updates.
 
     ``seconds`` is the training time up to that point.
@@ -68,12 +68,12 @@ def speed_up(seconds: Mean, baseline: Mean) -> float:
     return baseline.mean / seconds.mean if seconds.mean > 0 and baseline.mean > 0 else math.nan
 
 
-def time_to(curve: Sequence[Moment], gain: float) -> float | None:
+def time_to(curve: Sequence[CurvePoint], gain: float) -> float | None:
     """Return the seconds of training until the mean gain is ``gain``, or None as ``first_at``."""
-    return first_at([(moment.seconds.mean, moment.gain.mean) for moment in curve], gain)
+    return first_crossing([(moment.seconds.mean, moment.gain.mean) for moment in curve], gain)
 
 
-def first_at(points: Points, gain: float) -> float | None:
+def first_crossing(points: Points, gain: float) -> float | None:
     """Return the first x at which the curve reaches ``gain``, interpolating linearly.
 
     Returns None if the curve never reaches it, if ``gain`` is not positive, or if there is no
@@ -89,7 +89,7 @@ def first_at(points: Points, gain: float) -> float | None:
     return None
 
 
-def at(points: Points, x: float) -> float | None:
+def gain_at(points: Points, x: float) -> float | None:
     """Return the gain at ``x``, interpolated linearly, or None beyond the last evaluation."""
     for (start, low), (end, high) in itertools.pairwise(points):
         if start <= x <= end * (1 + 1e-12):

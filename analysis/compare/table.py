@@ -160,14 +160,14 @@ def operations(cells: Mapping[str, Cost], baseline: Result) -> Table:
     return Table(heads, rows, title=title, note=note, none=NOT_YET)
 
 
-def lines(found: Sequence[Table], said: Sequence[str]) -> list[str]:
+def lines(found: Sequence[Table], notes: Sequence[str]) -> list[str]:
     """Render the tables as aligned Markdown, followed by the remarks."""
     text: list[str] = []
     for table in found:
         rows = [[cell.text for cell in row] for row in table.body]
         title = f"{table.title}. {table.note}"
         text += ["", title, "", *markdown(table.heads, rows, numbers=True)]
-    return [*text[1:], *([""] if said else []), *(f"! {remark}" for remark in said)]
+    return [*text[1:], *([""] if notes else []), *(f"! {remark}" for remark in notes)]
 
 
 def _title(name: str) -> str:

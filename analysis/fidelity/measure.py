@@ -24,11 +24,11 @@ from analysis.measuring import (
     backends,
     choose_prompts,
     device,
-    explored,
-    explorer_of,
-    measuring,
-    regenerated,
-    trainer_of,
+    explore_images,
+    load_explorer,
+    load_trainer,
+    measurement_context,
+    regenerate_images,
 )
 from configs.load import ConfigError
 from configs.prompts import Prompt
@@ -66,7 +66,7 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
         if missing is not None:
             raise ConfigError(f"{key}.compile: {missing}: install it or set {key}.compile = false")
     prompts = choose_prompts(config, wanted.prompts)
-    with measuring(config, wanted.threads, out, "a noise without a reward has no rank"):
+    with measurement_context(config, wanted.threads, out, "a noise without a reward has no rank"):
         rewards = measure(config, wanted, prompts, say)
         summary = summarise(config, wanted, rewards) | {
             "threads": torch.get_num_threads(),
@@ -90,15 +90,15 @@ def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: 
         )
         return values
 
-    trainer = trainer_of(config, wanted.checkpoint)
-    truth, proxies = rewards("truth", partial(regenerated, trainer)), {}
+    trainer = load_trainer(config, wanted.checkpoint)
+    truth, proxies = rewards("truth", partial(regenerate_images, trainer)), {}
     resolved = backends(wanted.backends, say)
     for (name, backend), weights in itertools.product(resolved.items(), wanted.weights):
         explorer = published(config, trainer, backend, weights)
         label = name if weights == "merged" else f"{name}, {SAID[weights]}"
         for steps in dict.fromkeys(wanted.steps):
             proxies[label, steps] = rewards(
-                f"{label}, {steps} steps", partial(explored, explorer, config, steps=steps)
+                f"{label}, {steps} steps", partial(explore_images, explorer, config, steps=steps)
             )
     return Rewards(truth, proxies, seconds)
 
@@ -112,8 +112,8 @@ def published(config: RunConfig, trainer: Trainer, backend: Backend, weights: We
       of its packed layers.
     """
     if weights == "merged":
-        return explorer_of(config, trainer, backend)
-    explorer = explorer_of(config, trainer_of(config), backend)
+        return load_explorer(config, trainer, backend)
+    explorer = load_explorer(config, load_trainer(config), backend)
     if weights == "beside":
         adapter = trainer.objective.sampling_adapter
         for name, layer in adapted_modules(trainer.transformer):

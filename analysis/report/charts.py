@@ -170,7 +170,7 @@ def scatter(
     return svg(frame, label, body)
 
 
-def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+def downsample(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     """Return at most ``most`` evenly spaced points, including the first and the last."""
     if len(points) <= most:
         return list(points)
@@ -192,11 +192,11 @@ def _line(frame: Frame, series: Series) -> str:
                 f' x2="{frame.x(x):.2f}" y1="{frame.y(y - error):.2f}"'
                 f' y2="{frame.y(y + error):.2f}"/>'
             )
-    for piece in _pieces(thin(series.points)):
+    for piece in _pieces(downsample(series.points)):
         if len(piece) > 1:
             path = " ".join(f"{frame.x(x):.2f},{frame.y(y):.2f}" for x, y in piece)
             parts.append(f'<polyline class="{style}" points="{path}"/>')
-    finite = [point for point in thin(series.points) if math.isfinite(point[1])]
+    finite = [point for point in downsample(series.points) if math.isfinite(point[1])]
     visible = len(finite) <= 32 or not any(len(piece) > 1 for piece in _pieces(finite))
     for x, y in finite:
         mark, radius = ("dot", 2.4) if visible else ("dot far", 4)
@@ -212,7 +212,7 @@ def _line(frame: Frame, series: Series) -> str:
 def _band(frame: Frame, band: Band) -> str:
     pairs = [
         (low, high)
-        for low, high in zip(thin(band.low), thin(band.high), strict=True)
+        for low, high in zip(downsample(band.low), downsample(band.high), strict=True)
         if math.isfinite(low[1]) and math.isfinite(high[1])
     ]
     if not pairs:

@@ -91,7 +91,7 @@ def lanes_of(events: Sequence[Row], times: Sequence[float]) -> dict[str, Lane]:
 
 
 @dataclass(frozen=True)
-class Happenings:
+class EventsSection:
     """Content of the section: counts of events, the timeline, and tables of events."""
 
     counts: list[tuple[str, int]]
@@ -100,7 +100,7 @@ class Happenings:
     everything: Table | None
 
 
-def happenings(run: RunData) -> Happenings | None:
+def events_section(run: RunData) -> EventsSection | None:
     """Return the content of the section, or None if there are no events."""
     if not run.events:
         return None
@@ -111,7 +111,7 @@ def happenings(run: RunData) -> Happenings | None:
     last, count = pairs[-MOST_ROWS:], f"{len(pairs):,} events"
     which = f"All {count}" if len(last) == len(pairs) else f"The last {len(last)} of {count}"
     omitted = f"The last {MOST_ROWS} of {len(notable):,}; all are in events.jsonl."
-    return Happenings(
+    return EventsSection(
         [(noun, counts[name]) for name, noun in NOUNS.items() if counts[name]],
         drawing(timeline_of(run, times)),
         _table(notable[-MOST_ROWS:], LONGEST, note=omitted if len(notable) > MOST_ROWS else ""),

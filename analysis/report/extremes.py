@@ -8,7 +8,7 @@ from pathlib import Path
 
 from analysis.report.charts import number
 from analysis.report.data import Row, RunData, finite
-from analysis.report.gallery import Shown, shown_image
+from analysis.report.gallery import InlineImage, shown_image
 from records.extremes import ENDS, STAGES, KeptIteration
 
 OPEN = 2
@@ -23,7 +23,7 @@ class Tile:
     title: str  # name of the stage
     reward: str
     note: str  # the seed
-    shown: Shown
+    shown: InlineImage
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _tile(directory: Path, rows: Mapping[str, Row], stage: str) -> Tile:
     return Tile(stage, shown, note, shown_image(directory / Path(str(row.get("file"))).name, text))
 
 
-def thinned(run: RunData, found: Sequence[IterationEnds]) -> str:
+def kept_iterations_note(run: RunData, found: Sequence[IterationEnds]) -> str:
     """Return a note on how many iterations are shown, or "" if all are."""
     done = len(run.iterations)
     if len(found) >= done:

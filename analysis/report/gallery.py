@@ -13,7 +13,7 @@ from records.images import TINY, StepImages, data_uri
 
 
 @dataclass(frozen=True)
-class Shown:
+class InlineImage:
     """Image as a ``data:`` URL; without an address, its place is left blank."""
 
     text: str
@@ -33,7 +33,7 @@ class Half:
 
     title: str
     mean: str
-    images: list[Shown]
+    images: list[InlineImage]
 
     @property
     def columns(self) -> int:
@@ -83,14 +83,14 @@ def _half(run: RunData, title: str, step: StepImages, index: int, prompt: str) -
     return Half(title, number(math.fsum(known) / len(known)) if known else "", images)
 
 
-def _image(step: StepImages, index: int, noise: int, text: str) -> Shown:
+def _image(step: StepImages, index: int, noise: int, text: str) -> InlineImage:
     path = step.files.get((index, noise))
-    return Shown(text) if path is None else shown_image(path, text)
+    return InlineImage(text) if path is None else shown_image(path, text)
 
 
-def shown_image(path: Path, text: str) -> Shown:
+def shown_image(path: Path, text: str) -> InlineImage:
     """Return the image or clip in a file, without an address if it cannot be read."""
     try:
-        return Shown(text, *data_uri(path))
+        return InlineImage(text, *data_uri(path))
     except OSError:  # the file was just replaced or is not an image
-        return Shown(text)
+        return InlineImage(text)

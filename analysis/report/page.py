@@ -14,8 +14,8 @@ from pathlib import Path
 from analysis.report import parts, rewards, sections
 from analysis.report.agreement import agreement
 from analysis.report.data import RunData, finite, read_run
-from analysis.report.events import happenings
-from analysis.report.extremes import OPEN, kept_iterations, thinned
+from analysis.report.events import events_section
+from analysis.report.extremes import OPEN, kept_iterations, kept_iterations_note
 from analysis.report.gallery import gallery
 from analysis.report.headline import headline
 from analysis.report.live import Live, program, program_hash
@@ -57,7 +57,7 @@ def render(run: RunData, live: Live | None = None) -> str:
         program_hash=program_hash(),
         extremes=extremes[:OPEN],
         earlier=extremes[OPEN:],
-        extremes_note=thinned(run, extremes),
+        extremes_note=kept_iterations_note(run, extremes),
         images=gallery(run),
         images_before_only=len(run.images.steps) == 1,
         sections=[
@@ -67,7 +67,7 @@ def render(run: RunData, live: Live | None = None) -> str:
             sections.time_spent(run),
             sections.health(run),
         ],
-        happened=happenings(run),
+        happened=events_section(run),
         numbers=sections.numbers(run),
         configuration=configuration if run.config else "",
         particulars=[table for table in particulars if table],

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 
-from analysis.report.charts import thin
+from analysis.report.charts import downsample
 from analysis.report.parts import Item, blocks, render
 from records.atomic import write_text
 from records.timeline import Span, Work
@@ -233,7 +233,7 @@ def _window(chart: Chart, title: str, start: float, stop: float) -> Window:
         lives = [(f"{left:.2f}", f"{right - left:.2f}") for left, right in places]
         bars = [_box(bar, place) for bar in bars_of(by_actor.get(name, []), gap)]
         rows.append(Track(name, lives, bars, dots(lane.marks[:MOST_MARKS])))
-    lines = thin([(when, 0.0) for when, _ in published], MOST_LINES)
+    lines = downsample([(when, 0.0) for when, _ in published], MOST_LINES)
     path = "".join(f"M{place(when) * WIDTH / 100:.1f} 0V{HEIGHT:g}" for when, _ in lines)
     quarter = (stop - start) / 4
     ruler = [

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from analysis.measuring import Say, backends, measuring, trainer_of
+from analysis.measuring import Say, backends, load_trainer, measurement_context
 from analysis.signal.drawing import drawing
-from analysis.signal.exploring import Batch, Exploring, batches_of, seeds_of
+from analysis.signal.explore_rewards import Batch, ExploreRewards, batches_of, seeds_of
 from analysis.signal.files import ROWS, digest, read, rows_of, table, title
 from configs.load import ConfigError, apply, parse
 from configs.schema import RunConfig
@@ -78,15 +78,19 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
     check_model(config)
     resolved = list(backends(wanted.backends, say).values())
     choices = choices_of(config, wanted, resolved)
-    with measuring(config, wanted.threads, out, "an image without a reward has no advantage"):
-        Measuring(config, wanted, resolved, out, say).run(choices)
+    with measurement_context(
+        config, wanted.threads, out, "an image without a reward has no advantage"
+    ):
+        GradientMeasurement(config, wanted, resolved, out, say).run(choices)
     summary = read(out / ROWS)
     with writing(out):
         write_text(out / "signal.svg", drawing(summary["rows"], title(summary)))
     return [*table(summary), f"written: {out / 'signal.json'}, signal.svg"]
 
 
-def choices_of(config: RunConfig, wanted: Measurement, found: Sequence[Backend]) -> list[Choice]:
+def choices_of(
+    config: RunConfig, wanted: Measurement, resolved_backends: Sequence[Backend]
+) -> list[Choice]:
     """Return every selection of the measurement once; raise ConfigError if a pool is too small."""
     keep = config.selection.keep
     if small := [pool for pool in wanted.pools if pool < keep]:
@@ -98,14 +102,14 @@ def choices_of(config: RunConfig, wanted: Measurement, found: Sequence[Backend])
         if pool == keep:
             choices[Choice(keep, keep)] = None
             continue
-        for backend in found:
+        for backend in resolved_backends:
             for steps in wanted.steps:
                 for rule in wanted.rules:
                     choices[Choice(keep, pool, rule, backend.name, steps)] = None
     return list(choices)
 
 
-class Measuring:
+class GradientMeasurement:
     """Measurement of gradients: regenerates the seeds of each choice and adds a row to the file."""
 
     def __init__(
@@ -113,7 +117,7 @@ class Measuring:
     ) -> None:
         self.config, self.wanted, self.out, self.say = config, wanted, out, say
         self.batches = batches_of(config, wanted.prompts, wanted.batches)
-        self.explored = Exploring(config, found, self.batches, max(wanted.pools), out, say)
+        self.explored = ExploreRewards(config, found, self.batches, max(wanted.pools), out, say)
 
     def run(self, choices: Sequence[Choice]) -> None:
         """Measure every objective with every choice, skipping rows that exist already.
@@ -132,7 +136,7 @@ class Measuring:
                     self.say(f"{label}, {choice.label}: is there already")
                     continue
                 if trainer is None:
-                    trainer = trainer_of(config)
+                    trainer = load_trainer(config)
                 self._add(self._row(label, trainer, choice) | {"digest": name})
 
     def _name(self, config: RunConfig, choice: Choice) -> str:

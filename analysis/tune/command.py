@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from analysis.measuring import Say, backends, choose_prompts, measuring
+from analysis.measuring import Say, backends, choose_prompts, measurement_context
 from analysis.tune.drawing import drawing
-from analysis.tune.measure import Found, measure
-from analysis.tune.rows import Row, Wanted, choose, kind_of, rows_of
-from analysis.tune.settings import Setting, grid, left_of
+from analysis.tune.measure import Measurements, measure
+from analysis.tune.rows import Row, TuneOptions, choose, preview_kind, rows_of
+from analysis.tune.settings import Setting, grid, seeds_after_pruning
 from configs.load import ConfigError, apply, parse
 from configs.schema import RunConfig
 from configs.section import Tree
@@ -24,7 +24,7 @@ from records.rundir import versions, writing
 from records.tables import markdown
 
 
-def run(config: RunConfig, tree: Tree, wanted: Wanted, out: Path, say: Say) -> list[str]:
+def run(config: RunConfig, tree: Tree, wanted: TuneOptions, out: Path, say: Say) -> list[str]:
     """Measure, write tune.json, tune.svg and tuned.toml, and return the table and the conclusion.
 
     ``tree`` is the plain configuration that ``tuned.toml`` is derived from. Raises ConfigError if
@@ -46,12 +46,12 @@ def run(config: RunConfig, tree: Tree, wanted: Wanted, out: Path, say: Say) -> l
     settings = _settings(wanted, list(resolved), own)
     configs = {setting: _parsed(tree, setting) for setting in settings}
     resolved |= backends((own_backend,))
-    kinds = {kind_of(setting) for setting in settings} | {
-        (*kind_of(own)[:3], upto) for upto in wanted.prune
+    kinds = {preview_kind(setting) for setting in settings} | {
+        (*preview_kind(own)[:3], upto) for upto in wanted.prune
     }
     sizes = {setting.size: config for setting, config in configs.items()}
     prompts = choose_prompts(config, wanted.prompts)
-    with measuring(config, wanted.threads, out, "a seed without a reward has no rank"):
+    with measurement_context(config, wanted.threads, out, "a seed without a reward has no rank"):
         measured = measure(config, prompts, wanted.seeds, resolved, sizes, kinds, say)
         facts = {"threads": torch.get_num_threads(), "versions": versions()}
         rows = rows_of(measured, configs, own, wanted, config.seed)
@@ -66,7 +66,7 @@ def run(config: RunConfig, tree: Tree, wanted: Wanted, out: Path, say: Say) -> l
     ]
 
 
-def _settings(wanted: Wanted, names: Sequence[str], own: Setting) -> list[Setting]:
+def _settings(wanted: TuneOptions, names: Sequence[str], own: Setting) -> list[Setting]:
     """Return the settings to measure, that of the configuration first.
 
     Raises ConfigError if one of them is impossible.
@@ -85,9 +85,9 @@ def _settings(wanted: Wanted, names: Sequence[str], own: Setting) -> list[Settin
         raise ConfigError(
             f"--prune {invalid_steps[0]}: a step of the {own.steps} but the last is expected"
         )
-    if wanted.prune and (wanted.by != "seconds" or left_of(own.pool) < own.keep):
+    if wanted.prune and (wanted.by != "seconds" or seeds_after_pruning(own.pool) < own.keep):
         raise ConfigError(
-            f"--prune: seconds are told, of the {left_of(own.pool)} of {own.pool} seeds that go on:"
+            f"--prune: seconds are told, of the {seeds_after_pruning(own.pool)} of {own.pool} seeds that go on:"
             f" leave --by operations out, and explore at least {2 * own.keep}"
         )
     combinations = grid(names, wanted.steps, pools, keeps, wanted.sizes)
@@ -100,7 +100,7 @@ def _parsed(tree: Tree, setting: Setting) -> RunConfig:
     return parse(changed)
 
 
-def table(rows: Sequence[Row], wanted: Wanted) -> list[str]:
+def table(rows: Sequence[Row], wanted: TuneOptions) -> list[str]:
     """Format the rows, highest strength per cost first, marking the configuration's own setting."""
     unit = "seconds" if wanted.by == "seconds" else f"operations at {wanted.ratio:g}x"
     head = ["setting", f"cost ({unit})", "contrast", "strength, over own", "strength per cost"]
@@ -130,7 +130,9 @@ the contrast. To prune is to drop half of a pool early.
 """
 
 
-def conclusion(rows: Sequence[Row], chosen: Row | None, own: Setting, wanted: Wanted) -> list[str]:
+def conclusion(
+    rows: Sequence[Row], chosen: Row | None, own: Setting, wanted: TuneOptions
+) -> list[str]:
     """Describe the chosen setting, its certainty, and for each pruned row if pruning pays."""
     sentences = []
     if chosen is None:
@@ -166,8 +168,8 @@ def _write(
     rows: Sequence[Row],
     chosen: Row | None,
     own: Setting,
-    wanted: Wanted,
-    measured: Found,
+    wanted: TuneOptions,
+    measured: Measurements,
     facts: Tree,
     tree: Tree,
 ) -> None:

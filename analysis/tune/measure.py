@@ -13,10 +13,10 @@ from analysis.measuring import (
     Generate,
     Say,
     ScoredSeeds,
-    explored,
-    explorer_of,
-    regenerated,
-    trainer_of,
+    explore_images,
+    load_explorer,
+    load_trainer,
+    regenerate_images,
 )
 from configs.prompts import Prompt
 from configs.schema import RunConfig
@@ -31,7 +31,7 @@ Kind = tuple[str, int, Size, int | None]
 
 
 @dataclass
-class Found:
+class Measurements:
     """Measured rewards, float32 [P, N], seconds per image, and seconds of training per sample.
 
     ``truth`` and ``truth_s`` are those of regenerated images.
@@ -52,7 +52,7 @@ def measure(
     sizes: Mapping[Size, RunConfig],
     kinds: set[Kind],
     say: Say,
-) -> Found:
+) -> Measurements:
     """Generate and score the images of P prompts x N ``seeds``: the truth and all ``kinds``.
 
     ``sizes`` maps each size of previews to a configuration with that size.
@@ -64,18 +64,18 @@ def measure(
         say(f"{title}: {values.size} images, {seconds * 1e3:.1f} ms each")
         return values, seconds
 
-    trainer = trainer_of(config)
-    truth, seconds = rewards("truth", partial(regenerated, trainer))
-    measured = Found(truth, truth_s=seconds, update_s=_update_seconds(scored, trainer))
+    trainer = load_trainer(config)
+    truth, seconds = rewards("truth", partial(regenerate_images, trainer))
+    measured = Measurements(truth, truth_s=seconds, update_s=_update_seconds(scored, trainer))
     for size, sized in sizes.items():
         for name, backend in backends.items():
-            explorer = explorer_of(sized, trainer, backend)
+            explorer = load_explorer(sized, trainer, backend)
             explorer_kinds = [kind for kind in kinds if (kind[0], kind[2]) == (name, size)]
             for kind in sorted(explorer_kinds, key=lambda kind: (kind[1], kind[3] or kind[1])):
                 _, steps, _, upto = kind
                 title = f"{name}, {upto or steps} of {steps} steps"
                 title += f", {size[0]} x {size[1]}" if size else ""
-                generate = partial(explored, explorer, sized, steps=steps, upto=upto)
+                generate = partial(explore_images, explorer, sized, steps=steps, upto=upto)
                 measured.rewards[kind], measured.seconds[kind] = rewards(title, generate)
     return measured
 

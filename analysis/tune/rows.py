@@ -9,14 +9,14 @@ from typing import Literal
 import numpy as np
 
 from analysis.compare.operations import operations_of
-from analysis.tune.measure import Found, Kind, Size
+from analysis.tune.measure import Kind, Measurements, Size
 from analysis.tune.settings import Setting, contrasts, pruned_contrasts, strength
 from configs.schema import RunConfig
 from learner.fidelity import Estimate, estimates
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TuneOptions:
     """Options of a measurement: the settings to try, and the budget.
 
     ``budget`` is the highest allowed cost as a share of the cost of the configuration's own
@@ -76,18 +76,24 @@ class Row:
         return self.strength.mean / self.cost
 
 
-def kind_of(setting: Setting) -> Kind:
+def preview_kind(setting: Setting) -> Kind:
     """Return the kind of the finished previews of a setting."""
     return setting.backend, setting.steps, setting.size, None
 
 
 def rows_of(
-    found: Found, configs: Mapping[Setting, RunConfig], own: Setting, wanted: Wanted, seed: int
+    found: Measurements,
+    configs: Mapping[Setting, RunConfig],
+    own: Setting,
+    wanted: TuneOptions,
+    seed: int,
 ) -> list[Row]:
     """Return a row for each setting, the own one first, followed by its pruned variants."""
     costs = {setting: _cost(found, setting, configs[setting], wanted) for setting in configs}
     columns = {
-        setting: contrasts(found.rewards[kind_of(setting)], found.truth, setting.pool, setting.keep)
+        setting: contrasts(
+            found.rewards[preview_kind(setting)], found.truth, setting.pool, setting.keep
+        )
         for setting in configs
     }
     base = strength(columns[own], own.keep)
@@ -103,17 +109,23 @@ def rows_of(
     rows = [row(setting, costs[setting], column) for setting, column in columns.items()]
     if wanted.by == "seconds":
         for upto in wanted.prune:
-            kind: Kind = (*kind_of(own)[:3], upto)
+            kind: Kind = (*preview_kind(own)[:3], upto)
             column = pruned_contrasts(
-                found.rewards[kind], found.rewards[kind_of(own)], found.truth, own.pool, own.keep
+                found.rewards[kind],
+                found.rewards[preview_kind(own)],
+                found.truth,
+                own.pool,
+                own.keep,
             )
-            saved, whole = _pruned_saving(found, own, upto), found.seconds[kind_of(own)]
+            saved, whole = _pruned_saving(found, own, upto), found.seconds[preview_kind(own)]
             pruned = Pruned(upto, 1 - saved / whole)
             rows.append(row(own, costs[own] - own.pool * saved, column, pruned))
     return rows
 
 
-def _cost(measured: Found, setting: Setting, config: RunConfig, wanted: Wanted) -> float:
+def _cost(
+    measured: Measurements, setting: Setting, config: RunConfig, wanted: TuneOptions
+) -> float:
     """Return the cost of exploring, regenerating and training on a prompt.
 
     It is in seconds on this machine, or in operations.
@@ -121,17 +133,20 @@ def _cost(measured: Found, setting: Setting, config: RunConfig, wanted: Wanted) 
     if wanted.by == "operations":
         return operations_of(config).at(wanted.ratio) / config.prompts.per_iteration
     kept = measured.truth_s + measured.update_s
-    return setting.pool * measured.seconds[kind_of(setting)] + setting.keep * kept
+    return setting.pool * measured.seconds[preview_kind(setting)] + setting.keep * kept
 
 
-def _pruned_saving(measured: Found, own: Setting, upto: int) -> float:
+def _pruned_saving(measured: Measurements, own: Setting, upto: int) -> float:
     """Return the seconds that pruning saves per seed of the pool.
 
     All seeds are decoded and scored after step ``upto``; only half of them continue to the last
     step, after which they are decoded and scored again. A preview of s steps is modeled to take
     s d + e seconds, d for a step and e for decoding and scoring.
     """
-    early, last = measured.seconds[(*kind_of(own)[:3], upto)], measured.seconds[kind_of(own)]
+    early, last = (
+        measured.seconds[(*preview_kind(own)[:3], upto)],
+        measured.seconds[preview_kind(own)],
+    )
     step = (last - early) / (own.steps - upto)
     finish = max(0.0, early - upto * step)
     return last - (early + ((own.steps - upto) * step + finish) / 2)

@@ -60,7 +60,7 @@ def contrasts(proxy: np.ndarray, truth: np.ndarray, pool: int, keep: int) -> np.
     return _over_pools(proxy, truth, pool, lambda cheap, full: _contrast(cheap, full, keep))
 
 
-def left_of(pool: int) -> int:
+def seeds_after_pruning(pool: int) -> int:
     """Return the number of seeds that pruning keeps: the best and the worst quarter of a pool."""
     return pool // 4 * 2
 
@@ -77,7 +77,7 @@ def pruned_contrasts(
 
     def pruned_contrast(cheap: np.ndarray, full: np.ndarray) -> float:
         early, last = cheap
-        remaining = list(select(early, left_of(pool), "best_worst"))
+        remaining = list(select(early, seeds_after_pruning(pool), "best_worst"))
         return _contrast(last[remaining], full[remaining], keep)
 
     return _over_pools(both, truth, pool, pruned_contrast)

@@ -105,5 +105,5 @@ def test_a_scatter_counts_above_and_below():
 
 
 def test_thin_keeps_both_ends():
-    found = charts.thin([(float(i), 0.0) for i in range(1001)], 5)
+    found = charts.downsample([(float(i), 0.0) for i in range(1001)], 5)
     assert [x for x, _ in found] == [0, 250, 500, 750, 1000]

@@ -12,7 +12,7 @@ from analysis.compare.command import compare_existing
 from analysis.compare.data import measure, summarise
 from analysis.compare.operations import Operations, costs, operations_of
 from analysis.compare.request import Request
-from analysis.compare.statistics import at
+from analysis.compare.statistics import gain_at
 from analysis.compare.table import tables
 from configs.load import ConfigError, load, parse
 from tests.analysis.fake_train import write
@@ -46,9 +46,15 @@ def test_an_iteration_at_a_ratio_by_hand():
 
 def test_gains_lie_on_straight_lines_and_nothing_is_said_beyond_the_last():
     points = [(0.0, 0.0), (10.0, 0.2), (20.0, 0.1)]
-    assert at(points, 5.0) == pytest.approx(0.1) and at(points, 15.0) == pytest.approx(0.15)
-    assert (at(points, 0.0), at(points, 10.0), at(points, 20.0)) == (0.0, 0.2, pytest.approx(0.1))
-    assert at(points, 20.1) is None
+    assert gain_at(points, 5.0) == pytest.approx(0.1) and gain_at(points, 15.0) == pytest.approx(
+        0.15
+    )
+    assert (gain_at(points, 0.0), gain_at(points, 10.0), gain_at(points, 20.0)) == (
+        0.0,
+        0.2,
+        pytest.approx(0.1),
+    )
+    assert gain_at(points, 20.1) is None
 
 
 def test_what_cells_reach_by_hand(results):

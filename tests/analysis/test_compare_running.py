@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.compare import running
+from analysis.compare import runner
 from cli.main import main
 from tests.cluster.processes import finish, start
 from tests.cluster.runs import tiny_config, write_toml
@@ -22,7 +22,7 @@ FAKE = Path(__file__).parent / "fake_train.py"
 
 @pytest.fixture
 def out(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(running, "TRAIN", (sys.executable, str(FAKE)))
+    monkeypatch.setattr(runner, "TRAIN", (sys.executable, str(FAKE)))
     return tmp_path / "out"
 
 
@@ -141,8 +141,8 @@ def test_a_command_that_mixes_training_and_reading(arguments, capsys):
 
 def test_a_signal_reaches_the_run_and_a_left_over_run_keeps_its_place(out):
     code = (
-        "import sys; from analysis.compare import running; from cli.main import main;"
-        f"running.TRAIN = (sys.executable, {str(FAKE)!r});"
+        "import sys; from analysis.compare import runner; from cli.main import main;"
+        f"runner.TRAIN = (sys.executable, {str(FAKE)!r});"
         f"sys.exit(main(['compare', 'quickstart', '--set', 'iterations=3', '--out', {str(out)!r}]))"
     )
     environment = {**os.environ, "FAKE_TRAIN": json.dumps({"sol_rl-seed0": "wait"})}
@@ -226,13 +226,13 @@ def test_two_real_cells_from_start_to_page(tmp_path, tiny_sd3_dir):
 
 
 def test_children_import_from_the_tree_that_holds_the_packages(tmp_path):
-    assert (running.ROOT / "pyproject.toml").is_file()
-    with running._at_work(tmp_path) as lock, running._Child(lock) as child:
+    assert (runner.ROOT / "pyproject.toml").is_file()
+    with runner._at_work(tmp_path) as lock, runner._Child(lock) as child:
         code = child.run(
             [sys.executable, "-c", "import os; print(os.environ['PYTHONPATH'])"], tmp_path / "log"
         )
     assert code == 0
-    assert (tmp_path / "log").read_text().strip().split(os.pathsep)[0] == str(running.ROOT)
+    assert (tmp_path / "log").read_text().strip().split(os.pathsep)[0] == str(runner.ROOT)
 
 
 def test_a_signal_while_a_process_is_made_is_passed_on_to_it(tmp_path, monkeypatch):
@@ -243,8 +243,8 @@ def test_a_signal_while_a_process_is_made_is_passed_on_to_it(tmp_path, monkeypat
         os.kill(os.getpid(), signal.SIGINT)
         return process
 
-    monkeypatch.setattr(running.subprocess, "Popen", signalled)
-    with running._at_work(tmp_path) as lock, running._Child(lock) as child:
+    monkeypatch.setattr(runner.subprocess, "Popen", signalled)
+    with runner._at_work(tmp_path) as lock, runner._Child(lock) as child:
         sleeps = [sys.executable, "-c", "import time; time.sleep(30)"]
         assert child.run(sleeps, tmp_path / "log") == -signal.SIGTERM
         assert child.signal == "SIGINT"

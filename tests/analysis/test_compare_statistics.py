@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from analysis.compare.statistics import Mean, Moment, mean_of, paired, speed_up, time_to
+from analysis.compare.statistics import CurvePoint, Mean, mean_of, paired, speed_up, time_to
 
 
 def test_mean_and_standard_error_by_hand():
@@ -35,8 +35,10 @@ def test_speed_up_is_a_ratio_of_means():
     assert math.isnan(speed_up(mean_of([]), mean_of([1.0])))
 
 
-def curve(*points: tuple[float, float]) -> list[Moment]:
-    return [Moment(i, mean_of([s]), mean_of([g]), mean_of([g])) for i, (s, g) in enumerate(points)]
+def curve(*points: tuple[float, float]) -> list[CurvePoint]:
+    return [
+        CurvePoint(i, mean_of([s]), mean_of([g]), mean_of([g])) for i, (s, g) in enumerate(points)
+    ]
 
 
 def test_time_to_a_gain_lies_on_the_straight_line_between_evaluations():

@@ -7,7 +7,7 @@ import torch
 
 from analysis.fidelity import measure
 from analysis.fidelity.results import Measurement, Weights
-from analysis.measuring import encoded
+from analysis.measuring import encode_prompts
 from configs.load import ConfigError
 from configs.prompts import Prompt
 from learner.trainer import Trainer
@@ -28,7 +28,7 @@ def test_packing_choices_are_measured_as_configured(tiny_sd3_dir, tmp_path, chos
     }
     config = tiny_config(tiny_sd3_dir, tmp_path, "options", **settings)
     trainer = Trainer(config)
-    explorer = measure.explorer_of(config, trainer, BACKENDS["emulated_nvfp4"])
+    explorer = measure.load_explorer(config, trainer, BACKENDS["emulated_nvfp4"])
     layer = explorer.transformer.get_submodule(NAME)
     weight = trainer.transformer.get_submodule(NAME).base_layer.weight  # the adapter is zero yet
     amax = weight.abs().max() * (2 if chosen else 1)
@@ -53,7 +53,7 @@ def test_what_proxies_are_given(tiny_sd3_dir, tmp_path):
     for module, layer in adapted_modules(trainer.transformer):
         _, up = matrices(layer, trainer.objective.sampling_adapter)
         torch.nn.init.normal_(up, std=0.05, generator=torch.Generator().manual_seed(len(module)))
-    cond = encoded(config, [Prompt("red circle")])[0]
+    cond = encode_prompts(config, [Prompt("red circle")])[0]
 
     def drawn(backend: str, weights: Weights, policy: Trainer = trainer) -> torch.Tensor:
         explorer = measure.published(config, policy, BACKENDS[backend], weights)

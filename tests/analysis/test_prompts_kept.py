@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.compare import running
+from analysis.compare import runner
 from analysis.compare.command import compare_existing
 from cli.main import main
 from configs.load import ConfigError, load
@@ -102,7 +102,7 @@ def test_runs_over_other_prompts_of_the_same_name_are_not_compared(files):
 
 
 def test_a_comparison_does_not_go_on_with_other_prompts(files, monkeypatch, capsys):
-    monkeypatch.setattr(running, "TRAIN", (sys.executable, str(FAKE)))
+    monkeypatch.setattr(runner, "TRAIN", (sys.executable, str(FAKE)))
     monkeypatch.setenv("PYTHONPATH", str(FAKE.parents[2]))
 
     def compare(*more: str) -> int:

@@ -8,8 +8,8 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from analysis.measuring import backends, trainer_of
-from analysis.signal import exploring, measure
+from analysis.measuring import backends, load_trainer
+from analysis.signal import explore_rewards, measure
 from analysis.signal.drawing import drawing
 from analysis.signal.files import rows_of
 from analysis.signal.measure import Measurement, objectives_of, run
@@ -50,7 +50,9 @@ def test_every_objective_under_every_selection_once(config, tmp_path, monkeypatc
     assert f"{OBJECTIVES[2]}: one noise per prompt, nothing to select: left out" in said
     assert any("2 as they come" in line for line in lines)
     ET.fromstring((out / "signal.svg").read_text())
-    monkeypatch.setattr(exploring.Exploring, "_explore", lambda *_: pytest.fail("explored again"))
+    monkeypatch.setattr(
+        explore_rewards.ExploreRewards, "_explore", lambda *_: pytest.fail("explored again")
+    )
     before = (out / "signal.json").read_text()
     run(config, wanted(config), out, said.append)
     assert (out / "signal.json").read_text() == before
@@ -64,7 +66,7 @@ def test_batches_are_a_runs_first_iterations(config, tmp_path):
     from policy.sampling.noise import stream_seed
 
     settings = wanted(config)
-    measuring = measure.Measuring(config, settings, [], tmp_path, print)
+    measuring = measure.GradientMeasurement(config, settings, [], tmp_path, print)
     batch = measuring.batches[2]
     assert measuring._seeds(batch, 0, measure.Choice(2, 2), config)[1] == [
         stream_seed(config.seed, "explore", 2, 0, n) for n in range(2)
@@ -80,12 +82,12 @@ def test_explored_paths_are_selected_among_where_the_noise_is_shared(config, tmp
     )
     steps = config.regenerate.steps
     settings = wanted(config, backends=("fp32",), steps=(steps,), pools=(6,))
-    measuring = measure.Measuring(
+    measuring = measure.GradientMeasurement(
         config, settings, list(backends(("fp32",)).values()), tmp_path, print
     )
     choice, batch = measure.Choice(2, 6, "best_worst", "fp32", steps), measuring.batches[0]
     (_, paths), (_, plain) = objectives
-    (group,) = measuring._groups(trainer_of(paths), batch, choice)
+    (group,) = measuring._groups(load_trainer(paths), batch, choice)
     of_paths, others = (measuring.explored.rewards(c, "fp32", steps) for c in (paths, plain))
     with pytest.raises(ConfigError, match="up to step"):
         measuring.explored.rewards(paths, "fp32", steps - 1)

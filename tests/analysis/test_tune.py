@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from analysis.tune.measure import Found
-from analysis.tune.rows import Wanted, choose, rows_of
+from analysis.tune.measure import Measurements
+from analysis.tune.rows import TuneOptions, choose, rows_of
 from analysis.tune.settings import Setting, contrasts, grid, pruned_contrasts, strength
 from cli.main import main
 from configs.load import load
@@ -61,9 +61,11 @@ def test_costs_and_signals_by_hand():
     truth = rng.standard_normal((2, 96)).astype(np.float32)
     own, less = Setting("fp32", 6, 96, 24), Setting("fp32", 6, 48, 24)
     kind, early = ("fp32", 6, None, None), ("fp32", 6, None, 4)
-    found = Found(truth, {kind: truth, early: truth}, {kind: 0.010, early: 0.008}, 0.030, 0.020)
+    found = Measurements(
+        truth, {kind: truth, early: truth}, {kind: 0.010, early: 0.008}, 0.030, 0.020
+    )
     config = load("quickstart")
-    wanted = Wanted(prune=(4,))
+    wanted = TuneOptions(prune=(4,))
     first, second, pruned = rows_of(found, {own: config, less: config}, own, wanted, 0)
     whole = 96 * 0.010 + 24 * 0.050
     assert first.cost == 1 and second.cost == pytest.approx((48 * 0.010 + 1.2) / whole)
@@ -85,10 +87,10 @@ def test_operations_are_those_of_an_iteration():
     truth = np.random.default_rng(0).standard_normal((2, 96)).astype(np.float32)
     own, less = Setting("emulated_nvfp4", 6, 96, 24), Setting("emulated_nvfp4", 3, 96, 24)
     kinds = [("emulated_nvfp4", steps, None, None) for steps in (6, 3)]
-    found = Found(truth, dict.fromkeys(kinds, truth), dict.fromkeys(kinds, 1.0))
+    found = Measurements(truth, dict.fromkeys(kinds, truth), dict.fromkeys(kinds, 1.0))
     configs = {each: load("quickstart", each.changes()) for each in (own, less)}
     two = {
-        ratio: rows_of(found, configs, own, Wanted(by="operations", ratio=ratio), 0)[1].cost
+        ratio: rows_of(found, configs, own, TuneOptions(by="operations", ratio=ratio), 0)[1].cost
         for ratio in (1.0, 4.0)
     }
     assert two[1.0] < two[4.0] < 1  # half the steps save more where they are dear

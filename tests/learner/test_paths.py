@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from analysis.measuring import explorer_of
+from analysis.measuring import load_explorer
 from learner.nonfinite import NonFiniteTraining
 from learner.publish import NonFiniteWeights
 from learner.trainer import Group
@@ -142,7 +142,7 @@ def test_explored_paths_are_those_that_are_trained_on(tiny_sd3_dir, name, start)
     path = explored_paths(config, plan.solver, 0)
     assert path is not None and path.window == range(2)
     truth = trainer.generator.generate(cond, SEEDS, start=start)[0]
-    explorer = explorer_of(config, trainer, resolve_backend("fp32", "cpu")[0])
+    explorer = load_explorer(config, trainer, resolve_backend("fp32", "cpu")[0])
     whole, few = (
         explorer.explore(cond, SEEDS, steps, plan.solver, None, None, path, start)[1]
         for steps in (4, 3)

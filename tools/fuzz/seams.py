@@ -15,7 +15,7 @@ from unittest import mock
 STARTS = (
     "cluster.driver.train:join_or_start_ray",
     "cluster.driver.offline:join_or_start_ray",
-    "analysis.compare.running:_Child.run",
+    "analysis.compare.runner:_Child.run",
     "analysis.fidelity.measure:measure",
     "analysis.signal.measure:Measuring.run",
     "analysis.tune.command:measure",

@@ -12,11 +12,11 @@ import numpy as np
 from analysis.measuring import (
     Say,
     choose_prompts,
-    encoded,
-    explored,
-    explorer_of,
+    encode_prompts,
+    explore_images,
+    load_explorer,
+    load_trainer,
     rewards_of,
-    trainer_of,
 )
 from analysis.signal.files import EXPLORED, digest, read
 from configs.prompts import Prompt
@@ -45,7 +45,7 @@ def batches_of(config: RunConfig, prompts: int, batches: int) -> list[Batch]:
     Raises ConfigError if the prompts are too few or cannot be used with the model.
     """
     chosen = [choose_prompts(config, prompts, index) for index in range(batches)]
-    rows = iter(encoded(config, [prompt for part in chosen for prompt in part]))
+    rows = iter(encode_prompts(config, [prompt for part in chosen for prompt in part]))
     return [Batch(index, part, [next(rows) for _ in part]) for index, part in enumerate(chosen)]
 
 
@@ -54,7 +54,7 @@ def seeds_of(config: RunConfig, batch: Batch, p: int, count: int) -> list[int]:
     return [stream_seed(config.seed, "explore", batch.index, p, n) for n in range(count)]
 
 
-class Exploring:
+class ExploreRewards:
     """Rewards of the first ``pool`` seeds of every prompt, by backend and steps.
 
     With ``explore.paths`` they also depend on the objective.
@@ -111,11 +111,13 @@ class Exploring:
 
     def _explore(self, config: RunConfig, name: str, steps: int, batch: Batch) -> np.ndarray:
         if name not in self._explorers:
-            trainer = trainer_of(self.config)
-            self._explorers[name] = explorer_of(self.config, trainer, self._backends[name])
+            trainer = load_trainer(self.config)
+            self._explorers[name] = load_explorer(self.config, trainer, self._backends[name])
         rows = []
         for p, prompt in enumerate(batch.prompts):
             seeds = seeds_of(self.config, batch, p, self.pool)
-            images = explored(self._explorers[name], config, batch.conditioning[p], seeds, steps)
+            images = explore_images(
+                self._explorers[name], config, batch.conditioning[p], seeds, steps
+            )
             rows.append(self.score(images, prompt))
         return np.stack(rows)

@@ -38,7 +38,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunOutcome:
     """Run of the comparison after its process exited.
 
     ``why`` is the reason for which it did not finish, or None if it did.
@@ -50,7 +50,7 @@ class Ended:
     why: str | None = None
 
 
-def run_all(comparison: Comparison, out: Path, say: Say) -> list[Ended]:
+def run_all(comparison: Comparison, out: Path, say: Say) -> list[RunOutcome]:
     """Run what is not finished.
 
     All cells run with one seed before the next seed starts, so that a period in which the machine
@@ -68,7 +68,7 @@ def run_all(comparison: Comparison, out: Path, say: Say) -> list[Ended]:
         out,
         set(states.values()) == {"finished"},
     )
-    ended: list[Ended] = []
+    ended: list[RunOutcome] = []
     config_errors: dict[str, str] = {}
     with _at_work(out, say) as lock, _Child(lock) as child:
         for number, (cell, seed) in enumerate(plan, 1):
@@ -92,7 +92,7 @@ def run_all(comparison: Comparison, out: Path, say: Say) -> list[Ended]:
                     f"{head}: {_result(path) if why is None else why}"
                     f" ({duration(time.monotonic() - started)})"
                 )
-            ended.append(Ended(cell.name, seed, path, why))
+            ended.append(RunOutcome(cell.name, seed, path, why))
     return ended
 
 
