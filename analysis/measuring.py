@@ -47,7 +47,7 @@ Generate = Callable[[Conditioning, list[int]], np.ndarray]
 def measurement_context(
     config: RunConfig, thread_count: int | None, out: Path, unscored: str
 ) -> Iterator[None]:
-    """Create the directory ``out`` and use ``asked`` CPU threads, by default as configured.
+    """Create the directory ``out`` and use ``thread_count`` CPU threads, by default as configured.
 
     Errors within the block become RunFailed or ConfigError. ``unscored`` is the explanation given
     when an image that cannot be scored ends the measurement.

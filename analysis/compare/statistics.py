@@ -69,7 +69,7 @@ def speed_up(seconds: Mean, baseline: Mean) -> float:
 
 
 def time_to(curve: Sequence[CurvePoint], gain: float) -> float | None:
-    """Return the seconds of training until the mean gain is ``gain``, or None as ``first_at``."""
+    """Return the seconds of training until the mean gain is ``gain``, as ``first_crossing``."""
     return first_crossing([(moment.seconds.mean, moment.gain.mean) for moment in curve], gain)
 
 

@@ -87,8 +87,8 @@ def _settings(wanted: TuneOptions, names: Sequence[str], own: Setting) -> list[S
         )
     if wanted.prune and (wanted.by != "seconds" or seeds_after_pruning(own.pool) < own.keep):
         raise ConfigError(
-            f"--prune: seconds are told, of the {seeds_after_pruning(own.pool)} of {own.pool} seeds that go on:"
-            f" leave --by operations out, and explore at least {2 * own.keep}"
+            f"--prune: seconds are told, of the {seeds_after_pruning(own.pool)} of {own.pool} seeds"
+            f" that go on: leave --by operations out, and explore at least {2 * own.keep}"
         )
     combinations = grid(names, wanted.steps, pools, keeps, wanted.sizes)
     return list(dict.fromkeys([own, *combinations]))
