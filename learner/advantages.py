@@ -1,4 +1,4 @@
-"""From the rewards of the samples that are trained on to advantages."""
+"""Advantages of the training samples, computed from their rewards."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from configs.rewards import Advantages
 def advantages(
     groups: Sequence[np.ndarray], settings: Advantages
 ) -> tuple[list[np.ndarray], dict[str, float]]:
-    """(A = (r - mean of the group) / (std + eps), float32 [K_g] for each group [K_g]; metrics).
+    """Return the advantages of each group and metrics: A = (r - mean of the group) / (std + eps).
 
-    ``settings`` are resolved (``RunConfig.resolved_advantages``). ``std`` is the standard deviation
-    of all rewards of the iteration ("global", arXiv 2604.06916) or of the group ("group", GRPO); of
-    the population, or where it is ``unbiased`` with n - 1 in the place of n. A group whose rewards
+    Advantages are float32 [K_g] for each group of rewards [K_g].
+
+    ``settings`` must be resolved (``RunConfig.resolved_advantages``). ``std`` is the standard
+    deviation of all rewards of the iteration ("global", arXiv 2604.06916) or of the group ("group",
+    GRPO). It is the population's, or divides by n - 1 if ``unbiased`` is set. A group whose rewards
     are all equal has zero advantages and counts in ``zero_std_ratio``. Sums are in float64.
-    Clipping is the objective's. Raises ValueError for an empty group or a reward that is not
-    finite: a failed reward never enters an advantage.
+    Advantages are not clipped here: the objective does that. Raises ValueError for an empty group
+    or a reward that is not finite, so that a failed reward never enters an advantage.
     """
     if settings.std is None or settings.eps is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Does the cheap ranking hold? Agreement of proxy and full-precision rewards of the same seeds."""
+"""Rank agreement between the proxy and the full-precision rewards of the same seeds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import numpy as np
 
 
 def agreement(proxy: np.ndarray, full: np.ndarray) -> dict[str, float]:
-    """Kendall tau-b, Spearman rho and sign agreement of rewards float [n] of n seeds of a prompt.
+    """Return Kendall tau-b, Spearman rho and the sign agreement of two reward vectors, float [n].
 
-    Sign agreement is the share of seeds that lie on the same side of their group's mean under
-    both. NaN where a side is constant or n < 2: there is nothing to rank. Takes n^2 of memory.
+    Both arguments hold the rewards of the same n seeds of one prompt. Sign agreement is the share
+    of seeds whose two rewards lie on the same side of the mean of their vector. All three are NaN
+    if either vector is constant or n < 2, as there is nothing to rank. Memory is O(n^2).
     """
-    # not scipy's, which takes a second to import and 3 ms a call: the driver asks for each prompt
+    # scipy takes a second to import and 3 ms per call, and the driver calls this for each prompt
     first, second = (np.sign(x[:, None] - x[None, :]) for x in (proxy, full))
     # each pair is counted in both orders
     of_first, of_second = (np.count_nonzero(signs) // 2 for signs in (first, second))
@@ -30,13 +31,13 @@ def agreement(proxy: np.ndarray, full: np.ndarray) -> dict[str, float]:
 
 
 def _ranks(signs: np.ndarray) -> np.ndarray:
-    """``rewards.combine.rank`` of n values, from the signs [n, n] of their differences."""
+    """Return ``rewards.combine.rank`` of n values, given the signs [n, n] of their differences."""
     count = len(signs)
     return (count - 1 + signs.sum(axis=1, dtype=np.float64)) / (count - 1) - 1.0
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Pearson's, with the bits of np.corrcoef."""
+    """Return the Pearson correlation, bit-identical to np.corrcoef."""
     rows = np.stack([a, b])
     rows -= rows.mean(axis=1)[:, None]
     products = np.dot(rows, rows.T) * (1 / (len(a) - 1))

@@ -1,4 +1,4 @@
-"""Adapters that follow the trained one: EMA, the sampling policy, and an objective's own."""
+"""Adapters that follow the trained one: EMA, the sampling policy, and those of the objective."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from learner.trained import NothingLearned
 from policy.lora import adapter_state, blend, load_adapter_state
 
 PREVIOUS = "previous"
-"""The sampling policy of one update before, kept where that explores (``explore_ahead``)."""
+"""Adapter with the sampling policy of one update before; exists if ``explore_ahead`` is set."""
 
 
 def adapters_of(config: RunConfig, objective: Objective) -> tuple[str, ...]:
-    """Names of all adapters that the learner has, the trained one first."""
+    """Return the names of all adapters of the learner, the trained one first."""
     names = {objective.sampling_adapter, *objective.policies, *objective.averages, "ema"}
     if config.explore_ahead:
         names.add(PREVIOUS)
@@ -26,8 +26,8 @@ def adapters_of(config: RunConfig, objective: Objective) -> tuple[str, ...]:
 class Averages:
     """The averages of one transformer's trained adapter.
 
-    EMA and the objective's own move after each iteration or after each of its optimizer steps
-    (``optimizer.averages``), the sampling policy after each iteration.
+    EMA and the objective's own averages move after each iteration or after each optimizer step, as
+    ``optimizer.averages`` says. The sampling policy moves after each iteration.
     """
 
     def __init__(self, config: RunConfig, objective: Objective, transformer: nn.Module) -> None:
@@ -35,24 +35,30 @@ class Averages:
         self.by_step = config.optimizer.averages != "iteration"
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """The weights of the averages that follow each optimizer step, by adapter."""
+        """Return the weights of the averages that ``after_step`` moves, by adapter."""
         names = ("ema", *self._objective.averages)
         return {name: adapter_state(self._transformer, name) for name in names}
 
     def restore(self, states: dict[str, dict[str, Tensor]]) -> None:
-        """What ``states`` returned."""
+        """Load weights that ``states`` returned."""
         for name, state in states.items():
             load_adapter_state(self._transformer, name, state)
 
     def after_step(self, done: int, step: int) -> None:
-        """``step`` = 1, 2, ... of an iteration, ``done`` iterations before it."""
+        """Move the averages after optimizer step ``step`` = 1, 2, ... of an iteration.
+
+        ``done`` is the number of iterations before this one.
+        """
         s = self._steps(done, step)
         blend(self._transformer, "ema", "current", ema_decay(self._config.ema, s))
         for name, decay_after in self._objective.averages.items():
             blend(self._transformer, name, "current", decay_after(s))
 
     def after_iteration(self, done: int) -> dict[str, float]:
-        """``done`` with this one; returns metrics. Raises NothingLearned."""
+        """Move the averages after an iteration, and return metrics.
+
+        ``done`` counts this iteration too. Raises NothingLearned as ``_move`` does.
+        """
         s = self._steps(done, 0) if self.by_step else done
         if not self.by_step:
             self._move("ema", ema_decay(self._config.ema, s), "lower ema.decay")
@@ -65,12 +71,14 @@ class Averages:
         return {"old_policy/decay": decay}
 
     def _steps(self, done: int, step: int) -> int:
-        """s of the decay schedules: optimizer steps up to ``step`` of an iteration."""
+        """Return s of the decay schedules: the number of optimizer steps made so far."""
         return done * self._config.optimizer.steps_per_iteration + step
 
     def _move(self, name: str, decay: float, advice: str) -> None:
-        """Move one average towards the trained weights. Raises NothingLearned where it does not
-        move although it should: what is evaluated and exported would be the model before training.
+        """Move one average towards the trained weights.
+
+        Raises NothingLearned if it should have moved and did not. Otherwise the model that is
+        evaluated and exported would stay the one before training.
         """
         before = adapter_state(self._transformer, name)
         blend(self._transformer, name, "current", decay)

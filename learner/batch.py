@@ -1,4 +1,4 @@
-"""What one update trains on: groups of samples, checked, in one order, kept when it fails."""
+"""Training samples of one update: grouped by prompt, checked, ordered, and saved on failure."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from policy.types import Conditioning
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt's K samples, or those of them that this replica trains on."""
+    """One prompt's K samples, or the part of them that this replica trains on."""
 
     prompt_index: int  # position in the iteration
     cond: Conditioning  # 1 row
-    # "latents" float32 [R, *latent], x0, and what else regeneration recorded, [R, ...] each
+    # "latents" float32 [R, *latent] are x0; other arrays of regeneration are [R, ...]
     samples: Record
-    rewards: np.ndarray  # float32 [K], of all
-    rows: range | None = None  # which R of the K are here; None: all
+    rewards: np.ndarray  # float32 [K], of all K samples
+    rows: range | None = None  # which R of the K samples this replica holds; None: all
 
     @property
     def here(self) -> range:
-        """Which of the K samples are here."""
+        """The indices of the samples that this replica holds, out of the K."""
         return range(len(self.rewards)) if self.rows is None else self.rows
 
     def of_here(self, values: np.ndarray) -> np.ndarray:
-        """The values, of [K], that belong to the samples here."""
+        """Return the entries of ``values`` [K] that belong to this replica's samples."""
         return values[self.here.start : self.here.stop]
 
 
 @dataclass(frozen=True)
 class TrainingSamples:
-    """What one iteration trains on: S samples of G prompts."""
+    """S training samples of G prompts: this replica's part of one iteration."""
 
     data: dict[str, Tensor]  # named tensors [S, ...] on the CPU, as in learner.objectives.Record
     advantages: Tensor  # float32 [S]
     cond: Conditioning  # G rows
     group: Tensor  # int64 [S], row of cond
     seeds: tuple[int, ...]  # [S], seed of the sample's training times and eps
-    places: np.ndarray  # int [S] ascending, among the samples of all replicas
-    total: int  # samples of the iteration
+    places: np.ndarray  # int [S] ascending, positions among the samples of all replicas
+    total: int  # samples of the iteration, of all replicas
 
     def __len__(self) -> int:
         return len(self.advantages)
@@ -60,10 +60,10 @@ def check_groups(
     latent_shape: Sequence[int],
     paths: bool,
 ) -> None:
-    """Raises ValueError for groups that cannot be trained on.
+    """Raise ValueError if the groups cannot be trained on.
 
     ``elsewhere``: the rewards [K] of prompts whose samples other replicas hold, by prompt index.
-    ``paths``: the objective trains on paths of a stochastic solver.
+    ``paths``: whether the objective trains on paths of a stochastic solver.
     """
     indices = [*(group.prompt_index for group in groups), *elsewhere]
     if len(set(indices)) != len(indices):
@@ -98,13 +98,14 @@ def joined(
     iteration: int,
     device: torch.device,
 ) -> TrainingSamples:
-    """The groups' samples, prompt after prompt, each with the seed of its own training points.
+    """Concatenate the groups' samples, prompt after prompt, each with the seed of its points.
 
-    ``advantages``: float32 [K] of every prompt of the iteration, those of other replicas too, which
-    say at which place in the whole iteration a sample stands. Raises NonFiniteTraining.
+    ``advantages``: float32 [K] of every prompt of the iteration, including those of other replicas,
+    which determine the position of each sample in the whole iteration. Raises NonFiniteTraining if
+    a recorded array is not finite.
     """
     _require_finite(groups)
-    first, total = dict[int, int](), 0  # the place of each prompt's first sample
+    first, total = dict[int, int](), 0  # position of each prompt's first sample
     for prompt in sorted(advantages):
         first[prompt], total = total, total + len(advantages[prompt])
     counts = torch.tensor([len(group.here) for group in groups], device=device)
@@ -132,6 +133,7 @@ def joined(
 
 
 def _require_finite(groups: Sequence[Group]) -> None:
+    """Raise NonFiniteTraining if an array of a group's samples is not finite."""
     for group in groups:
         for name, rows in group.samples.items():
             if not np.isfinite(rows).all():
@@ -147,7 +149,10 @@ def keep_evidence(
     adapters: Mapping[str, Tensor],
     metadata: Mapping[str, str],
 ) -> str:
-    """Save what an update failed on, with the adapters as they are; says where, or why not."""
+    """Save the data of a failed update and the adapters; return where, or why they were not saved.
+
+    The returned text is part of an error message.
+    """
     if path is None:
         return "its data were not saved, as no failure directory was given"
     tensors: dict[str, Tensor] = {}

@@ -1,5 +1,7 @@
-"""Checkpoint directories that are whole or absent: written beside, flushed to the disk, renamed.
-Safetensors and JSON only.
+"""Atomic checkpoint directories of safetensors and JSON files.
+
+A checkpoint is written under a temporary name beside its place, flushed to the disk and renamed, so
+that it is either complete or absent.
 """
 
 from __future__ import annotations
@@ -29,58 +31,61 @@ STEP = re.compile(r"step_(\d{6,})(\.replaced)?")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read. One line: which, why, and what to do."""
+    """A checkpoint cannot be written or read. The message is one line: which, why, what to do."""
 
 
 def step_directory(root: str | Path, step: int) -> Path:
-    """``root/step_000010`` for step 10."""
+    """Return the path of a step's checkpoint: ``root/step_000010`` for step 10."""
     return Path(root) / f"step_{step:06d}"
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
-    """The whole checkpoint of the highest step under ``root``, or None. What was left unfinished
-    has another name. Raises CheckpointError where nobody can know.
+    """Return the complete checkpoint of the highest step under ``root``, or None.
+
+    Unfinished checkpoints have other names and are ignored. Raises CheckpointError if the directory
+    cannot be read.
     """
-    found = _whole(Path(root))
-    return found[-1] if found else None
+    complete = _complete(Path(root))
+    return complete[-1] if complete else None
 
 
 def find(rundir: RunDirectory, step: int | None) -> Path:
-    """The checkpoint of ``step``, or the last one, of a run. Raises ConfigError: there is none, or
-    nobody can know.
+    """Return a run's checkpoint of ``step``, or its last one if ``step`` is None.
+
+    Raises ConfigError if there is no such checkpoint, or if the directory cannot be read.
     """
     root = rundir.checkpoints
     try:
-        whole = _whole(root)
+        complete = _complete(root)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
     if step is None:
-        path = whole[-1] if whole else None
+        path = complete[-1] if complete else None
     else:
-        # also one that a kill left under the name ``.replaced``
+        # a process that was killed while replacing a checkpoint leaves it as ``.replaced``
         path = next(
-            (found for found in whole if step_of(found) == step), step_directory(root, step)
+            (each for each in complete if step_of(each) == step), step_directory(root, step)
         )
     if path is None or not path.is_dir():
-        there = ", ".join(str(step_of(found)) for found in whole) or "none"
-        wanted = "no checkpoint yet" if step is None else f"no checkpoint {step}"
-        raise ConfigError(f"{rundir.path}: {wanted}; there are: {there}")
+        steps = ", ".join(str(step_of(each)) for each in complete) or "none"
+        missing = "no checkpoint yet" if step is None else f"no checkpoint {step}"
+        raise ConfigError(f"{rundir.path}: {missing}; there are: {steps}")
     return path
 
 
 def step_of(path: Path) -> int:
-    """10 of ``step_000010``, and of ``step_000010.replaced``."""
+    """Return the step of a checkpoint: 10 for ``step_000010`` and ``step_000010.replaced``."""
     return int(path.name.removeprefix("step_").removesuffix(".replaced"))
 
 
 def write(
     path: str | Path, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
 ) -> None:
-    """Write the directory ``path``: a safetensors file per entry of ``files`` (without ending), and
-    ``state`` as JSON.
+    """Write a checkpoint directory: one safetensors file per entry of ``files``, state as JSON.
 
-    A kill or a full disk at any instant leaves either nothing or all of it at ``path``, and never
-    harms another checkpoint. Raises CheckpointError.
+    Keys of ``files`` are file names without suffix. If the process is killed or the disk is full,
+    ``path`` has either nothing or everything, and other checkpoints are never harmed. Raises
+    CheckpointError.
     """
     path = Path(path)
     try:
@@ -111,9 +116,9 @@ def write(
 
 
 def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], Tree]:
-    """(files, state) as given to ``write``, tensors on the CPU, every sha256 compared.
+    """Return (files, state) as passed to ``write``, with tensors on the CPU.
 
-    Raises CheckpointError.
+    Raises CheckpointError if the checkpoint cannot be read or a file's sha256 does not match.
     """
     path = Path(path)
     try:
@@ -152,56 +157,60 @@ def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], Tree]:
 
 
 def prune(root: str | Path, keep_last: int) -> None:
-    """Remove all but the ``keep_last`` highest steps under ``root``, oldest first. Needs
-    ``keep_last`` >= 1.
+    """Remove all but the ``keep_last`` highest steps under ``root``, oldest first.
+
+    Raises ValueError if ``keep_last`` is less than 1.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}: the last checkpoint must stay")
-    for old in _whole(Path(root))[:-keep_last]:
-        # renamed first: a kill must not leave part of one under a checkpoint's name
-        doomed = atomic.unfinished(old)
-        os.rename(old, doomed)
-        shutil.rmtree(doomed)
+    for old in _complete(Path(root))[:-keep_last]:
+        # renamed first: if the process is killed now, no partial checkpoint keeps a valid name
+        discarded = atomic.unfinished(old)
+        os.rename(old, discarded)
+        shutil.rmtree(discarded)
 
 
 def save_tensors(
     path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """One safetensors file, whole or absent. Raises OSError."""
+    """Write one safetensors file atomically. Raises OSError."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write_bytes(path, _bytes_of(tensors, dict(metadata)))
 
 
 def _bytes_of(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    there = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-    return safetensors.torch.save(there, metadata)
+    """Serialize tensors, from any device, in the safetensors format."""
+    on_cpu = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    return safetensors.torch.save(on_cpu, metadata)
 
 
 def require_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str) -> None:
-    """Raise CheckpointError, naming the first, unless names, shapes and dtypes agree."""
+    """Raise CheckpointError unless names, shapes and dtypes agree; name the first difference."""
     for name in sorted({*found, *wanted}):
         a, b = found.get(name), wanted.get(name)
         if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-            said = [
+            described = [
                 "absent" if t is None else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
                 for t in (a, b)
             ]
             raise CheckpointError(
-                f"{what}: {name!r} is {said[0]} in the checkpoint but {said[1]} in this run: use"
-                " the configuration it was made with"
+                f"{what}: {name!r} is {described[0]} in the checkpoint but {described[1]} in this"
+                " run: use the configuration it was made with"
             )
 
 
-def _whole(root: Path) -> list[Path]:
-    """Whole checkpoints, lowest step first. A replaced one counts only while its replacement is not
-    in place. Raises CheckpointError where they cannot be looked at: a run without the right to
-    would go back to its beginning.
+def _complete(root: Path) -> list[Path]:
+    """Return the complete checkpoints, lowest step first.
+
+    A ``.replaced`` directory counts only while its replacement is not in place. Raises
+    CheckpointError if the directory cannot be read: a run without permission to read it would
+    otherwise start from the beginning.
     """
     steps: dict[int, Path] = {}
     try:
-        # not ``glob``, which passes over what it has no right to. Backwards: "step_000001.replaced"
-        # before "step_000001", which then takes its place
+        # not ``glob``, which silently skips directories without read permission. In reverse order,
+        # "step_000001.replaced" comes before "step_000001", which then overrides it
         for name in sorted(os.listdir(root), reverse=True):
             match = STEP.fullmatch(name)
             if match and (root / name / STATE).is_file():
@@ -216,6 +225,9 @@ def _whole(root: Path) -> list[Path]:
 
 
 def _clear_unfinished(root: Path) -> None:
-    """Remove what earlier processes left unfinished; one process at a time writes checkpoints."""
+    """Remove unfinished directories of earlier processes.
+
+    Safe because only one process at a time writes checkpoints.
+    """
     for path in root.glob(".step_*.unfinished-*"):
         shutil.rmtree(path, ignore_errors=True)

@@ -1,5 +1,6 @@
-"""Which optimizer step of an iteration each sample goes to, and how long replicas wait for others
-in them.
+"""Assignment of an iteration's samples to optimizer steps, and the waiting time it causes.
+
+Replicas synchronize after every step, so a step takes as long as its busiest replica.
 """
 
 from __future__ import annotations
@@ -11,27 +12,27 @@ import numpy as np
 from configs.training import Optimizer
 
 TRIED = 8
-"""Updates that a mean over random deals is taken of."""
+"""Number of random assignments that ``Dealing.waiting`` averages over."""
 
 
 @dataclass(frozen=True)
 class Dealing:
-    """To so many ``steps``; ``even`` or at random, see ``Optimizer.deal``."""
+    """Assignment of samples to optimizer steps, evenly or at random (``Optimizer.deal``)."""
 
     steps: int = 1
     even: bool = False
 
     @classmethod
     def of(cls, settings: Optimizer) -> Dealing:
-        """As configured."""
+        """Return the assignment that is configured."""
         return cls(settings.steps_per_iteration, settings.deal == "even")
 
     def steps_of(self, total: int, seed: int) -> np.ndarray:
-        """The optimizer step, int [total] from 0, of each of an iteration's samples in their order.
+        """Return the optimizer step of each sample of an iteration: int [total], counted from 0.
 
-        Steps have equal numbers of samples, to one. Even: each ``steps`` samples that follow each
-        other go to different steps, so that each prompt and each replica has an equal number in
-        every step too, to two.
+        The sizes of the steps differ by at most one sample. If ``even``, every run of ``steps``
+        consecutive samples goes to different steps, so that the number of samples of each prompt
+        and of each replica differs by at most two between steps.
         """
         steps = min(self.steps, total)
         if steps <= 1:
@@ -40,15 +41,17 @@ class Dealing:
         if self.even:
             rows = np.tile(np.arange(steps), (-(-total // steps), 1))
             return rng.permuted(rows, axis=1).reshape(-1)[:total]
-        # samples come by prompt: dealt in order, a step would see some of the prompts only
-        order, found = rng.permutation(total), np.empty(total, np.int64)
+        # samples are sorted by prompt: without the shuffle a step would see only some prompts
+        order, assigned = rng.permutation(total), np.empty(total, np.int64)
         for step, part in enumerate(np.array_split(order, steps)):
-            found[part] = step
-        return found
+            assigned[part] = step
+        return assigned
 
     def busiest(self, owners: np.ndarray, seed: int) -> int:
-        """Samples of each step's busiest replica, added up: what an update lasts, as all replicas
-        wait for each other after every step. ``owners``: the replica, int [total], of each sample.
+        """Return the duration of an update in samples: the sum over steps of the busiest replica.
+
+        All replicas wait for each other after every step. ``owners``: the replica of each sample,
+        int [total].
         """
         dealt = self.steps_of(len(owners), seed)
         counts = np.zeros((int(dealt.max()) + 1, int(owners.max()) + 1), np.int64)
@@ -56,8 +59,9 @@ class Dealing:
         return int(counts.max(axis=1).sum())
 
     def waiting(self, owners: np.ndarray) -> float:
-        """How many times longer an update lasts than its busiest replica computes: the mean of
-        ``TRIED`` updates.
+        """Return the ratio of an update's duration to the busiest replica's computing time.
+
+        It is the mean over ``TRIED`` seeds. ``owners`` as in ``busiest``.
         """
         mean = sum(self.busiest(owners, seed) for seed in range(TRIED)) / TRIED
         return mean / int(np.bincount(owners).max())

@@ -1,4 +1,4 @@
-"""How far two arrays are apart. Imports no torch: the driver compares too."""
+"""Relative distance of two arrays. Does not import torch, as the driver uses it too."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import numpy as np
 
 
 def relative_distance(a: np.ndarray, b: np.ndarray) -> float:
-    """|a - b| / |b| over all elements; 0 for equal bits, infinite where one is not finite."""
+    """Return |a - b| / |b| over all elements.
+
+    It is 0 for equal bits. It is infinite if shapes differ, if only b is zero, or if a or b has
+    values that are not finite.
+    """
     if a.shape != b.shape:
         return math.inf
     if a.tobytes() == b.tobytes():
         return 0.0
     gap = np.linalg.norm((a - b).astype(np.float64).ravel())
     size = np.linalg.norm(b.astype(np.float64).ravel())
-    found = float(gap / size) if size else math.inf
-    return found if math.isfinite(found) else math.inf
+    ratio = float(gap / size) if size else math.inf
+    return ratio if math.isfinite(ratio) else math.inf

@@ -1,4 +1,4 @@
-"""The sampling policy in the rollout actors' format: backend, modules, and the packing."""
+"""Export of the sampling policy: merge an adapter and pack the weights for the rollout actors."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class PolicyExporter:
 
     @property
     def table(self) -> list[dict[str, object]]:
-        """A row (name, shape, quantized, why, backend) per module with a weight matrix.
+        """One row (name, shape, quantized, why, backend) per module with a weight matrix.
 
-        As of the last export; empty where nobody explores.
+        It describes the last export, and is empty if the arm does not explore.
         """
         if not self.config.plan.explore:
             return []
@@ -44,9 +44,10 @@ class PolicyExporter:
         return [{**asdict(row), "backend": backend.name} for row in self._rows]
 
     def export(self, adapter: str, version: int, backend: str | None = None) -> Export:
-        """``adapter`` merged and packed for ``backend``; None: as before, at first as configured.
+        """Merge ``adapter`` into the weights and pack them for ``backend``.
 
-        Raises NonFiniteWeights naming the module, ValueError for an arm that explores nothing.
+        If ``backend`` is None, the one of the last export is used, at first the configured one.
+        Raises NonFiniteWeights, which names the module, and ValueError if the arm does not explore.
         """
         chosen, explore = self._chosen(backend), self.config.explore
         if self._publisher is None:
@@ -64,10 +65,11 @@ class PolicyExporter:
     def probe(
         self, cond: Conditioning, version: int, seeds: Sequence[int], steps: int, solver: str
     ) -> tuple[np.ndarray, str, float]:
-        """What the packed weights of the last export make of a few seeds on this device:
-        (latents float32 [B, *latent], kind of arithmetic, bound), as ``learner.identity`` says.
+        """Sample a few seeds on this device from the packed weights of the last export.
 
-        Raises ValueError when the last export was another version.
+        Returns (latents float32 [B, *latent], kind of arithmetic, bound) as
+        ``learner.identity.recomputed`` does. Raises ValueError if the last export was another
+        version.
         """
         if self._exported is None or self._exported[0].version != version or not self._backend:
             raise ValueError(f"version {version} is not the one that was exported last")
@@ -78,18 +80,22 @@ class PolicyExporter:
         )  # fmt: skip
 
     def _guided(self) -> Guided | None:
-        explored = self.config.plan.explore
-        return Guided.at(self.config.guidance, explored.guidance) if explored else None
+        """Return the guidance of exploring, or None."""
+        explore = self.config.plan.explore
+        return Guided.at(self.config.guidance, explore.guidance) if explore else None
 
     def _chosen(self, backend: str | None) -> Backend:
-        """The rollout actors' backend, ``backend`` from now on where it is given."""
+        """Return the rollout actors' backend; switch to ``backend`` if it is not None.
+
+        Raises ValueError if the arm does not explore.
+        """
         plan = self.config.plan.explore
         if plan is None:
             raise ValueError(
                 f"arm {self.config.arm!r} explores nothing, so there is nothing to export"
             )
         if self._backend is None:
-            # until rollout actors say what they took: what they would take where a GPU is seen here
+            # rollout actors have not reported their backend yet: predict what they will choose
             on_gpu = self.config.services.rollout.gpus and torch.cuda.is_available()
             self._use(packing_backend(plan.backend, "cuda" if on_gpu else "cpu"))
         if backend is not None and self._backend is not None and backend != self._backend.name:
@@ -98,6 +104,7 @@ class PolicyExporter:
         return self._backend
 
     def _use(self, backend: Backend) -> None:
+        """Switch to a backend. Raises ValueError if it would explore another model than trained."""
         if self.config.lora.base != "full" and not backend.quantizes:
             raise ValueError(
                 f"lora.base = {self.config.lora.base!r}: exploring in {backend.name} would explore"
@@ -105,5 +112,5 @@ class PolicyExporter:
             )
         unquantized = self.config.explore.modules_to_not_convert
         self._rows = quantize_plan(self.transformer, self.family, unquantized, backend)
-        # statistics compare exports of one format only, so the next one starts afresh
+        # statistics compare exports of one format only, so a new publisher starts without history
         self._backend, self._publisher = backend, None

@@ -1,4 +1,4 @@
-"""Sampling at full precision, with any of the learner's adapters: to regenerate, to evaluate."""
+"""Full-precision sampling with any of the learner's adapters, to regenerate and to evaluate."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ COMPILE = "regenerate.compile"
 
 
 class Generator:
-    """Samples and images of seeds, by a denoiser with adapters.
+    """Generator of samples and images from seeds, with a denoiser that has adapters.
 
-    Where the base is sharded, all ``replicas`` go through it together.
+    If the base model is sharded, every forward pass needs all ``replicas``.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Generator:
         self.config, self.family = config, family
         self.transformer, self.objective, self.adapters = transformer, objective, adapters
         self.replicas, self.sharded, self.device = Replicas(), sharded, device
-        self.updates = 0  # that were made: a window of a path's steps is a function of it
+        self.updates = 0  # made so far: the window of a path's stochastic steps depends on it
         self._denoiser = (
             compiled(transformer, device, COMPILE) if config.regenerate.compile else transformer
         )
@@ -67,41 +67,46 @@ class Generator:
         guidance: float | None = None,
         start: int | None = None,
     ) -> tuple[Record, np.ndarray]:
-        """(samples, images of ``Family.decode``) of K seeds; samples has "latents" float32 [K,
-        *latent].
+        """Generate K seeds; return (samples, images as ``Family.decode`` returns them).
 
-        With the objective's stochastic solver it also has "states" float32 [K, T + 1, *latent] and
-        "log_probs" float32 [K, T], and with a window "stochastic" float32 [K, T], 1 inside it. cond
-        has one row, for all seeds, or K. ``weights`` is "current", "old", "ema" or "base" (adapters
-        off); None is the sampling policy. What is not given is as in ``[regenerate]``. Paths begin
-        at the noise of the seed ``start``, or each at that of its own.
+        ``samples`` has "latents" float32 [K, *latent]. With the objective's stochastic solver it
+        also has "states" float32 [K, T + 1, *latent] and "log_probs" float32 [K, T], and with a
+        window also "stochastic" float32 [K, T], which is 1 inside the window. ``cond`` has one row
+        for all seeds, or K rows. ``weights`` is the name of an adapter, such as "current", "old" or
+        "ema", or "base" (adapters off); None is the sampling policy. Other arguments default to
+        ``[regenerate]`` and ``[guidance]``. ``start``: the seed of one initial noise for all paths;
+        None: each seed has its own.
 
-        The adapter is merged into the weights, in their precision. Not so for paths, whose density
-        is one of the policy that is trained: merging rounds it to another; nor where ``lora.base``
-        packs the weights.
+        The adapter is merged into the weights, in their precision, with two exceptions: paths,
+        whose log-probabilities must be those of the trained policy, while merging rounds it to a
+        slightly different one; and if ``lora.base`` packs the weights.
         """
         settings = self.config.regenerate
         size, scales = batch_size or settings.batch_size, self.config.guidance
         guided = Guided.at(scales, scales.regenerate if guidance is None else guidance)
         rows = cond.repeat(len(seeds)) if len(cond) == 1 else cond
-        steps, (name, how) = steps or settings.steps, self._way(weights, solver)
+        steps, (name, chosen) = steps or settings.steps, self._resolve(weights, solver)
         velocities = 2 if guided is not None and not guided.one_pass else 1
-        with self._going(name, how, velocities * steps * -(-len(seeds) // size)):
-            samples = self._sample(rows, list(seeds), steps, how, size, guided, start)
-        # once the merged weights are gone: both take memory
+        with self._denoising(name, chosen, velocities * steps * -(-len(seeds) // size)):
+            samples = self._sample(rows, list(seeds), steps, chosen, size, guided, start)
+        # after the merged weights are released: they and the decoder both need memory
         with torch.no_grad(), compile_failures(COMPILE):
             images = self.family.decode(self._decoder, samples["latents"], batch_size=size)
         return {key: tensor.numpy() for key, tensor in samples.items()}, images.numpy()
 
     def stand_by(self, weights: str | None = None, solver: str | None = None) -> None:
-        """Go along while other replicas ``generate`` with these: where the base is sharded, they
-        cannot without this one.
+        """Take part in the forward passes of other replicas that ``generate`` with these arguments.
+
+        Needed if the base is sharded, as their passes gather this replica's shards.
         """
-        with self._going(*self._way(weights, solver), 0):
+        with self._denoising(*self._resolve(weights, solver), 0):
             pass
 
-    def _way(self, weights: str | None, solver: str | None) -> tuple[str, PathSolver | str]:
-        """(which weights, what samples with them), by the arguments of ``generate``."""
+    def _resolve(self, weights: str | None, solver: str | None) -> tuple[str, PathSolver | str]:
+        """Return (name of the weights, solver) for these arguments of ``generate``.
+
+        Raises ValueError if the name is unknown.
+        """
         name = self.objective.sampling_adapter if weights is None else weights
         if name != "base" and name not in self.adapters:
             raise ValueError(
@@ -111,9 +116,9 @@ class Generator:
         return name, paths if paths is not None and paths.name == solver else solver
 
     @contextmanager
-    def _going(self, name: str, how: PathSolver | str, passes: int) -> Iterator[None]:
-        """Within the block the denoiser has these weights; ``passes`` go through it."""
-        merges = isinstance(how, str) and self.config.lora.base == "full"
+    def _denoising(self, name: str, solver: PathSolver | str, passes: int) -> Iterator[None]:
+        """Use these weights in the denoiser within the block, which makes ``passes`` passes."""
+        merges = isinstance(solver, str) and self.config.lora.base == "full"
         what = f"{name}, {'merged' if merges else 'beside'}"
         with (
             torch.no_grad(),
@@ -134,7 +139,7 @@ class Generator:
         guided: Guided | None,
         start: int | None,
     ) -> dict[str, Tensor]:
-        """The samples of ``generate``."""
+        """Return the samples of ``generate``."""
         family, denoiser = self.family, self._denoiser
         if isinstance(solver, str):
             return {"latents": sample(family, denoiser, rows, seeds, steps, solver, size, guided)}
@@ -142,8 +147,8 @@ class Generator:
         assert isinstance(settings, PathSettings)
         plan = PathPlan.of(settings, steps, self.updates, self.config.seed)
         starts, streams = plan.noise_of(seeds, start)
-        drawn = sample_paths(
+        paths = sample_paths(
             family, denoiser, rows, starts, streams, steps, solver, size, guided, plan.window
         )
-        found = {"latents": drawn.latents, "states": drawn.states, "log_probs": drawn.log_probs}
-        return found if plan.window is None else found | {"stochastic": drawn.stochastic}
+        record = {"latents": paths.latents, "states": paths.states, "log_probs": paths.log_probs}
+        return record if plan.window is None else record | {"stochastic": paths.stochastic}
