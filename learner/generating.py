@@ -73,9 +73,9 @@ class Generator:
         also has "states" float32 [K, T + 1, *latent] and "log_probs" float32 [K, T], and with a
         window also "stochastic" float32 [K, T], which is 1 inside the window. ``cond`` has one row
         for all seeds, or K rows. ``weights`` is the name of an adapter, such as "current", "old" or
-        "ema", or "base" (adapters off); None is the sampling policy. Other arguments default to
-        ``[regenerate]`` and ``[guidance]``. ``start``: the seed of one initial noise for all paths;
-        None: each seed has its own.
+        "ema", or "base" (adapters off); None is the sampling policy. Other arguments default to the
+        configuration. ``start``: the seed of one initial noise for all paths; None: each seed has
+        its own.
 
         The adapter is merged into the weights, in their precision, with two exceptions: paths,
         whose log-probabilities must be those of the trained policy, while merging rounds it to a

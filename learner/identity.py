@@ -1,8 +1,8 @@
-"""The learner's side of the policy identity check: its own images from the weights it published.
+"""The learner's side of the policy identity check: sampling from the weights that it published.
 
-A rollout actor acknowledges checksums of bytes that arrived. That its denoiser computes with them
-is shown by what it computes: latents of given seeds must be those that the learner computes from
-the same bytes, to the bit where device and kernels are the same.
+A rollout actor acknowledges the checksums of the bytes that arrived. To verify that its denoiser
+also computes with them, its latents for a few seeds are compared with those that the learner
+computes from the same bytes. They must be bit-identical if device and kernels are the same.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from policy.sharding import sharded
 from policy.types import DTYPES, Conditioning
 
 SAFETY = 8.0
-"""Factor over the expected distance: one image in few steps is a small sample of roundings."""
+"""Factor on the expected distance: one image in few steps is a small sample of rounding errors."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is generated: one row of conditioning, B seeds."""
+    """What to sample in an identity check: one row of conditioning, B seeds."""
 
     cond: Conditioning
     seeds: Sequence[int]
@@ -54,31 +54,35 @@ def recomputed(
     shards: Sequence[np.ndarray],
     asked: Asked,
 ) -> tuple[np.ndarray, str, float]:
-    """(latents float32 [B, *latent], kind of arithmetic, bound) from packed weights.
+    """Sample from packed weights; return (latents float32 [B, *latent], kind of arithmetic, bound).
 
-    ``transformer`` is the learner's own, with adapters; it stays as it is. What is needed beside it
-    on ``device`` is the packed weights, until this returns. ``bound`` is the relative distance that
-    other kernels may make of rounding: the sums of S steps through L layers are rounded S L times,
-    twice as often with guidance, independently, each at most as far as a change of the conditioning
-    by the machine epsilon carries, which is measured here; times ``SAFETY``.
+    ``transformer`` is the learner's own, with adapters, and is not changed. While this runs,
+    ``device`` must hold the packed weights in addition. Two results whose kinds of arithmetic are
+    equal must be bit-identical.
+
+    ``bound`` is the relative distance from these latents that rounding in other kernels may cause.
+    S steps through L layers round their sums S L times, twice as often with guidance, and
+    independently of each other. The effect of one rounding is estimated by changing the
+    conditioning by the machine epsilon, so the bound is this effect times the square root of the
+    number of roundings times ``SAFETY``.
     """
-    runs = backend if backend.unavailable(device) is None else _emulation(backend, device)
+    chosen = backend if backend.unavailable(device) is None else _emulation(backend, device)
     loaded = DTYPES[config.regenerate.precision]
-    width = runs.dtype or loaded
-    own = (
-        family.load_transformer("cpu", width)  # of which the learner has a share only
+    dtype = chosen.dtype or loaded
+    twin = (
+        family.load_transformer("cpu", dtype)  # loaded again: the learner holds only its shards
         if any(sharded(parameter) is not None for parameter in transformer.parameters())
-        else bare_copy(transformer, loaded, width)
+        else bare_copy(transformer, loaded, dtype)
     )
     unpacked = {entry.name.removesuffix(".weight") for entry in manifest.entries}
-    _own_weights(own, unpacked)
+    _reallocate_weights(twin, unpacked)
     service = config.services.rollout
     with torch.no_grad(), threads(service.threads), tf32(device, service.tf32):
         smaller = config.explored_model != config.model
         policy = PackedPolicy(
             family_for(config.explored_model) if smaller else family,
-            runs,
-            own,
+            chosen,
+            twin,
             config.explore.modules_to_not_convert,
             device,
             config.explore.activation_amax,
@@ -86,19 +90,20 @@ def recomputed(
             full=family if smaller else None,
         )
         policy.load(manifest, shards)
-        how = (asked.seeds, asked.steps, asked.solver, asked.guided)
-        latents = policy.latents(asked.cond, *how)
-        moved = policy.latents(_nudged(asked.cond, torch.finfo(width).eps), *how)
+        arguments = (asked.seeds, asked.steps, asked.solver, asked.guided)
+        latents = policy.latents(asked.cond, *arguments)
+        nudged = policy.latents(_nudged(asked.cond, torch.finfo(dtype).eps), *arguments)
     roundings = asked.steps * len(policy.plan) * (2 if asked.guided else 1)
-    bound = SAFETY * math.sqrt(roundings) * relative_distance(moved.numpy(), latents.numpy())
-    return latents.numpy(), computing(device, runs.name), bound
+    bound = SAFETY * math.sqrt(roundings) * relative_distance(nudged.numpy(), latents.numpy())
+    return latents.numpy(), computing(device, chosen.name), bound
 
 
 def bare_copy(transformer: nn.Module, loaded: torch.dtype, wanted: torch.dtype) -> nn.Module:
-    """The modules of ``transformer`` again, without adapters, on the same memory.
+    """Copy the modules of ``transformer`` without its adapters, sharing the tensors' memory.
 
-    Where ``wanted`` is another type than it was ``loaded`` in, parameters of the latter are
-    converted, into memory of their own; what a family keeps in float32 stays.
+    If ``wanted`` differs from the dtype in which the model was ``loaded``, base parameters of dtype
+    ``loaded`` are converted, which allocates memory. Parameters that a family keeps in float32 are
+    not.
     """
     base = {name for name, _ in transformer.named_parameters() if ".lora_" not in name}
     shared: dict[int, Tensor] = {id(buffer): buffer for buffer in transformer.buffers()}
@@ -117,8 +122,8 @@ def bare_copy(transformer: nn.Module, loaded: torch.dtype, wanted: torch.dtype) 
     return twin
 
 
-def _own_weights(transformer: nn.Module, names: set[str]) -> None:
-    """Give modules whose weights will be copied into memory of their own: it was the learner's."""
+def _reallocate_weights(transformer: nn.Module, names: set[str]) -> None:
+    """Allocate new weights for these modules, as loading would overwrite the learner's memory."""
     for name, module in transformer.named_modules():
         weight = getattr(module, "weight", None)
         if name in names and isinstance(weight, nn.Parameter):
@@ -126,7 +131,7 @@ def _own_weights(transformer: nn.Module, names: set[str]) -> None:
 
 
 def _emulation(backend: Backend, device: torch.device) -> Backend:
-    """A backend of the same format that runs on ``device``. Raises ValueError where none does."""
+    """Return a backend of the same format that runs on ``device``, or raise ValueError."""
     for other in BACKENDS.values():
         if other.wire_format == backend.wire_format and other.unavailable(device) is None:
             return other
@@ -137,13 +142,13 @@ def _emulation(backend: Backend, device: torch.device) -> Backend:
 
 
 def _nudged(cond: Conditioning, eps: float) -> Conditioning:
-    """Every number of the conditioning larger or smaller by one part in 1 / ``eps``, at random."""
+    """Return the conditioning with every number multiplied by 1 + eps or 1 - eps at random."""
     generator = torch.Generator().manual_seed(0)
 
-    def moved(tensor: Tensor) -> Tensor:
+    def nudged(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
         sign = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
         return tensor * (1 + eps * sign).to(tensor.device, tensor.dtype)
 
-    return cond.each(moved)
+    return cond.each(nudged)

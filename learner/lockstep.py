@@ -1,8 +1,9 @@
-"""Replicas that hold a share of the base each: every pass through the denoiser takes all of them.
+"""Lockstep execution for replicas that each hold a shard of the base model.
 
-So all make the same number of passes, in the same order. How many each has to make differs: prompts
-have different numbers of samples, and a replica may have nothing to generate. Those that have fewer
-go through the denoiser for the others, and what comes of it is dropped.
+Every forward or backward pass gathers shards from all replicas, so all must make the same number of
+passes in the same order. But their work differs: prompts have different numbers of samples, and a
+replica may have nothing to generate. Replicas with fewer passes make idle ones, whose results are
+dropped.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from records.errors import first_line
 
 
 class OutOfStep(RuntimeError):
-    """Replicas that should go through the denoiser together were asked for different things."""
+    """Replicas that must run the denoiser together were called with different requests."""
 
 
 @contextmanager
 def collective(replicas: Replicas, doing: str) -> Iterator[None]:
-    """Raises GroupBroken for a replica that is lost within the block."""
+    """Convert torch.distributed's errors within the block to GroupBroken."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, GroupBroken) or not _of_the_group(error):
+        if isinstance(error, GroupBroken) or not _is_distributed_error(error):
             raise
         reason = first_line(error)
         raise GroupBroken(
@@ -43,52 +44,53 @@ def collective(replicas: Replicas, doing: str) -> Iterator[None]:
         ) from None
 
 
-def _of_the_group(error: RuntimeError) -> bool:
-    """Whether torch.distributed raised it: gloo has no class of its own."""
+def _is_distributed_error(error: RuntimeError) -> bool:
+    """Return True if torch.distributed raised the error; gloo has no error class of its own."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 class Passes:
-    """Generating in lock step, without gradients."""
+    """Lockstep forward passes of the denoiser, without gradients, for generating."""
 
     def __init__(self, family: Family, transformer: nn.Module, device: torch.device) -> None:
         self.family, self.transformer, self.device = family, transformer, device
 
     @contextmanager
     def together(self, replicas: Replicas, what: str, own: int) -> Iterator[None]:
-        """Within the block this replica makes ``own`` passes, and as many as the busiest one when
-        it ends. ``what`` must be the same on all: which weights they go through. Raises OutOfStep,
-        GroupBroken.
+        """Run a block that makes ``own`` passes, then idle ones up to the busiest replica's count.
+
+        ``what`` names the weights that are used and must be the same on all replicas. Raises
+        OutOfStep if it is not or if the block made another number of passes, and GroupBroken.
         """
-        told = replicas.exchange([what, own])
-        if len({name for name, _ in told}) > 1:
-            names = ", ".join(name for name, _ in told)
+        requests = replicas.exchange([what, own])
+        if len({name for name, _ in requests}) > 1:
+            names = ", ".join(name for name, _ in requests)
             raise OutOfStep(f"replicas were asked to go through different weights: {names}")
         made: list[object] = []
-        # counted on the denoiser itself: a solver may take more passes than steps
+        # counted on the denoiser itself: a solver may make more passes than steps
         hook = self.transformer.register_forward_hook(lambda *_: made.append(None))
         try:
             with collective(replicas, "generating"):
                 yield
                 if len(made) != own:
                     raise OutOfStep(f"{len(made)} passes were made, {own} were announced")
-                for _ in range(max(count for _, count in told) - own):
-                    self._one()
+                for _ in range(max(count for _, count in requests) - own):
+                    self._idle_pass()
         finally:
             hook.remove()
 
     @torch.no_grad()
-    def _one(self) -> None:
-        """A pass of one image; nobody looks at it."""
+    def _idle_pass(self) -> None:
+        """Make a pass of one image and drop its result."""
         dtype = next(self.transformer.parameters()).dtype
         cond = conditioning_like(self.family, 1, dtype, self.device)
-        # one image, whatever the batches of the others: what blocks gather does not depend on it
+        # the shards that blocks gather do not depend on the batch size, so one image is enough
         x = torch.zeros(1, *self.family.latent_shape, device=self.device)
         self.family.velocity(self.transformer, x, torch.tensor(0.5, device=self.device), cond)
 
 
 class LockstepUpdater(Updater):
-    """An updater that goes through as many micro-batches on every replica."""
+    """Updater that makes the same number of passes on every replica."""
 
     def _gradients(
         self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
@@ -100,11 +102,11 @@ class LockstepUpdater(Updater):
         with collective(self.replicas, "training"):
             idle = self._any_points(samples, sigmas)
             most = max(self.replicas.exchange(len(batches)))
-            total, bad = self._turns(samples, batches, most, idle, sums)
-            # a diagnosis takes passes too, so all make one where any has to
+            total, bad = self._run_batches(samples, batches, most, idle, sums)
+            # a diagnosis makes passes too: if one replica needs it, all take part
             if any(self.replicas.exchange(bad is not None)):
-                found = self._diagnose(samples, *(bad or (idle, "")))
-                error = found if bad else None
+                diagnosis = self._diagnose(samples, *(bad or (idle, "")))
+                error = diagnosis if bad else None
 
         def outcome() -> int:
             if error is not None:
@@ -115,7 +117,7 @@ class LockstepUpdater(Updater):
         _, counts = self.replicas.together(outcome)
         return sum(int(count or 0) for count in counts)
 
-    def _turns(
+    def _run_batches(
         self,
         samples: TrainingSamples,
         batches: list[Points],
@@ -123,37 +125,39 @@ class LockstepUpdater(Updater):
         idle: Points,
         sums: dict[str, float],
     ) -> tuple[int, tuple[Points, str] | None]:
-        """(points learned from, the first with a loss that is not finite and what it is) of
-        ``most`` turns: those without a batch of their own, and those after such a loss, are idle.
+        """Make ``most`` forward and backward passes over this replica's batches, then ``idle``.
+
+        Returns (number of points learned from, (points, what is wrong) of the first batch whose
+        loss is not finite, or None). After such a batch the remaining passes are idle too.
         """
         total, bad = 0, None
         for turn in range(most):
-            mine = turn < len(batches) and bad is None
-            points = batches[turn] if mine else idle
-            with nullcontext() if mine else self._dropped():
+            has_batch = turn < len(batches) and bad is None
+            points = batches[turn] if has_batch else idle
+            with nullcontext() if has_batch else self._gradients_dropped():
                 loss, metrics = self._forward(samples, points)
-                # idle or not: in the backward pass, too, every block gathers its weights
+                # idle passes too: every block also gathers its weights in the backward pass
                 (loss * len(points)).backward()
-            if mine and not bool(torch.isfinite(loss)):
+            if has_batch and not bool(torch.isfinite(loss)):
                 bad = (points, f"the loss is {loss.item()}")
-            elif mine:
+            elif has_batch:
                 total += len(points)
                 for name, value in metrics.items():
                     sums[name] += value.item() * len(points)
         return total, bad
 
     def _any_points(self, samples: TrainingSamples, sigmas: Tensor) -> Points:
-        """A point of this replica's first sample."""
+        """Return one point of this replica's first sample, for idle passes."""
         rng = np.random.Generator(np.random.Philox(key=samples.seeds[0]))
         first = {name: rows[:1] for name, rows in samples.data.items()}
         points = self.objective.points(first, sigmas, rng).of_samples(0)
         return points.rows(slice(0, 1)).to(self.device)
 
     @contextmanager
-    def _dropped(self) -> Iterator[None]:
-        """Gradients of the block are let go of; those from before stay."""
+    def _gradients_dropped(self) -> Iterator[None]:
+        """Discard the gradients that the block computes, and restore those from before."""
         kept = [parameter.grad for parameter in self.trained.parameters.values()]
-        # which sets them to None, and writes nothing into the tensors that are kept
+        # sets .grad to None and so does not write into the tensors that are kept
         self.trained.forget_gradients()
         yield
         for parameter, gradient in zip(self.trained.parameters.values(), kept, strict=True):
@@ -162,5 +166,8 @@ class LockstepUpdater(Updater):
     def _first_modules(
         self, samples: TrainingSamples, points: Points
     ) -> list[tuple[str, str | None]]:
-        """All: a replica that has found what is wrong still goes through the others' passes."""
+        """Return all policies' results as a list.
+
+        A replica that has found the faulty module must still take part in the others' passes.
+        """
         return list(super()._first_modules(samples, points))

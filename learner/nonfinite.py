@@ -1,4 +1,4 @@
-"""NaN and infinity in training: the error that stops an update, and where they came from."""
+"""Errors for NaN and infinity in training, and the search for the module that produced them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from torch import Tensor, nn
 
 
 class CrossesProcesses(RuntimeError):
-    """An exception that arrives as it left, whatever its constructor takes."""
+    """Exception that can be pickled whatever arguments its constructor takes."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # by itself it would be made again from its arguments, and these are not the constructor's
-        again = copyreg.__newobj__  # type: ignore[attr-defined]
-        return again, (type(self), *self.args), self.__dict__
+        # by default pickle calls the constructor with self.args, which are not its arguments here
+        create = copyreg.__newobj__  # type: ignore[attr-defined]
+        return create, (type(self), *self.args), self.__dict__
 
 
 class NonFiniteTraining(CrossesProcesses):
-    """``what`` was not finite, in which ``module`` first, and where the data were ``saved``."""
+    """A value in training is NaN or infinite, which stops the update.
+
+    ``what`` was not finite, ``module`` is the first module that computed it, if known, and
+    ``saved`` is the part of the message that says where the data were saved.
+    """
 
     def __init__(self, what: str, module: str | None = None, saved: str = "") -> None:
         self.what, self.module, self.saved = what, module, saved
@@ -28,14 +32,17 @@ class NonFiniteTraining(CrossesProcesses):
 
 
 def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The first name whose tensor holds a NaN or an infinity."""
+    """Return the name of the first tensor that has a NaN or an infinity, or None."""
     return next(
         (name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None
     )
 
 
 def first_nonfinite_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
-    """The first leaf module, in order of execution, whose output in ``forward`` is not finite."""
+    """Call ``forward``; return the first leaf module with an output that is not finite, or None.
+
+    First means in order of execution.
+    """
     found: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, object, object], None]:

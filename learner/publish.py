@@ -1,4 +1,4 @@
-"""From the learner's adapted transformer to the bytes that rollout actors load."""
+"""Packing of the learner's adapted transformer into the bytes that rollout actors load."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 Export = tuple[Manifest, list[np.ndarray], dict[str, float]]
-"""(manifest, packed weights as uint8 shards, statistics compared with the export before)."""
+"""(manifest, packed weights as uint8 shards, statistics of the change since the last export)."""
 
 
 class NonFiniteWeights(CrossesProcesses):
-    """A merged weight that is NaN or infinite; ``module`` says where. Nothing was published."""
+    """A merged weight of ``module`` is NaN or infinite, so nothing was published."""
 
     def __init__(self, module: str, detail: str) -> None:
         super().__init__(
@@ -38,14 +38,14 @@ class NonFiniteWeights(CrossesProcesses):
 
 
 class Publisher:
-    """Packs one transformer again and again.
+    """Packer of one transformer's successive versions.
 
-    Every quantized module travels packed; an unquantized adapted module as its merged weight
-    in the backend's ``wire_dtype``; everything else is the base model, which rollout actors load
-    themselves. Modules that no update can change are packed once, into shards of their own, which
-    keep their bytes from version to version, so that they are sent once. What is kept between
-    exports, and the export itself, lie in host memory, a module at a time is on the transformer's
-    device.
+    Quantized modules are sent packed, and unquantized adapted modules as merged weights in the
+    backend's ``wire_dtype``. All other weights belong to the base model, which rollout actors load
+    themselves. Modules that no update can change are packed once, into separate shards; these keep
+    their bytes from version to version and are therefore sent once. Everything kept between
+    exports, and the export itself, is in host memory; only one packed module at a time is on the
+    transformer's device.
     """
 
     def __init__(
@@ -57,9 +57,10 @@ class Publisher:
         scale_search: bool = True,
         frozen_amax: bool = False,
     ) -> None:
-        """``scale_search`` as ``search`` in ``Backend.pack``; ``frozen_amax`` as in ``nvfp4``.
+        """Create a publisher without history.
 
-        Linears that run as one product share a range where the format has one per tensor.
+        ``scale_search`` is ``search`` of ``Backend.pack``; ``frozen_amax`` as in ``nvfp4``. Linears
+        that run as one product share their range if the format has one range per tensor.
         """
         self.transformer, self.backend = transformer, backend
         self.shard_bytes = shard_bytes
@@ -77,12 +78,12 @@ class Publisher:
 
     @torch.no_grad()
     def export(self, adapter: str, version: int) -> Export:
-        """Of the transformer with ``adapter`` merged.
+        """Pack the transformer with ``adapter`` merged as this version.
 
-        Raises NonFiniteWeights. Statistics against the export before, over adapted modules, absent
-        the first time: `weights/codes_changed`, the share of stored codes that differ, and
-        `weights/delta_cosine`, the cosine between the change of the decoded weights and the true
-        change of the merged ones (absent when nothing changed).
+        The statistics compare adapted modules with those of the last export, and are empty in the
+        first one: `weights/codes_changed` is the share of stored codes that differ;
+        `weights/delta_cosine` is the cosine between the change of the decoded weights and the true
+        change of the merged ones (absent if nothing changed). Raises NonFiniteWeights.
         """
         adapted = dict(adapted_modules(self.transformer))
         owners = dict(weight_modules(self.transformer))
@@ -97,7 +98,7 @@ class Publisher:
                 return own
             return frozen_amax(self.backend.amax(plain_weight(owners[name]).flatten(1)), own)
 
-        # two sections: what cannot change keeps its shards' hashes, and is sent once in a run
+        # two sections: shards of weights that cannot change keep their hashes and are sent once
         changing = changing_modules(self._plan, adapted)
         ranges = self._joint_ranges(range_of, changing)
         state = adapter_state(self.transformer, adapter)
@@ -117,7 +118,7 @@ class Publisher:
             self._constant = self._pack_constant(owners, changing, range_of)
         sections = [self._constant, pack_section(_named(packed), self.shard_bytes)]
         manifest, shards = assemble(sections, version, self.backend.wire_format)
-        # last: an export that fails must not be what the next one is compared with
+        # last: the next export must not be compared with one that failed
         self._before, self._adapter_before = {name: packed[name] for name in adapted}, state
         return manifest, shards, changes.statistics() if changes is not None else {}
 
@@ -127,7 +128,7 @@ class Publisher:
         changing: Container[str],
         range_of: Callable[[str], Tensor],
     ) -> Section:
-        """All other quantized modules; bytes that stay as they are."""
+        """Pack the quantized modules that no update can change."""
         names = [name for name in owners if self._quantized[name] and name not in changing]
         ranges = self._joint_ranges(range_of, names)
         packed = {
@@ -139,21 +140,23 @@ class Publisher:
     def _joint_ranges(
         self, range_of: Callable[[str], Tensor], among: Container[str]
     ) -> dict[str, Tensor]:
-        """The common amax of each group of modules ``among`` that runs as one product, if there is
-        one per tensor.
+        """Return the common amax of each group of modules that runs as one product, by module name.
+
+        Only groups whose modules are in ``among`` count. Formats with a range per row need no
+        common one, and get none.
         """
         ranges: dict[str, Tensor] = {}
         for names in self._groups.values():
             if names[0] not in among:
                 continue
             members = [range_of(name) for name in names]
-            # a range per row belongs to its row, whatever runs beside it
+            # a range per row does not depend on the other rows of a joint product
             if not members[0].ndim:
                 ranges |= dict.fromkeys(names, torch.stack(members).max())
         return ranges
 
     def _pack(self, name: str, weight: Tensor, amax: Tensor | None) -> dict[str, Tensor]:
-        """A convolution's weight [N, K, 1, 1] is packed as [N, K]."""
+        """Pack one weight; a 1x1 convolution's [N, K, 1, 1] as [N, K]. Raises NonFiniteWeights."""
         try:
             return self.backend.pack(_finite(name, weight).flatten(1), self.scale_search, amax)
         except ValueError as error:
@@ -162,7 +165,7 @@ class Publisher:
     def _pack_adapted(
         self, name: str, weight: Tensor, amax: Tensor | None, changes: _Changes | None
     ) -> dict[str, Tensor]:
-        """A merged weight as it travels, in host memory, compared with the one before."""
+        """Return a merged weight as it is sent, in host memory; add its change to ``changes``."""
         quantized = self._quantized[name]
         parts = (
             self._pack(name, weight, amax)
@@ -174,20 +177,20 @@ class Publisher:
         return _on_host(parts)
 
     def _pack_once(self, name: str, owner: nn.Module, amax: Tensor | None) -> dict[str, Tensor]:
-        """A weight without adapter, packed again only when its group has another range."""
-        before = self._fixed.get(name)
-        if before is None or (
-            before[0] is not None and amax is not None and not torch.equal(amax, before[0])
+        """Pack a weight without adapter, or return the last result if its range is the same."""
+        cached = self._fixed.get(name)
+        if cached is None or (
+            cached[0] is not None and amax is not None and not torch.equal(amax, cached[0])
         ):
             packed = _on_host(self._pack(name, plain_weight(owner), amax))
-            before = self._fixed[name] = (amax, packed)
-        return before[1]
+            cached = self._fixed[name] = (amax, packed)
+        return cached[1]
 
 
 class _Changes:
-    """Sums over adapted modules of how an export differs from the one before.
+    """Accumulator of the change between two exports over adapted modules.
 
-    The true change is that of B A: W itself cancels.
+    The true change is that of B A, as W itself cancels.
     """
 
     def __init__(
@@ -204,7 +207,7 @@ class _Changes:
         self._dot = self._decoded_square = self._true_square = 0.0
 
     def add(self, name: str, now: dict[str, Tensor], quantized: bool) -> None:
-        """One module, packed; on the device that ``now`` is on."""
+        """Add one packed module. Computes on the device of ``now``."""
         before = {
             part: tensor.to(now[part].device) for part, tensor in self._packed_before[name].items()
         }
@@ -214,44 +217,45 @@ class _Changes:
         else:
             changed = (now["weight"] != before["weight"]).sum()
             decoded = (now["weight"].float() - before["weight"].float()).flatten(1)
-        # of any adapter: all have one rank and alpha
+        # the scaling of any adapter will do: all have the same rank and alpha
         scaling = next(iter(self._layers[name].scaling.values()))
         device = decoded.device
-        # not of merged weights: a small update would be lost in their rounding
+        # from B A rather than from merged weights, whose rounding would hide a small update
         change = _product(self._adapter, name, device) - _product(
             self._adapter_before, name, device
         )
         true = (change * scaling).to(decoded)
         self._changed += int(changed)
         self._total += true.numel()
-        # millions of small products, whose sum float32 would round to a few digits
+        # in float64: float32 would round the sum of millions of small products to a few digits
         self._dot += float((decoded * true).sum(dtype=torch.float64))
         self._decoded_square += float(decoded.square().sum(dtype=torch.float64))
         self._true_square += float(true.square().sum(dtype=torch.float64))
 
     def statistics(self) -> dict[str, float]:
-        """The statistics of ``Publisher.export``, by name."""
-        found = {"weights/codes_changed": self._changed / self._total}
+        """Return the statistics of ``Publisher.export`` by name."""
+        statistics = {"weights/codes_changed": self._changed / self._total}
         if self._decoded_square > 0 and self._true_square > 0:
-            found["weights/delta_cosine"] = (
+            statistics["weights/delta_cosine"] = (
                 self._dot / (self._decoded_square * self._true_square) ** 0.5
             )
-        return found
+        return statistics
 
 
 def _named(packed: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Flatten packed modules to "MODULE.PART"."""
     return {
         f"{name}.{part}": tensor for name, parts in packed.items() for part, tensor in parts.items()
     }
 
 
 def _on_host(parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Packed parts in host memory: the learner's device holds one packed module at a time."""
+    """Copy packed parts to host memory: the device should hold one packed module at a time."""
     return {part: tensor.cpu() for part, tensor in parts.items()}
 
 
 def _finite(name: str, weight: Tensor) -> Tensor:
-    """The weight itself. Raises NonFiniteWeights."""
+    """Return the weight unchanged, or raise NonFiniteWeights if it is not finite."""
     if not bool(torch.isfinite(weight).all()):
         bad = int((~torch.isfinite(weight)).sum())
         raise NonFiniteWeights(
@@ -261,7 +265,7 @@ def _finite(name: str, weight: Tensor) -> Tensor:
 
 
 def _product(adapter: Mapping[str, Tensor], name: str, device: torch.device) -> Tensor:
-    """B A [N, K] of the adapter of a linear or of a 1x1 convolution, computed on ``device``."""
+    """Return B A [N, K] of a linear's or 1x1 convolution's adapter, computed on ``device``."""
     b, a = (adapter[f"{name}.lora_{side}.weight"].to(device).flatten(1) for side in "BA")
     return b @ a
 
@@ -276,7 +280,7 @@ def export_policy(
     scale_search: bool = True,
     frozen_amax: bool = False,
 ) -> tuple[Manifest, list[np.ndarray]]:
-    """One export without memory; a run that publishes again and again keeps a ``Publisher``."""
+    """Export once, without statistics; a run that publishes repeatedly keeps a ``Publisher``."""
     manifest, shards, _ = Publisher(
         transformer, plan, backend, shard_bytes, scale_search, frozen_amax
     ).export(adapter, version)

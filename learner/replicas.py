@@ -1,8 +1,8 @@
-"""Learners that train one LoRA: each has the gradient of its samples, all take the summed step.
+"""Data-parallel learner replicas: each computes the gradient of its samples, all apply the sum.
 
-Data-parallel in torch.distributed's sense: NCCL on GPUs, gloo on the CPU. Two operations, both of
-which every replica must call in the same order: ``add`` of tensors, and ``exchange`` of small
-messages as JSON.
+They communicate by torch.distributed, with NCCL on GPUs and gloo on the CPU. There are two
+operations, which all replicas must call in the same order: ``add`` (all-reduce of tensors) and
+``exchange`` (all-gather of small JSON messages).
 """
 
 from __future__ import annotations
@@ -27,40 +27,45 @@ Value = TypeVar("Value")
 
 
 class GroupBroken(RuntimeError):
-    """Another replica is gone, silent or unreachable: this one is of no use without it."""
+    """Another replica died, timed out or is unreachable, so this one cannot continue."""
 
 
 class ReplicaFailed(RuntimeError):
-    """The update failed on another replica, so it was taken back here too."""
+    """The update failed on another replica, so it was rolled back on this one too."""
 
 
 class ReplicasDiffer(RuntimeError):
-    """Replicas that must be equal bit by bit are not."""
+    """Replicas that must be bit-identical are not."""
 
 
 class Replicas:
-    """The group of a learner that is alone: adding changes nothing, not even the last bit."""
+    """Group of a single learner: adding leaves tensors bit-identical."""
 
     rank = 0
     size = 1
 
     def exchange(self, message: Any) -> list[Any]:
-        """The messages of all replicas, by rank. A message is anything that JSON can hold."""
+        """Send a message to all replicas and return their messages by rank.
+
+        A message is any value that JSON can represent.
+        """
         return [message]
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Put into every tensor, in place, its sum over the replicas: the same bits on each."""
+        """Replace every tensor in place by its sum over the replicas, bit-identical on each."""
 
     def take_times(self) -> dict[str, float]:
-        """Seconds spent with the others since the last call, by metric name; alone: nothing."""
+        """Return the seconds of communication since the last call by metric name; alone: empty."""
         return {}
 
     def together(self, work: Callable[[], Value]) -> tuple[Value, list[float | None]]:
-        """(what ``work`` returns here; what it returns on each replica, None for no number).
+        """Call ``work``, as all replicas do; return (own result, results of all replicas).
 
-        Where it raises on one replica it raises on all, so that none waits for another in vain:
-        there the error itself, elsewhere NonFiniteTraining again or ReplicaFailed, which name the
-        replica.
+        In the second list, a result that is not a number is None.
+
+        If ``work`` raises on one replica, this raises on all, so that none waits for another in
+        vain: the original error on the replica that failed, and on the others NonFiniteTraining (if
+        that was the error) or ReplicaFailed, which name the failed replica.
         """
         error: Exception | None = None
         mine: list[Value] = []
@@ -68,11 +73,11 @@ class Replicas:
         try:
             mine = [work()]
             message = {"value": mine[0] if isinstance(mine[0], int | float) else None}
-        except NonFiniteTraining as found:
-            error, message = found, {"what": found.what, "module": found.module}
-        except Exception as found:  # whatever it is, the others must learn of it
-            error, message = found, {"error": f"{type(found).__name__}: {found}"}
-        # whatever happened here: the others wait for this word before they go on
+        except NonFiniteTraining as raised:
+            error, message = raised, {"what": raised.what, "module": raised.module}
+        except Exception as raised:  # of any kind: the others must be told of it
+            error, message = raised, {"error": f"{type(raised).__name__}: {raised}"}
+        # after an error too: the others wait for this message before they continue
         answers = self.exchange(message)
         if error is not None:
             raise error
@@ -84,26 +89,26 @@ class Replicas:
         return mine[0], [other["value"] for other in answers]
 
     def require_alike(self, checksum: str, when: str) -> None:
-        """Raises ReplicasDiffer unless every replica gives the same ``checksum``."""
-        found = self.exchange(checksum)
-        if len(set(found)) > 1:
+        """Raise ReplicasDiffer unless every replica passes the same ``checksum``."""
+        checksums = self.exchange(checksum)
+        if len(set(checksums)) > 1:
             raise ReplicasDiffer(
-                f"the replicas of the learner differ {when}: checksums {', '.join(found)}; run them"
-                " on one kind of device with one version of torch, and start again from the last"
-                " checkpoint"
+                f"the replicas of the learner differ {when}: checksums {', '.join(checksums)}; run"
+                " them on one kind of device with one version of torch, and start again from the"
+                " last checkpoint"
             )
 
 
 class DistributedReplicas(Replicas):
-    """One of several processes, each with a device of its own. One such group per process."""
+    """Group of several learner processes, each with its own device. At most one per process."""
 
     def __init__(
         self, rank: int, size: int, store: dist.Store, device: torch.device, timeout_s: float
     ) -> None:
-        """Joins the others at ``store``; ``timeout_s`` limits every wait. Raises GroupBroken."""
+        """Join the others at ``store``; ``timeout_s`` limits every wait. Raises GroupBroken."""
         self.rank, self.size, self.device = rank, size, device
         self._times = {"time/allreduce_s": 0.0, "time/replica_wait_s": 0.0}
-        # a process can be in one group only, and may have been in one that broke
+        # a process can be in one group only, and may still be in one that broke
         leave()
         with self._naming("joining them"):
             dist.init_process_group(
@@ -119,24 +124,24 @@ class DistributedReplicas(Replicas):
             self.device
         )
         with self._naming("waiting for their word"), self._timed("time/replica_wait_s"):
-            # only tensors of one size can be gathered, so the longest message sets it
+            # only tensors of equal size can be gathered: messages are padded to the longest one
             length = torch.tensor([len(data)], device=self.device)
             lengths = [torch.empty_like(length) for _ in range(self.size)]
             dist.all_gather(lengths, length)
-            longest = max(int(each) for each in lengths)
+            longest = max(int(count) for count in lengths)
             padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
             padded[: len(data)] = data
-            found = [torch.empty_like(padded) for _ in range(self.size)]
-            dist.all_gather(found, padded)
+            gathered = [torch.empty_like(padded) for _ in range(self.size)]
+            dist.all_gather(gathered, padded)
         return [
             json.loads(bytes(part[: int(count)].cpu().numpy()))
-            for part, count in zip(found, lengths, strict=True)
+            for part, count in zip(gathered, lengths, strict=True)
         ]
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """One all-reduce of everything, flat, in the tensors' own precision."""
+        """Sum all tensors by one flat all-reduce, in their own precision."""
         with self._naming("adding gradients"), self._timed("time/allreduce_s"):
-            # one call: a LoRA has hundreds of small tensors, and each would wait for the network
+            # one call: a LoRA has hundreds of small tensors, and each call has a network latency
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             dist.all_reduce(flat, op=dist.ReduceOp.SUM)
             for tensor, part in zip(
@@ -150,7 +155,8 @@ class DistributedReplicas(Replicas):
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        # kernels are only queued by then: without this the next wait would have their time
+        """Add the seconds that the block takes to the metric ``name``."""
+        # kernels that are still queued would otherwise be counted as communication
         synchronise(self.device)
         start = time.perf_counter()
         yield
@@ -159,11 +165,12 @@ class DistributedReplicas(Replicas):
 
     @contextmanager
     def _naming(self, doing: str) -> Iterator[None]:
+        """Convert torch.distributed's errors within the block to GroupBroken, naming ``doing``."""
         try:
             yield
-        except torch.OutOfMemoryError:  # a RuntimeError too, and no fault of the others
+        except torch.OutOfMemoryError:  # also a RuntimeError, but not caused by another replica
             raise
-        # what torch.distributed raises for a lost peer and for silence
+        # torch.distributed raises RuntimeError for a lost peer and for a timeout
         except RuntimeError as error:
             reason = first_line(error)
             raise GroupBroken(
@@ -172,9 +179,12 @@ class DistributedReplicas(Replicas):
 
 
 def open_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
-    """(store, port) for the rendezvous, open on ``host`` alone as long as the object lives."""
+    """Open a rendezvous store that listens on ``host`` only; return (store, port).
+
+    It is open as long as the store object lives.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # our own socket: the store by itself would listen on every address of the machine
+    # by default the store would listen on every address of the machine
     listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
     store = dist.TCPStore(
@@ -189,7 +199,7 @@ def open_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
 
 
 def reach_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """The store that another replica opened. Raises GroupBroken."""
+    """Connect to the store that another replica opened. Raises GroupBroken."""
     try:
         return dist.TCPStore(
             host,
@@ -206,6 +216,6 @@ def reach_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 def leave() -> None:
-    """Let go of the group that this process was in, if any."""
+    """Leave the process group that this process is in, if any."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What depends on the iteration: learning rate, decay of the sampling policy, stopping early."""
+"""Schedules over iterations: learning rate, decays of the averages, early stopping."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from configs.training import Ema, OldPolicy, Optimizer
 
 
 def learning_rate(settings: Optimizer, done: int, iterations: int) -> float:
-    """Learning rate of the iteration after ``done`` finished ones, of ``iterations`` in all.
+    """Return the learning rate of an iteration, given ``done`` finished ones of ``iterations``.
 
-    Warm-up rises linearly and reaches ``lr`` in the last of ``warmup_iterations``. ``linear`` then
-    falls from ``lr`` in the first iteration after the warm-up by equal steps that would reach zero
+    Warm-up rises linearly and reaches ``lr`` in the last of ``warmup_iterations``. The schedule
+    "linear" then starts at ``lr`` and decreases by equal steps that would reach zero one iteration
     after the last.
     """
     if done < settings.warmup_iterations:
@@ -24,17 +24,19 @@ def learning_rate(settings: Optimizer, done: int, iterations: int) -> float:
 
 
 def ema_decay(settings: Ema, s: int) -> float:
-    """d in theta_ema <- d theta_ema + (1 - d) theta after s = 1, 2, ... iterations or steps."""
-    # the warm-up of diffusers' EMAModel
+    """Return d of theta_ema <- d theta_ema + (1 - d) theta after s = 1, 2, ... updates.
+
+    s counts iterations or optimizer steps (``optimizer.averages``).
+    """
+    # the same warm-up as in diffusers' EMAModel
     return min((1 + s) / (10 + s), settings.decay) if settings.warmup else settings.decay
 
 
 def old_policy_decay(settings: OldPolicy, s: int) -> float:
-    """d in theta_old <- d theta_old + (1 - d) theta after iteration s = 1, 2, ... (DiffusionNFT,
-    arXiv 2509.16117).
+    """Return d of theta_old <- d theta_old + (1 - d) theta after iteration s = 1, 2, ...
 
-    ``settings`` are resolved (``RunConfig.resolved_old_policy``). Raises ValueError where they name
-    no schedule.
+    From DiffusionNFT (arXiv 2509.16117). ``settings`` must be resolved
+    (``RunConfig.resolved_old_policy``); raises ValueError if they have no schedule.
     """
     match settings.schedule:
         case "constant":
@@ -50,11 +52,11 @@ def old_policy_decay(settings: OldPolicy, s: int) -> float:
 
 
 def stop_reason(stop: Stop, metrics: Mapping[str, float], minutes: float) -> str | None:
-    """Why the run should end now, cleanly, or None. ``metrics`` of the last update, ``minutes`` of
-    training so far.
+    """Return why the run should stop now, or None to continue.
 
-    A run with ``stop.max_kl`` measures loss/kl in every update; when it is missing nothing was
-    updated and it does not stop.
+    ``metrics`` are those of the last update, ``minutes`` is the training time so far. A run with
+    ``stop.max_kl`` measures loss/kl in every update. If it is missing, nothing was updated, and the
+    run continues.
     """
     kl = metrics.get("loss/kl")
     if stop.max_kl is not None and kl is not None and kl > stop.max_kl:

@@ -1,4 +1,4 @@
-"""Which K of a prompt's N explored seeds to train on: pure functions of the rewards, no torch."""
+"""Selection of K of a prompt's N explored seeds: pure functions of the rewards, without torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Selected:
-    """Chosen candidate indices. Iterating gives ``indices``."""
+    """Indices of the selected candidates. Iterating yields ``indices``."""
 
-    # K of them, ascending, so that the order of training does not depend on the rewards
+    # K indices, ascending, so that the order of training does not depend on the rewards
     indices: tuple[int, ...]
-    best: tuple[int, ...]  # the better half of the chosen, best first
+    best: tuple[int, ...]  # the better half of the selected, best first
     worst: tuple[int, ...]  # the worse half, worst first
 
     def __iter__(self) -> Iterator[int]:
@@ -26,7 +26,10 @@ class Selected:
 
 
 def best_worst(rewards: np.ndarray, keep: int, keys: np.ndarray) -> np.ndarray:
-    """The paper's rule (arXiv 2604.06916): the keep/2 highest and keep/2 lowest of the others."""
+    """Select the keep/2 highest, and the keep/2 lowest of the others (arXiv 2604.06916).
+
+    Raises ValueError if ``keep`` is odd.
+    """
     if keep % 2:
         raise ValueError(
             f"rule 'best_worst' keeps as many best as worst, so keep = {keep} must be even"
@@ -38,12 +41,12 @@ def best_worst(rewards: np.ndarray, keep: int, keys: np.ndarray) -> np.ndarray:
 
 
 def random(rewards: np.ndarray, keep: int, keys: np.ndarray) -> np.ndarray:
-    """``keep`` at random, whatever their rewards: the arm without selection pressure."""
+    """Select ``keep`` at random, without selection pressure from rewards."""
     return np.argsort(keys, kind="stable")[:keep]
 
 
 def mean_deviation(rewards: np.ndarray, keep: int, keys: np.ndarray) -> np.ndarray:
-    """The ``keep`` furthest from the pool's mean on either side: the largest advantages."""
+    """Select the ``keep`` furthest from the mean in either direction: the largest advantages."""
     return np.argsort(-np.abs(rewards - rewards.mean()), kind="stable")[:keep]
 
 
@@ -52,8 +55,10 @@ RULES: dict[str, Callable[[np.ndarray, int, np.ndarray], np.ndarray]] = {
     "random": random,
     "mean_deviation": mean_deviation,
 }
-"""(rewards float64 [M] in candidate order, keep, random keys uint64 [M]) -> positions [keep]; ties
-go to the lower position.
+"""Selection rules by name.
+
+Each maps (rewards float64 [M] in candidate order, keep, random keys uint64 [M]) to positions
+[keep]. Ties go to the lower position.
 """
 
 
@@ -64,15 +69,15 @@ def select(
     seed: int = 0,
     candidates: Sequence[int] | np.ndarray | None = None,
 ) -> Selected:
-    """Choose ``keep`` of the scored candidates of one prompt.
+    """Select ``keep`` of the scored candidates of one prompt.
 
-    rewards [M], all finite; ``candidates`` [M] are their indices in the pool (default 0 .. M-1),
-    distinct, in any order: M is smaller than the pool where samples were dropped. The result is a
-    function of the set of (candidate, reward) pairs and of ``seed``, and ties go to the lower
-    candidate index. Random keys belong to a candidate, so a dropped sample does not reshuffle the
-    others.
+    ``rewards`` [M] must be finite. ``candidates`` [M] are their indices in the pool (default
+    0 .. M-1), distinct and in any order; M is smaller than the pool if samples were dropped. The
+    result is a function of the set of (candidate, reward) pairs and of ``seed``. Ties go to the
+    lower candidate index. Random keys are derived per candidate, so that a dropped sample does not
+    reshuffle the others.
 
-    Raises ValueError when M < keep, for a reward that is not finite, and for an unknown rule.
+    Raises ValueError if M < keep, a reward is not finite, or the rule is unknown.
     """
     values = np.asarray(rewards, dtype=np.float64)
     indices = (
@@ -94,16 +99,16 @@ def select(
 
 
 def _check(values: np.ndarray, indices: np.ndarray, keep: int, rule: str) -> None:
-    """Raises what ``select`` does."""
+    """Raise ValueError if the arguments of ``select`` are invalid."""
     if values.ndim != 1 or values.shape != indices.shape or len(np.unique(indices)) != len(indices):
         raise ValueError(
             f"rewards {list(values.shape)} and candidates {list(indices.shape)}: need one reward"
             " per distinct candidate"
         )
     if not np.isfinite(values).all():
-        at = int(np.flatnonzero(~np.isfinite(values))[0])
+        bad = int(np.flatnonzero(~np.isfinite(values))[0])
         raise ValueError(
-            f"candidate {indices[at]} has reward {values[at]}: drop samples that have no finite"
+            f"candidate {indices[bad]} has reward {values[bad]}: drop samples that have no finite"
             " reward before selecting"
         )
     if rule not in RULES:
@@ -118,7 +123,7 @@ def _check(values: np.ndarray, indices: np.ndarray, keep: int, rule: str) -> Non
 
 
 def _key(seed: int, index: int) -> int:
-    """A random 64-bit number for a candidate, the same on every platform and library version."""
+    """Return a candidate's random 64-bit key, equal on every platform and library version."""
     return int.from_bytes(
         hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little"
     )

@@ -1,4 +1,4 @@
-"""How much of a gradient is signal: the cosine between gradients of independent batches."""
+"""Gradient signal: the mean cosine between the gradients of independent batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from learner.trainer import Trainer
 
 @dataclass(frozen=True)
 class Cosine:
-    """The mean cosine over all pairs of batches; its standard error is a jackknife over batches."""
+    """The mean cosine over all pairs of batches, with a jackknife standard error over batches."""
 
     mean: float
     stderr: float
@@ -25,24 +25,26 @@ class Cosine:
 
 
 def gradient(trainer: Trainer, batch: int, groups: Sequence[Group]) -> Tensor:
-    """The gradient of one optimizer step on ``groups``, flat, float32 [D]; nothing is changed.
+    """Return the gradient of one optimizer step on ``groups``: flat, float32 [D].
 
-    ``batch`` names the random streams, as an iteration does. Raises NonFiniteTraining.
+    Weights do not change. ``batch`` selects the random streams, as an iteration's number does.
+    Raises NonFiniteTraining.
     """
     config = trainer.config
     values, _ = advantages([group.rewards for group in groups], config.resolved_advantages)
-    of_prompt = {group.prompt_index: part for group, part in zip(groups, values, strict=True)}
-    samples = joined(groups, of_prompt, config.seed, batch, trainer.device)
+    by_prompt = {group.prompt_index: part for group, part in zip(groups, values, strict=True)}
+    samples = joined(groups, by_prompt, config.seed, batch, trainer.device)
     return trainer.updater.gradient(samples, trainer.sigmas)
 
 
 def mean_cosine(gradients: Sequence[Tensor]) -> Cosine:
-    """Of B >= 3 gradients [D] of independent batches.
+    """Return the mean cosine of B >= 3 gradients [D] of independent batches.
 
-    A gradient is signal s, common to all, and noise of its own; with |s|^2 / E|g|^2 = q the mean
-    cosine is about q: of a batch this share of the squared length is signal, and the gradient of n
-    batches together has n q / (1 + (n - 1) q). Pairs share batches, so the standard error leaves
-    out a batch at a time. Raises ValueError for fewer batches, and for a gradient of zero.
+    A gradient g is modeled as a signal s, common to all batches, plus independent noise. With
+    q = |s|^2 / E|g|^2 the mean cosine is about q: the signal's share of the squared length of one
+    batch's gradient. For the gradient of n batches together that share is n q / (1 + (n - 1) q).
+    Pairs share batches and are not independent, so the standard error is a jackknife that leaves
+    out one batch at a time. Raises ValueError for fewer than 3 batches or a gradient of zero.
     """
     count = len(gradients)
     if count < 3:
@@ -54,9 +56,9 @@ def mean_cosine(gradients: Sequence[Tensor]) -> Cosine:
     rows = rows / norms
     cosines = (rows @ rows.T).numpy()
 
-    def over(chosen: Sequence[int]) -> float:
+    def pair_mean(chosen: Sequence[int]) -> float:
         return float(np.mean([cosines[i, j] for i, j in itertools.combinations(chosen, 2)]))
 
-    without = np.array([over([j for j in range(count) if j != i]) for i in range(count)])
-    spread = float(np.sqrt((count - 1) / count * ((without - without.mean()) ** 2).sum()))
-    return Cosine(over(range(count)), spread, count)
+    without = np.array([pair_mean([j for j in range(count) if j != i]) for i in range(count)])
+    stderr = float(np.sqrt((count - 1) / count * ((without - without.mean()) ** 2).sum()))
+    return Cosine(pair_mean(range(count)), stderr, count)

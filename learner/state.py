@@ -1,4 +1,4 @@
-"""All that training changes, saved and restored bit by bit: adapters, optimizer, how far it is."""
+"""Bit-identical saving and restoring of the training state: adapters, optimizer, progress."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ WEIGHT = "weight/"
 
 
 class Counts(NamedTuple):
-    """Updates that were made, and the number of the last iteration; None before the first."""
+    """Number of updates made, and number of the last iteration, None before the first."""
 
     done: int
     last_iteration: int | None
 
 
 class LearnerState:
-    """The adapters of one transformer, and the optimizer of the trained one."""
+    """State of one transformer's adapters and of the optimizer of the trained one."""
 
     def __init__(
         self,
@@ -36,12 +36,12 @@ class LearnerState:
         names: tuple[str, ...],
         trained: TrainedAdapter,
     ) -> None:
-        """``names`` are those of the adapters."""
+        """Create the state of the adapters called ``names``."""
         self._config, self._transformer = config, transformer
         self._names, self._trained = names, trained
 
     def adapters(self) -> dict[str, Tensor]:
-        """A copy of every adapter on the CPU, "ADAPTER/PARAMETER"."""
+        """Return a copy of every adapter on the CPU, keyed "ADAPTER/PARAMETER"."""
         states = {name: adapter_state(self._transformer, name) for name in self._names}
         return {
             f"{name}/{key}": tensor
@@ -50,15 +50,15 @@ class LearnerState:
         }
 
     def checksum(self) -> str:
-        """xxh3-128 of all adapters, hex: equal checksums mean equal bits."""
+        """Return the xxh3-128 of all adapters in hex; equal checksums mean equal bits."""
         digest = xxhash.xxh3_128()
         for tensor in self.adapters().values():
             digest.update(tensor.contiguous().numpy().data)
         return digest.hexdigest()
 
     def save(self, path: str | Path, counts: Counts, extra_state: Tree) -> None:
-        """Write a checkpoint, as ``Trainer.save`` says."""
-        # without the trained weights, which are the adapter "current" and saved as such
+        """Write a checkpoint, as described in ``Trainer.save``."""
+        # without the trained weights, which are saved as the adapter "current"
         optimizer = {
             key: value for key, value in self._trained.state().items() if not key.startswith(WEIGHT)
         }
@@ -68,7 +68,10 @@ class LearnerState:
         checkpoint.prune(Path(path).parent, self._config.checkpoint.keep_last)
 
     def load(self, path: str | Path) -> tuple[Counts, Tree]:
-        """(how far it was, its extra state). Raises CheckpointError before anything has changed."""
+        """Load a checkpoint; return (counts, extra state).
+
+        Raises CheckpointError before anything has changed.
+        """
         files, state = checkpoint.read(path)
         counts = _counts(path, state)
         if state["seed"] != self._config.seed:
@@ -87,7 +90,7 @@ class LearnerState:
         self._check_optimizer(path, optimizer, counts.done)
         for name in self._names:
             load_adapter_state(self._transformer, name, files[adapter_file(name)])
-        # the trained weights as they are since the line above, with the moments of the file
+        # the trained weights were loaded above as "current"; only the moments come from the file
         weights = {
             key: value for key, value in self._trained.state().items() if key.startswith(WEIGHT)
         }
@@ -95,6 +98,7 @@ class LearnerState:
         return counts, state["extra"]
 
     def _check_optimizer(self, path: str | Path, tensors: dict[str, Tensor], done: int) -> None:
+        """Raise CheckpointError unless ``tensors`` are the optimizer state of this adapter."""
         if not tensors and not done:  # AdamW has no moments before its first step
             return
         wanted: dict[str, Tensor] = {}
@@ -108,7 +112,7 @@ class LearnerState:
 
 
 def _counts(path: str | Path, state: Tree) -> Counts:
-    """How far the learner was. Raises CheckpointError where that is not said."""
+    """Return the progress of the learner. Raises CheckpointError if the state does not have it."""
     done, last = (state.get(key) for key in ("done", "last_iteration"))
     if (
         not state.keys() >= {"seed", "extra"}

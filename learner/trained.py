@@ -1,4 +1,4 @@
-"""The adapter that is trained: its weights and AdamW over them, saved and restored bit by bit."""
+"""The trained adapter: its weights and their AdamW optimizer, with bit-identical save/restore."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from policy.lora import trainable
 
 
 class NothingLearned(RuntimeError):
-    """An update that left everything as it was. The message says what stood still."""
+    """An update did not change what it should have. The message says what did not change."""
 
 
 class TrainedAdapter:
@@ -38,7 +38,7 @@ class TrainedAdapter:
             group["lr"] = learning_rate
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients that there are, by parameter name."""
+        """Return the gradients by parameter name, without parameters that have none."""
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def forget_gradients(self) -> None:
@@ -46,20 +46,23 @@ class TrainedAdapter:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _by_expert(self, transformer: nn.Module) -> list[list[str]]:
-        """Parameter names of each of its transformers."""
-        found = (
+        """Return the names of the trained parameters of each expert transformer."""
+        members = (
             {id(parameter) for parameter in expert.parameters()}
             for expert in experts_of(transformer)
         )
-        return [[name for name, p in self.parameters.items() if id(p) in ids] for ids in found]
+        return [[name for name, p in self.parameters.items() if id(p) in ids] for ids in members]
 
     def complete(self, total: int) -> None:
-        """Every parameter has a gradient, of ``total`` points. It is zero where there are none, and
-        of an expert that was not asked, as none of them is at its noise levels.
+        """Set missing gradients to zero after a backward pass over ``total`` points.
+
+        Gradients are missing if there are no points, and for an expert at whose noise levels no
+        point is. Raises RuntimeError if an expert that was used gave a parameter no gradient.
         """
         gradients = self.gradients()
-        asked = [names for names in self._experts if any(name in gradients for name in names)]
-        for names in asked or (self._experts if total else ()):
+        used = [names for names in self._experts if any(name in gradients for name in names)]
+        # with points but without any gradient, all experts count as used, which raises below
+        for names in used or (self._experts if total else ()):
             if idle := next((name for name in names if name not in gradients), None):
                 raise RuntimeError(
                     f"{idle!r} got no gradient: the model did not use this adapter in its forward"
@@ -70,13 +73,14 @@ class TrainedAdapter:
                 parameter.grad = torch.zeros_like(parameter)
 
     def step(self) -> float:
-        """One step along the gradients, clipped; their norm before that. Raises NonFiniteTraining.
+        """Clip the gradients, make one optimizer step, and return the norm before clipping.
 
-        Weights that are not finite are left as they are: the caller restores what was.
+        Raises NonFiniteTraining if a gradient, their norm or a new weight is not finite. New
+        weights are not rolled back then: the caller restores the previous ones.
         """
         gradients = self.gradients()
-        # apart from clipping: by a norm that is not finite it would spoil every gradient, and
-        # nobody could say any more which one was wrong
+        # separate from clipping, which would multiply every gradient by a norm that is not finite;
+        # the gradient at fault could then no longer be identified
         norm = torch.nn.utils.get_total_norm(gradients.values())
         if not bool(torch.isfinite(norm)):
             if (name := first_nonfinite(gradients)) is not None:
@@ -92,8 +96,10 @@ class TrainedAdapter:
         return norm.item()
 
     def require_change(self, before: dict[str, Tensor], norm: float, learning_rate: float) -> None:
-        """Raises NothingLearned where all weights are those of ``before``, a ``state()``, although
-        the last gradient had this ``norm``: it would go on so, and nothing else would fail.
+        """Raise NothingLearned if all weights equal those of ``before``, an earlier ``state()``.
+
+        ``norm`` is that of the last gradient, for the message. Without this check a run that learns
+        nothing would continue without any error.
         """
         same = (
             torch.equal(parameter.detach().cpu(), before[f"weight/{name}"])
@@ -107,18 +113,21 @@ class TrainedAdapter:
             )
 
     def state(self) -> dict[str, Tensor]:
-        """On the CPU: "weight/NAME" and of the optimizer "exp_avg/", "exp_avg_sq/", "step/NAME"."""
+        """Return a copy of weights and optimizer state on the CPU.
+
+        Keys are "weight/NAME", and of the optimizer "exp_avg/NAME", "exp_avg_sq/NAME", "step/NAME".
+        """
         tensors = {f"weight/{name}": parameter for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             tensors |= {
                 f"{key}/{name}": value
                 for key, value in self.optimizer.state.get(parameter, {}).items()
             }
-        # a copy on a CPU too, where the weights themselves would go on being trained
+        # copied even on a CPU, as the returned tensors would otherwise change with the next step
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Restore ``state()`` bit by bit; parameters that it has no moments of start afresh."""
+        """Restore a ``state()`` bit by bit; parameters without moments in it start without any."""
         moments: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
         for key, tensor in state.items():
             kind, _, name = key.partition("/")
@@ -130,7 +139,7 @@ class TrainedAdapter:
         for name, values in moments.items():
             parameter = self.parameters[name]
             self.optimizer.state[parameter] = {
-                # AdamW counts steps on the CPU, wherever the parameters are
+                # AdamW keeps its step counts on the CPU, whatever the parameters' device
                 kind: value.clone() if kind == "step" else value.to(parameter.device, copy=True)
                 for kind, value in values.items()
             }

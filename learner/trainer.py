@@ -1,7 +1,7 @@
-"""The learner: trains the LoRA, keeps averages, exports; its ``generator`` regenerates seeds.
+"""The learner: trains the LoRA, maintains averages, exports; its ``generator`` regenerates seeds.
 
-One process, no ray: the learner actor is a thin shell around ``Trainer``, and so is a plain
-training loop.
+It is a single process and does not use Ray: the learner actor is a thin wrapper of ``Trainer``, and
+a plain training loop can use it directly.
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ from policy.types import DTYPES
 
 
 class Trainer:
-    """Base model in ``regenerate.precision``, LoRA adapters in FP32, autoencoder in FP32.
+    """Trainer of LoRA adapters in FP32 on a frozen base model.
 
-    Training, and paths to train on, compute with the adapters beside the weights, everything else
-    with them merged.
-    Iterations count from 1 as s in the papers: after the first ``update`` s = 1. All randomness is
-    drawn from the run seed, the iteration and the prompt, never from a global generator, so (run
+    The base model is in ``regenerate.precision``, the autoencoder in FP32. Training, and sampling
+    paths to train on, compute with unmerged adapters; all other sampling merges them into the
+    weights (``Generator.generate`` has the exceptions).
+
+    Iterations count from 1, as s in the papers: after the first ``update`` s = 1. All randomness is
+    derived from the run seed, the iteration and the prompt, never from a global generator, so (run
     seed, iterations done) is the whole random state.
     """
 
@@ -62,10 +64,12 @@ class Trainer:
         shard: bool = False,
         offload: bool = False,
     ) -> None:
-        """Loads what is not given. ``failure_dir`` takes the data of an iteration that fails.
-        ``shard``: ``join`` shards the base over the replicas; until then it lies on the host.
-        ``offload``: frozen weights and autoencoder begin in host memory, and ``offload.back``
-        brings them to ``device``; adapters and the optimizer's state are there all the time.
+        """Load the family, transformer and autoencoder that are None.
+
+        ``failure_dir`` is where the data of a failed iteration are saved. ``shard``: ``join``
+        shards the base over the replicas; until then it is in host memory. ``offload``: frozen
+        weights and autoencoder start in host memory and ``offload.back`` moves them to ``device``;
+        adapters and optimizer state are always on ``device``.
         """
         self.config, self.device = config, torch.device(device)
         self.family = family = family or family_for(config.model)
@@ -80,7 +84,7 @@ class Trainer:
         seed = stream_seed(config.seed, "lora")
         add_adapters(transformer, config.lora, family, self.adapters, seed)
         self.offload = self._offloaded() if offload else None
-        # it recomputes with "current" active
+        # blocks are recomputed in the backward pass, where "current" is the active adapter
         checkpoint_blocks(transformer, config.optimizer.recomputed)
         self.generator = Generator(
             config, family, transformer, self.vae, objective, self.adapters, self.device, shard
@@ -96,23 +100,26 @@ class Trainer:
         self.exporter = PolicyExporter(config, family, transformer, self.device)
         self.done = 0
         self.last_iteration: int | None = None
-        # samples and advantages of the last update, until rank 0 exports what came of it
+        # samples and advantages of the last update, kept on rank 0 until the next export succeeds
         self._trained: tuple[Sequence[Group], Mapping[int, np.ndarray]] | None = None
 
     @property
     def trainable_parameters(self) -> int:
-        """How many numbers are trained."""
+        """The number of trained parameters."""
         return sum(parameter.numel() for _, parameter in trainable(self.transformer))
 
     def _offloaded(self) -> Offload:
+        """Move the adapters to the device; return the offload of everything that is frozen."""
         for name, parameter in self.transformer.named_parameters():
             if ".lora_" in name:
                 parameter.data = parameter.data.to(self.device)
         return Offload(frozen_tensors(self.transformer, self.vae), self.device)
 
     def _load(self, dtype: torch.dtype, home: torch.device) -> nn.Module:
-        """The base model, where it begins; one that is packed is so before it comes to the device,
-        which may have no room for it as it was.
+        """Load the base model onto its initial device.
+
+        If ``lora.base`` packs it, it is packed in host memory and then moved, as the device may
+        have no room for the unpacked weights.
         """
         base = self.config.lora.base
         if self.sharded:
@@ -124,7 +131,10 @@ class Trainer:
         return transformer.to(self.device)
 
     def join(self, replicas: Replicas) -> None:
-        """Train with others from now on. Raises GroupBroken, ReplicasDiffer for another state."""
+        """Join a group of replicas for all further updates.
+
+        Raises GroupBroken, and ReplicasDiffer if the replicas' states differ.
+        """
         self.replicas = self.updater.replicas = self.generator.replicas = replicas
         replicas.require_alike(f"{self.done} updates, {self.checksum()}", "at the start")
         if self.sharded:
@@ -132,7 +142,7 @@ class Trainer:
                 shard_base(self.transformer, self.device)
 
     def checksum(self) -> str:
-        """xxh3-128 of all adapters, hex: equal checksums mean equal bits."""
+        """Return the xxh3-128 of all adapters in hex; equal checksums mean equal bits."""
         return self._state.checksum()
 
     def update(
@@ -141,22 +151,26 @@ class Trainer:
         groups: Sequence[Group],
         elsewhere: Mapping[int, np.ndarray] | None = None,
     ) -> dict[str, float]:
-        """Train on one iteration's samples, then move the averages; returns metrics.
+        """Train on one iteration's samples, move the averages, and return metrics.
 
-        ``iteration`` names the random streams and must rise from call to call. Groups are trained
-        on in prompt order, in whichever order they come. Among replicas each is given its own
-        groups, one at least or part of one, and the rewards [K] of all other prompts,
-        ``elsewhere``, by prompt index; every one takes the same step, that of one learner with all
-        groups but for the order of sums. All or nothing, everywhere. Raises NonFiniteTraining after
-        writing the iteration's data to ``failure_dir``, ValueError for groups that cannot be
-        trained on; among replicas also ReplicaFailed, ReplicasDiffer and GroupBroken.
+        ``iteration`` selects the random streams and must increase from call to call. The order of
+        ``groups`` does not matter: they are trained on in prompt order.
+
+        With several replicas, each call passes the replica's own groups (at least one, or part of
+        one) and in ``elsewhere`` the rewards [K] of all other prompts by prompt index. All replicas
+        make the same step, which equals that of a single learner with all groups up to the order of
+        summation.
+
+        The update is applied completely or not at all, on every replica. Raises NonFiniteTraining
+        after saving the iteration's data to ``failure_dir``, ValueError for groups that cannot be
+        trained on, and with several replicas also ReplicaFailed, ReplicasDiffer and GroupBroken.
         """
         groups = sorted(groups, key=lambda group: group.prompt_index)
         (values, metrics), _ = self.replicas.together(
             lambda: self._advantages(iteration, groups, elsewhere or {})
         )
         rate = learning_rate(self.config.optimizer, self.done, self.config.iterations)
-        # copied before the averages move it
+        # copied before the averages change it
         sampled_with = (
             adapter_state(self.transformer, self.objective.sampling_adapter)
             if PREVIOUS in self.adapters
@@ -189,7 +203,7 @@ class Trainer:
         return metrics | self.replicas.take_times()
 
     def _train(self, samples: TrainingSamples, rate: float, iteration: int) -> dict[str, float]:
-        """The optimizer steps, with the averages that follow each of them; all or nothing."""
+        """Make the optimizer steps and move the averages that follow each step; all or nothing."""
         shuffle = stream_seed(self.config.seed, "shuffle", iteration)
         if not self._averages.by_step:
             return self.updater.run(samples, self.sigmas, rate, shuffle)
@@ -204,7 +218,10 @@ class Trainer:
     def _advantages(
         self, iteration: int, groups: Sequence[Group], elsewhere: Mapping[int, np.ndarray]
     ) -> tuple[dict[int, np.ndarray], dict[str, float]]:
-        """(advantages float32 [K] by prompt, of all replicas; metrics). Raises ValueError."""
+        """Return (advantages float32 [K] of all replicas' prompts, by prompt index; metrics).
+
+        Raises ValueError if the iteration or its groups cannot be trained on.
+        """
         if self.last_iteration is not None and iteration <= self.last_iteration:
             raise ValueError(
                 f"iteration {iteration} was trained already, the last one was"
@@ -222,12 +239,12 @@ class Trainer:
     def export(
         self, version: int, backend: str | None = None, weights: str | None = None
     ) -> Export:
-        """The sampling policy, or the adapter ``weights``, merged, in the rollout actors' format.
+        """Merge the sampling policy, or the adapter ``weights``, and pack it for rollout actors.
 
-        ``backend`` is the one that rollout actors run, where they know better than this process: on
-        their device "auto" may be another. Raises NonFiniteWeights naming the module, after writing
-        the data of the iteration that led there to ``failure_dir``, ValueError for an arm that
-        explores nothing.
+        ``backend`` is the one that the rollout actors reported: "auto" may choose another on their
+        device than in this process. Raises NonFiniteWeights, which names the module, after saving
+        the data of the iteration that caused it to ``failure_dir``, and ValueError for an arm that
+        does not explore.
         """
         adapter = weights or self.objective.sampling_adapter
         try:
@@ -245,7 +262,7 @@ class Trainer:
     def _keep_evidence(
         self, iteration: int, groups: Sequence[Group], values: Mapping[int, np.ndarray], reason: str
     ) -> str:
-        """Save this replica's data of an iteration, and the adapters; says where, or why not."""
+        """Save this replica's data of an iteration and the adapters; return where, or why not."""
         replica = f".replica-{self.replicas.rank}" if self.replicas.size > 1 else ""
         name = f"iteration_{iteration:06d}{replica}{ENDING}"
         path = self.failure_dir / name if self.failure_dir is not None else None
@@ -253,15 +270,18 @@ class Trainer:
         return keep_evidence(path, groups, values, self._state.adapters(), metadata)
 
     def save(self, path: str | Path, extra_state: Tree) -> None:
-        """Write a checkpoint directory atomically; keep ``checkpoint.keep_last`` of them.
+        """Write a checkpoint directory atomically, and prune to ``checkpoint.keep_last``.
 
-        ``extra_state`` is anything JSON can hold. Raises CheckpointError, leaving the checkpoints
-        before whole.
+        ``extra_state`` is any tree that JSON can represent. Raises CheckpointError; existing
+        checkpoints are intact then.
         """
         self._state.save(path, Counts(self.done, self.last_iteration), extra_state)
 
     def load(self, path: str | Path) -> Tree:
-        """Restore a checkpoint bit by bit; returns its extra state. All or CheckpointError."""
+        """Restore a checkpoint bit by bit, and return its extra state.
+
+        Raises CheckpointError before anything has changed.
+        """
         counts, extra_state = self._state.load(path)
         self.done, self.last_iteration = counts
         self.generator.updates = self.done

@@ -1,4 +1,4 @@
-"""One iteration's update, of any objective and family: micro-batches, gradients, AdamW."""
+"""The update of one iteration: micro-batches, gradients, AdamW, for any objective and family."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMPILE = "optimizer.compile"
 
 
 class Updater:
-    """Holds the optimizer of a transformer's "current" adapter, and changes nothing but that."""
+    """Updater of a transformer's "current" adapter, the only weights that it changes."""
 
     def __init__(
         self,
@@ -56,11 +56,12 @@ class Updater:
         shuffle_seed: int,
         after_step: Callable[[int], None] | None = None,
     ) -> dict[str, float]:
-        """``steps_per_iteration`` optimizer steps; metrics are means over all training points.
+        """Make the optimizer steps of an iteration; return means of metrics over training points.
 
-        All or nothing: on any exception the weights and the optimizer are as before. The samples of
-        all replicas are dealt to the steps (``learner.dealing``), and each replica computes on its
-        own. ``after_step`` is called with 1, 2, ... after each. Raises NonFiniteTraining,
+        There are ``steps_per_iteration`` steps at most, fewer if there are fewer samples. On any
+        exception the weights and the optimizer are restored. All replicas' samples are assigned to
+        steps (``learner.dealing``), and each replica computes on its own samples. ``after_step`` is
+        called with 1, 2, ... after each step. Raises NonFiniteTraining, NothingLearned,
         ReplicaFailed, GroupBroken.
         """
         self.trained.set_rate(learning_rate)
@@ -74,25 +75,25 @@ class Updater:
                 part = np.flatnonzero(dealt[samples.places] == step)
                 with sound_gradients(self.device):
                     count, norm = self._step(samples, part, sigmas, sums)
-                # from the first step on "current" differs from all other adapters
+                # after the first step "current" differs from all other adapters
                 self._alike = frozenset()
                 points += count
                 norms.append(norm)
                 if after_step is not None:
                     after_step(len(norms))
-            # before the check: a replica that raised there would leave the others waiting for its
-            # sums
-            told = self.replicas.exchange(sums)
+            # before the check below, as a replica that raised there would leave the others waiting
+            # for its sums
+            all_sums = self.replicas.exchange(sums)
             self._require_learned(samples, norms, before, learning_rate)
         except BaseException:
-            # an interrupted update would leave weights that no seed leads to again
+            # weights of an interrupted update could not be reproduced from the seed
             self.trained.load_state(before)
             raise
         finally:
             self._alike = frozenset()
             self.trained.forget_gradients()
-        names = dict.fromkeys(name for each in told for name in each)
-        return {name: sum(each.get(name, 0.0) for each in told) / points for name in names} | {
+        names = dict.fromkeys(name for part in all_sums for name in part)
+        return {name: sum(part.get(name, 0.0) for part in all_sums) / points for name in names} | {
             "grad_norm": float(np.mean(norms)),
             "optimizer/learning_rate": learning_rate,
             "optimizer/points": float(points),
@@ -105,12 +106,13 @@ class Updater:
         before: dict[str, Tensor],
         learning_rate: float,
     ) -> None:
-        """Raises NothingLearned where steps with gradients of these norms, or of none, left the
-        weights at ``before`` although there was something to learn.
+        """Raise NothingLearned if there was something to learn but the weights equal ``before``.
+
+        ``norms`` are the gradient norms of the optimizer steps.
         """
         if any(norms):
             self.trained.require_change(before, norms[-1], learning_rate)
-        # not among replicas: this one's samples may be alike while others' are not
+        # not with several replicas, which could disagree: one may have only advantages of zero
         elif bool(samples.advantages.any()) and self.replicas.size == 1:
             raise NothingLearned(
                 "every gradient is zero although advantages are not: the loss does not depend on"
@@ -118,15 +120,16 @@ class Updater:
             )
 
     def gradient(self, samples: TrainingSamples, sigmas: Tensor) -> Tensor:
-        """The gradient of the mean loss over all points of ``samples``, flat, float32 [D] on the
-        CPU. Nothing is changed. Raises NonFiniteTraining.
+        """Return the gradient of the mean loss over all points of ``samples``.
+
+        It is flat, float32 [D], on the CPU. Weights do not change. Raises NonFiniteTraining.
         """
         self._alike = self._like_current()
         try:
             self.trained.forget_gradients()
             with sound_gradients(self.device):
-                every = np.arange(len(samples))
-                count = self._accumulate(samples, every, sigmas, defaultdict(float))
+                indices = np.arange(len(samples))
+                count = self._accumulate(samples, indices, sigmas, defaultdict(float))
             gradients = [gradient.flatten() for gradient in self.trained.gradients().values()]
             return (torch.cat(gradients) / count).cpu()
         finally:
@@ -136,11 +139,11 @@ class Updater:
     def _step(
         self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
     ) -> tuple[int, float]:
-        """One optimizer step on the mean loss over the points of ``part``, of all replicas.
+        """Make one optimizer step on the mean loss over the points of all replicas' ``part``.
 
-        Returns (points of all, gradient norm before clipping). What is added over the replicas are
-        sums over points, divided by the points of all: a mean over points, however unequal the
-        parts.
+        Returns (number of points of all replicas, gradient norm before clipping). Gradients of
+        summed losses are added over the replicas and divided by the number of points. The result is
+        the mean over all points even if replicas have different numbers of them.
         """
         self.trained.forget_gradients()
         total = self._gradients(samples, part, sigmas, sums)
@@ -153,7 +156,7 @@ class Updater:
     def _gradients(
         self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
     ) -> int:
-        """Leave the gradient of this replica's part, add to ``sums``; how many points all have."""
+        """Compute this replica's gradients, add to ``sums``, return all replicas' point count."""
         _, counts = self.replicas.together(lambda: self._accumulate(samples, part, sigmas, sums))
         return sum(int(count or 0) for count in counts)
 
@@ -161,13 +164,16 @@ class Updater:
     def _accumulate(
         self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
     ) -> int:
-        """Leave the gradient of the summed losses of ``part``, add to ``sums``; how many points."""
+        """Accumulate the gradients of the summed losses of ``part``; return the point count.
+
+        Metrics, summed over points, are added to ``sums``.
+        """
         total = 0
         for points in self._micro_batches(samples, part, sigmas):
             loss, metrics = self._forward(samples, points)
             if not bool(torch.isfinite(loss)):
                 raise self._diagnose(samples, points, f"the loss is {loss.item()}")
-            # the loss is a mean over its batch, and the last batch may be smaller: sums add up
+            # the loss is a mean over its batch, and batch sizes differ: accumulate sums instead
             (loss * len(points)).backward()
             total += len(points)
             for name, value in metrics.items():
@@ -178,30 +184,33 @@ class Updater:
     def _micro_batches(
         self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor
     ) -> Iterator[Points]:
-        """Points of the samples ``part`` in batches of ``batch_size``; the last may be smaller.
+        """Yield the points of the samples ``part`` in batches of ``batch_size``.
 
-        Each sample's points come from a seed of its own, so that how they are batched changes
-        nothing about them.
+        The last batch may be smaller. Each sample's points are drawn with the sample's own seed, so
+        they do not depend on the batching.
         """
         size = self.settings.batch_size
-        waiting: list[Points] = []
+        pending: list[Points] = []
         for index in part.tolist():
             rng = np.random.Generator(np.random.Philox(key=samples.seeds[index]))
-            made = self.objective.points(
+            points = self.objective.points(
                 {name: rows[index : index + 1] for name, rows in samples.data.items()}, sigmas, rng
             )
-            waiting.append(made.of_samples(index))
-            if sum(map(len, waiting)) >= size:
-                joined = Points.cat(waiting)
-                whole = len(joined) - len(joined) % size
-                for start in range(0, whole, size):
+            pending.append(points.of_samples(index))
+            if sum(map(len, pending)) >= size:
+                joined = Points.cat(pending)
+                full = len(joined) - len(joined) % size
+                for start in range(0, full, size):
                     yield joined.rows(slice(start, start + size)).to(self.device)
-                waiting = [joined.rows(slice(whole, None))] if whole < len(joined) else []
-        if waiting:
-            yield Points.cat(waiting).to(self.device)
+                pending = [joined.rows(slice(full, None))] if full < len(joined) else []
+        if pending:
+            yield Points.cat(pending).to(self.device)
 
     def _like_current(self) -> frozenset[str]:
-        """Adapters that equal "current" bit by bit: so do their velocities, until a step."""
+        """Return the policies that equal "current" bit by bit.
+
+        Their velocities are equal too, until the next optimizer step.
+        """
         others = set(self.objective.policies) - {"current", "ref"}
         return frozenset(
             other
@@ -215,14 +224,14 @@ class Updater:
     def _forward(
         self, samples: TrainingSamples, points: Points
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective's loss and metrics, with gradient for the "current" policy alone.
+        """Return the objective's loss and metrics; only the "current" policy has a gradient.
 
-        A policy that still has the current weights gets the current velocities themselves: it saves
-        a pass, and the ratio of their log-probabilities is 1 to the last bit whatever kernels are
-        chosen with and without gradient.
+        A policy whose weights still equal the current ones reuses the current velocities. This
+        saves a pass, and makes the ratio of their log-probabilities exactly 1, even if different
+        kernels run with and without gradient.
         """
         cond, velocities = self._conditioning(samples, points), {}
-        # "current" last: what its backward pass needs is not held during the other passes
+        # "current" last: its saved activations are then not in memory during the other passes
         for policy in sorted(
             set(self.objective.policies) - self._alike, key=lambda name: (name == "current", name)
         ):
@@ -234,18 +243,18 @@ class Updater:
         )
 
     def _conditioning(self, samples: TrainingSamples, points: Points) -> Conditioning:
-        """A row per point."""
+        """Return the conditioning of the points, one row each, on the device."""
         return samples.cond.rows(samples.group[points.sample_index.cpu()]).to(self.device)
 
     def _velocity(
         self, denoiser: nn.Module, points: Points, cond: Conditioning, policy: str
     ) -> Tensor:
-        """``denoiser``: the transformer itself, or its compiled form."""
+        """Return a policy's velocities; ``denoiser`` is the transformer or its compiled form."""
         with use(self.transformer, None if policy == "ref" else policy):
             return velocity(self.family, denoiser, points.x_t, points.sigma, cond, self.guided)
 
     def _diagnose(self, samples: TrainingSamples, points: Points, what: str) -> NonFiniteTraining:
-        """Run the batch again, policy by policy; names the first module that is not finite."""
+        """Rerun a batch policy by policy; return an error that names the first faulty module."""
         for policy, module in self._first_modules(samples, points):
             if module is not None:
                 return NonFiniteTraining(
@@ -258,8 +267,10 @@ class Updater:
     def _first_modules(
         self, samples: TrainingSamples, points: Points
     ) -> Iterable[tuple[str, str | None]]:
-        """(policy, its first module that is not finite), a pass each, eager: compiled modules do
-        not say what they compute.
+        """Yield (policy, its first module with an output that is not finite, or None).
+
+        Each item takes one forward pass. It runs eagerly, as hooks do not see the outputs of
+        modules within compiled code.
         """
         cond = self._conditioning(samples, points)
         for policy in self.objective.policies:
