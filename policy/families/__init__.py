@@ -1,4 +1,4 @@
-"""Model families: how a diffusers pipeline directory becomes a policy."""
+"""Model families, which adapt diffusers pipelines to policies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ FAMILIES: dict[str, type[Family]] = {name: named_class(row, Family) for name, ro
 
 
 def family_for(model: Model) -> Family:
-    """The family of ``model.family``. Raises FileNotFoundError or ValueError, one line each."""
+    """Return the family ``model.family`` of a model.
+
+    Raises FileNotFoundError or ValueError with a message of one line.
+    """
     directory = model_directory(model)
     found = pipeline_file(directory, INDEX).get("_class_name")
     if found not in {family.pipeline_class for family in FAMILIES.values()}:

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5 (arXiv 2403.03206), without classifier-free guidance."""
+"""Stable Diffusion 3 and 3.5 (arXiv 2403.03206) over diffusers' classes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ class SD3(Family):
         }
 
     def encode_prompt(self, pipe: Diffusers, prompt: str) -> Conditioning:
-        """prompt_embeds [1, 77 + max_sequence_length, D] and pooled_prompt_embeds [1, D']."""
+        """Encode a prompt to two tensors.
+
+        They are prompt_embeds [1, 77 + max_sequence_length, D] and pooled_prompt_embeds [1, D'].
+        """
         embeds, _, pooled, _ = pipe.encode_prompt(
             prompt,
             prompt_2=None,
@@ -71,7 +74,8 @@ class SD3(Family):
     def velocity(
         self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
     ) -> Tensor:
-        # of a layer that is neither packed nor adapted: the first parameter may be in another type
+        # from a layer that is neither packed nor adapted: the first parameter may be of another
+        # dtype
         dtype = transformer.pos_embed.proj.weight.dtype
         return widened(
             transformer(
