@@ -119,13 +119,13 @@ class Generator:
     def _denoising(self, name: str, solver: PathSolver | str, passes: int) -> Iterator[None]:
         """Use these weights in the denoiser within the block, which makes ``passes`` passes."""
         merges = isinstance(solver, str) and self.config.lora.base == "full"
-        what = f"{name}, {'merged' if merges else 'beside'}"
+        label = f"{name}, {'merged' if merges else 'beside'}"
         with (
             torch.no_grad(),
             nullcontext() if merges else sound_gradients(self.device),
             (merged if merges else use)(self.transformer, None if name == "base" else name),
             compile_failures(COMPILE),
-            self._passes.together(self.replicas, what, passes) if self.sharded else nullcontext(),
+            self._passes.together(self.replicas, label, passes) if self.sharded else nullcontext(),
         ):
             yield
 

@@ -93,10 +93,10 @@ class Publisher:
             return plain_weight(owners[name]) if layer is None else merged_weight(layer, adapter)
 
         def range_of(name: str) -> Tensor:
-            own = self.backend.amax(_finite(name, merged(name)).flatten(1))
+            amax = self.backend.amax(_finite(name, merged(name)).flatten(1))
             if not self.frozen_amax or name not in adapted:
-                return own
-            return frozen_amax(self.backend.amax(plain_weight(owners[name]).flatten(1)), own)
+                return amax
+            return frozen_amax(self.backend.amax(plain_weight(owners[name]).flatten(1)), amax)
 
         # two sections: shards of weights that cannot change keep their hashes and are sent once
         changing = changing_modules(self._plan, adapted)
@@ -108,9 +108,9 @@ class Publisher:
         packed: dict[str, dict[str, Tensor]] = {}
         for name in changing:
             if name in adapted:
-                own = self.frozen_amax and self._quantized[name] and name not in ranges
+                separate = self.frozen_amax and self._quantized[name] and name not in ranges
                 packed[name] = self._pack_adapted(
-                    name, merged(name), range_of(name) if own else ranges.get(name), changes
+                    name, merged(name), range_of(name) if separate else ranges.get(name), changes
                 )
             else:
                 packed[name] = self._pack_once(name, owners[name], ranges.get(name))

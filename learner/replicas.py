@@ -68,11 +68,11 @@ class Replicas:
         that was the error) or ReplicaFailed, which name the failed replica.
         """
         error: Exception | None = None
-        mine: list[Value] = []
+        results: list[Value] = []
         message: dict[str, object] = {}
         try:
-            mine = [work()]
-            message = {"value": mine[0] if isinstance(mine[0], int | float) else None}
+            results = [work()]
+            message = {"value": results[0] if isinstance(results[0], int | float) else None}
         except NonFiniteTraining as raised:
             error, message = raised, {"what": raised.what, "module": raised.module}
         except Exception as raised:  # of any kind: the others must be told of it
@@ -86,7 +86,7 @@ class Replicas:
                 raise NonFiniteTraining(f"{other['what']} (replica {rank})", other["module"])
             if "error" in other:
                 raise ReplicaFailed(f"replica {rank} of the learner failed: {other['error']}")
-        return mine[0], [other["value"] for other in answers]
+        return results[0], [other["value"] for other in answers]
 
     def require_alike(self, checksum: str, when: str) -> None:
         """Raise ReplicasDiffer unless every replica passes the same ``checksum``."""

@@ -70,15 +70,15 @@ def write(results: Results, directory: Path) -> None:
     from records.atomic import write_json, write_text
 
     directory.mkdir(parents=True, exist_ok=True)
-    found = tables(results)
+    section_tables = tables(results)
     verdicts = {text: asdict(verdict(results, check)) for text, check in CLAIMS.items()}
     sections = [asdict(outcome) for outcome in results.outcomes]
     write_json(
         directory / "gpu.json",
         {"machine": results.machine, "gpu": results.gpu, "claims": verdicts, "sections": sections},
     )
-    write_text(directory / "gpu.html", render(results, found))
-    print("\n".join(lines([table for table in found.values() if table.rows], [])))
+    write_text(directory / "gpu.html", render(results, section_tables))
+    print("\n".join(lines([table for table in section_tables.values() if table.rows], [])))
     print(f"\nwritten: {directory / 'gpu.json'}, gpu.html")
 
 

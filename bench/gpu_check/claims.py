@@ -62,15 +62,15 @@ def needs(what: str) -> Check:
     return lambda results: not_here(f"needs {what}")
 
 
-def decided(found: list[Finding], holds: Callable[[Finding], bool]) -> Verdict:
+def decided(findings: list[Finding], holds: Callable[[Finding], bool]) -> Verdict:
     """Return confirmed if ``holds`` is true of all findings, refuted by the first counterexample.
 
     Without findings the claim is not checkable here.
     """
-    if not found:
+    if not findings:
         return not_here("it was not measured")
-    against = [each for each in found if not holds(each)]
-    shown = against[:1] or found
+    against = [each for each in findings if not holds(each)]
+    shown = against[:1] or findings
     why = "; ".join(f"{each.what}: {each.value:.3g} {each.unit}" for each in shown[:4])
     return Verdict("refuted" if against else "confirmed", why)
 
@@ -85,8 +85,8 @@ def tests(*files: str, capability: tuple[int, int] = (0, 0), engine: bool = Fals
     """
 
     def check(results: Results) -> Verdict:
-        own = str(results.machine.get("capability", "0.0")).split(".")
-        if results.gpu and tuple(int(part) for part in own) < capability:
+        available = str(results.machine.get("capability", "0.0")).split(".")
+        if results.gpu and tuple(int(part) for part in available) < capability:
             return not_here(f"needs compute capability {capability[0]}.{capability[1]}")
         if engine and not results.machine.get("transformer_engine"):
             return not_here("needs TransformerEngine")
@@ -111,14 +111,14 @@ def bits(results: Results) -> Verdict:
 
 def compiles(results: Results) -> Verdict:
     """Check that every measured backend compiled, with the eager result up to rounding."""
-    found = results.findings("steps", form="compiled")
-    return decided(found, lambda each: each.beside["apart"] < ROUNDING)
+    findings = results.findings("steps", form="compiled")
+    return decided(findings, lambda each: each.beside["apart"] < ROUNDING)
 
 
 def auto(results: Results) -> Verdict:
     """Check that "auto" chooses the fastest backend, within the tolerance of predictions."""
-    found = results.findings("steps", form="auto")
-    return decided(found, lambda each: each.value >= 1 - PREDICTION)
+    findings = results.findings("steps", form="auto")
+    return decided(findings, lambda each: each.value >= 1 - PREDICTION)
 
 
 def near_the_bound(results: Results) -> Verdict:
@@ -135,8 +135,8 @@ def near_the_bound(results: Results) -> Verdict:
 
 def packing(results: Results) -> Verdict:
     """Check that packing kernels are about as fast as copying the same number of bytes."""
-    found = results.findings("kernels", kind="time")
-    return decided(found, lambda each: each.value <= EXTRA * each.beside["expected"])
+    findings = results.findings("kernels", kind="time")
+    return decided(findings, lambda each: each.value <= EXTRA * each.beside["expected"])
 
 
 def peaks(results: Results) -> Verdict:
@@ -146,27 +146,29 @@ def peaks(results: Results) -> Verdict:
 
 def predicted(results: Results) -> Verdict:
     """Check that the speed of every eager step is near the predicted one."""
-    found = [
+    findings = [
         each
         for form in ("packed by torch", "by kernels")
         for each in results.findings("steps", form=form)
         if "predicted" in each.beside
     ]
-    return decided(found, lambda each: abs(each.value / each.beside["predicted"] - 1) <= PREDICTION)
+    return decided(
+        findings, lambda each: abs(each.value / each.beside["predicted"] - 1) <= PREDICTION
+    )
 
 
 def passes(results: Results) -> Verdict:
     """Check the cost of regenerating and training relative to the bare denoiser's passes."""
     if not results.gpu:  # small models on a CPU are not representative
         return not_here("there is no GPU")
-    found = [each for form in MOST for each in results.findings("lora", form=form)]
-    return decided(found, lambda each: each.value <= MOST[each.labels["form"]])
+    findings = [each for form in MOST for each in results.findings("lora", form=form)]
+    return decided(findings, lambda each: each.value <= MOST[each.labels["form"]])
 
 
 def gradients(results: Results) -> Verdict:
     """Check the learner's gradients; no claim is made about torch's own choice of attention."""
-    found = results.findings("gradients", form="as trained")
-    return decided(found, lambda each: each.value <= GRADIENT)
+    findings = results.findings("gradients", form="as trained")
+    return decided(findings, lambda each: each.value <= GRADIENT)
 
 
 def decoding(results: Results) -> Verdict:
@@ -200,10 +202,10 @@ def quick_to_publish(results: Results) -> Verdict:
         for each in results.findings("weights", form=form):
             name = each.labels["format"]
             by_format[name] = by_format.get(name, 0.0) + each.value
-    found = [
+    findings = [
         Finding(f"{name}, packed and loaded", seconds, "s") for name, seconds in by_format.items()
     ]
-    return decided(found, lambda each: each.value <= QUICK_S)
+    return decided(findings, lambda each: each.value <= QUICK_S)
 
 
 BLACKWELL = (10, 0)

@@ -46,21 +46,21 @@ def command(file: str, report: Path) -> Sequence[str]:
 
     The project's addopts are disabled, as some need plug-ins that may not be installed.
     """
-    own = ["-o", "addopts=", "-m", "gpu and not slow", "-q", "-p", "no:cacheprovider"]
-    return [sys.executable, "-m", "pytest", *own, f"--junitxml={report}", file]
+    options = ["-o", "addopts=", "-m", "gpu and not slow", "-q", "-p", "no:cacheprovider"]
+    return [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", file]
 
 
 def _file(file: str, report: Path, seconds: float) -> Item:
     """Run the tests of one file within a timeout."""
     report.unlink(missing_ok=True)
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command(file, report), cwd=ROOT, timeout=seconds, capture_output=True, text=True
         )
     except subprocess.TimeoutExpired:
         return LeftOut(file, f"it had not ended after {seconds:.0f} s")
     if not report.exists():
-        last_line = (done.stdout + done.stderr).strip().splitlines()[-1:]
+        last_line = (completed.stdout + completed.stderr).strip().splitlines()[-1:]
         return Finding(file, 1.0, "failed", {"file": file}, note=" ".join(last_line))
     return finding_of(file, report)
 

@@ -54,8 +54,8 @@ def _architecture(case: Case, setting: Setting, seconds: float) -> Iterator[Item
     if not quick:
         yield LeftOut(case.name, "no backend with quicker arithmetic than BF16 runs here")
     for backend in quick:
-        mine = explorer_transformer(case, backend, device)
-        step = one_step(case, mine, batch, device)
+        packed = explorer_transformer(case, backend, device)
+        step = one_step(case, packed, batch, device)
         runs: dict[str, Run] = {"bf16": reference, "packed by torch": step}
         if kernels.missing(device) is None:
             runs["packed by torch"] = _by_torch(step)
@@ -63,16 +63,16 @@ def _architecture(case: Case, setting: Setting, seconds: float) -> Iterator[Item
         seconds = (setting.left - reserved) / len(quick) if setting.gpu else 0.0
         repeats = 1 if setting.once else _repeats(runs, seconds)
         times = interleave(runs, repeats, warm_up=setting.warm_up)
-        beside = _beside(case, backend, batch, held_bytes(mine) / memory)
+        beside = _beside(case, backend, batch, held_bytes(packed) / memory)
         for form in list(runs)[1:]:
             finding = _finding(case, backend, form, times, "bf16", beside)
             speeds[backend.name] = finding.value
             yield finding
         if setting.gpu:
-            yield from _compiled(case, setting, backend, (transformer, mine), batch, beside)
+            yield from _compiled(case, setting, backend, (transformer, packed), batch, beside)
         else:
             yield LeftOut(f"{case.name} {backend.name}, compiled", "minutes on a CPU")
-        del mine, step, runs
+        del packed, step, runs
         free()
     if setting.gpu:
         yield _auto(case, setting, batch, speeds)
@@ -94,15 +94,17 @@ def _compiled(
     if missing is not None:
         yield LeftOut(f"{case.name} {backend.name}, compiled", missing)
         return
-    full, mine = (compiled(model, device) for model in models)
+    full, packed = (compiled(model, device) for model in models)
     both = {
         "bf16 compiled": one_step(case, full, batch, device),
-        "compiled": one_step(case, mine, batch, device),
+        "compiled": one_step(case, packed, batch, device),
     }
     times = interleave(both, _repeats(both, 10.0), warm_up=1)
     x, sigma, cond = case.inputs(batch, device)
     with torch.no_grad():
-        eager, result = (case.family.velocity(model, x, sigma, cond) for model in (models[1], mine))
+        eager, result = (
+            case.family.velocity(model, x, sigma, cond) for model in (models[1], packed)
+        )
     apart = float((result - eager).norm() / eager.norm())
     yield _finding(case, backend, "compiled", times, "bf16 compiled", {**beside, "apart": apart})
 

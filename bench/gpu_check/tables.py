@@ -93,28 +93,28 @@ def claims(results: Results) -> Table:
     return Table(("claim", "verdict", "why"), rows, words=(0, 1, 2), title="Claims of docs/gpu.md")
 
 
-def _table(name: str, heads: Sequence[str], rows: Sequence[Sequence[str | Cell]], **more: str):
+def _table(name: str, heads: Sequence[str], rows: Sequence[Sequence[str | Cell]], **options: str):
     words = [at for at, head in enumerate(heads) if head in WORDS]
-    return Table(heads, rows, words=words, title=SECTIONS[name].title, none=NONE, **more)
+    return Table(heads, rows, words=words, title=SECTIONS[name].title, none=NONE, **options)
 
 
 WORDS = ("", "architecture", "backend", "what", "format", "shape", "file", "which")
 
 
-def _plain(section: str, found: list[Finding]) -> Table:
+def _plain(section: str, findings: list[Finding]) -> Table:
     """Return a table with one row per finding."""
     columns = COLUMNS[section]
-    rows = [tuple(text(finding) for text in columns.values()) for finding in found]
+    rows = [tuple(text(finding) for text in columns.values()) for finding in findings]
     return _table(section, tuple(columns), rows)
 
 
-def _steps(found: list[Finding]) -> Table:
+def _steps(findings: list[Finding]) -> Table:
     """Return a table with a row per architecture and backend, and each form's speed as a bar.
 
     The length of bars is relative to the largest bound.
     """
     groups: dict[tuple[str, str], dict[str, Finding]] = {}
-    for each in found:
+    for each in findings:
         if (form := each.labels["form"]) in FORMS:
             key = each.labels["architecture"], each.labels["backend"]
             groups.setdefault(key, {})[form] = each
@@ -144,21 +144,21 @@ def _steps(found: list[Finding]) -> Table:
 STAGES = ("explore", "select", "regenerate", "update", "pack and load")
 
 
-def _iteration(found: list[Finding]) -> Table:
+def _iteration(findings: list[Finding]) -> Table:
     rows = [
         (each.labels["architecture"], each.labels["backend"], *_optional(each, *STAGES, "peak GB"))
-        for each in found
+        for each in findings
     ]
-    note = f"Seconds. {found[0].note}" if found else ""
+    note = f"Seconds. {findings[0].note}" if findings else ""
     return _table("iteration", ("architecture", "backend", *STAGES, "peak GB"), rows, note=note)
 
 
-def _optional(found: Finding, *names: str) -> list[str]:
-    return [number(found.beside[name]) if name in found.beside else "" for name in names]
+def _optional(finding: Finding, *names: str) -> list[str]:
+    return [number(finding.beside[name]) if name in finding.beside else "" for name in names]
 
 
-def _bar(found: Finding | None, most: float, colour: int) -> Cell:
-    if found is None:
+def _bar(finding: Finding | None, most: float, colour: int) -> Cell:
+    if finding is None:
         return Cell("")
-    span = f"{number(found.beside['low'])} to {number(found.beside['high'])}"
-    return Cell(number(found.value), title=span, bar=(colour, BAR * found.value / most))
+    span = f"{number(finding.beside['low'])} to {number(finding.beside['high'])}"
+    return Cell(number(finding.value), title=span, bar=(colour, BAR * finding.value / most))

@@ -17,10 +17,10 @@ def family_for(model: Model) -> Family:
     Raises FileNotFoundError or ValueError with a message of one line.
     """
     directory = model_directory(model)
-    found = pipeline_file(directory, INDEX).get("_class_name")
-    if found not in {family.pipeline_class for family in FAMILIES.values()}:
+    class_name = pipeline_file(directory, INDEX).get("_class_name")
+    if class_name not in {family.pipeline_class for family in FAMILIES.values()}:
         known = ", ".join(
             f"{family.pipeline_class} (family {name!r})" for name, family in FAMILIES.items()
         )
-        raise ValueError(f"model.path: {directory!r} holds a {found}; supported are {known}")
+        raise ValueError(f"model.path: {directory!r} holds a {class_name}; supported are {known}")
     return FAMILIES[model.family](model)

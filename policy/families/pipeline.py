@@ -54,10 +54,10 @@ class Pipeline:
         self._configs: dict[str, Tree] = {}
         self.directory = model_directory(model)
         self.index = pipeline_file(self.directory, INDEX)
-        found = self.index.get("_class_name")
-        if found != self.pipeline_class:
+        actual = self.index.get("_class_name")
+        if actual != self.pipeline_class:
             raise ValueError(
-                f"model.path: {self.directory!r} holds a {found}, but family {self.name!r} is a"
+                f"model.path: {self.directory!r} holds a {actual}, but family {self.name!r} is a"
                 f" {self.pipeline_class}: change model.path or model.family"
             )
         check_libraries(self.directory, self.index)
