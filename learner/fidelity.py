@@ -1,10 +1,9 @@
-"""Is the cheap ranking right? Proxy rewards against full-precision rewards of the same seeds, over
-many prompts.
+"""Rank fidelity of proxy rewards: compared with full-precision rewards over many prompts.
 
-The measures of "FP4 Explore, BF16 Train" (arXiv 2604.06916): Kendall's tau, Spearman's rho, and
-where the seeds that the ring would choose by their proxies really stand. Rewards are [P, N]: P
-prompts x N seeds, all finite. Rank 1 is the best seed, N the worst; equal rewards share the mean
-of their ranks, so a measure is what breaking ties at random gives on average.
+The measures are those of "FP4 Explore, BF16 Train" (arXiv 2604.06916): Kendall's tau, Spearman's
+rho, and the true ranks of the seeds that selection by proxy rewards would choose. Rewards are
+[P, N]: P prompts x N seeds, all finite. Rank 1 is the best seed, N the worst. Equal rewards share
+the mean of their ranks, so a measure is the expected value under random tie-breaking.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from learner.audit import agreement
 from learner.selection import select
 
 HALVES = (4, 8, 12)
-LEVEL = 0.95  # of intervals
+LEVEL = 0.95  # of confidence intervals
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts with its confidence interval, and over how many prompts."""
+    """A mean over prompts, its confidence interval, and the number of prompts."""
 
     mean: float
     low: float
@@ -35,25 +34,26 @@ class Estimate:
 
 
 def true_ranks(rewards: np.ndarray) -> np.ndarray:
-    """Ranks float64 [N] of rewards [N]: 1 the best, ties share their mean."""
+    """Return ranks float64 [N] of rewards [N]: 1 is the best; ties share their mean rank."""
     return stats.rankdata(-np.asarray(rewards, np.float64), method="average")
 
 
 def percentile(rank: np.ndarray | float, count: int) -> np.ndarray | float:
-    """Rank 1 .. count as a percentile: 100 is the very best seed, 0 the very worst."""
+    """Convert a rank in 1 .. count to a percentile: 100 is the best seed, 0 the worst."""
     return 100.0 * (count - rank) / (count - 1)
 
 
 def per_prompt(proxy: np.ndarray, truth: np.ndarray) -> dict[str, np.ndarray]:
-    """Every measure for every prompt: float64 [P] each.
+    """Return every measure for every prompt: float64 [P] each.
 
-    ``kendall_tau`` and ``spearman_rho`` are NaN where a side is constant. ``top<k>_rank`` and
-    ``bottom<k>_rank`` are the mean true rank of the k seeds that selection by proxy calls best and
-    worst (the ring's own rule, ties by index); ``..._percentile`` the same as percentiles.
-    ``contrast<k>`` is the true reward of the k best less that of the k worst, as a share of what
-    selection by the truth would find (1: nothing lost); NaN where there is none to find.
+    ``kendall_tau`` and ``spearman_rho`` are NaN for a prompt whose proxy or true rewards are
+    constant. ``top<k>_rank`` and ``bottom<k>_rank`` are the mean true rank of the k best and k
+    worst seeds by proxy reward, chosen by the run's own selection rule (ties by index).
+    ``top<k>_percentile`` and ``bottom<k>_percentile`` are the same as percentiles. ``contrast<k>``
+    is the mean true reward of the k best minus that of the k worst, divided by the difference that
+    selection by true rewards would reach (1: nothing is lost). It is NaN if that difference is 0.
 
-    Raises ValueError for shapes that differ, rewards that are not finite, or 2 k > N.
+    Raises ValueError if shapes differ, rewards are not finite, or 2 k > N.
     """
     proxy, truth = _checked(proxy, truth)
     count = truth.shape[1]
@@ -64,9 +64,9 @@ def per_prompt(proxy: np.ndarray, truth: np.ndarray) -> dict[str, np.ndarray]:
         )
     columns: defaultdict[str, list[float]] = defaultdict(list)
     for cheap, full in zip(proxy, truth, strict=True):
-        agreed = agreement(cheap, full)
-        columns["kendall_tau"].append(agreed["kendall_tau"])
-        columns["spearman_rho"].append(agreed["spearman_rho"])
+        measures = agreement(cheap, full)
+        columns["kendall_tau"].append(measures["kendall_tau"])
+        columns["spearman_rho"].append(measures["spearman_rho"])
         ranks, ordered = true_ranks(full), np.sort(full)
         for k in HALVES:
             chosen = select(cheap, 2 * k, "best_worst")
@@ -76,23 +76,23 @@ def per_prompt(proxy: np.ndarray, truth: np.ndarray) -> dict[str, np.ndarray]:
                 columns[f"{end}{k}_rank"].append(rank)
                 columns[f"{end}{k}_percentile"].append(float(percentile(rank, count)))
             possible = ordered[-k:].mean() - ordered[:k].mean()
-            found = (
+            contrast = (
                 float((full[best].mean() - full[worst].mean()) / possible)
                 if possible > 0
                 else math.nan
             )
-            columns[f"contrast{k}"].append(found)
+            columns[f"contrast{k}"].append(contrast)
     return {name: np.array(values) for name, values in columns.items()}
 
 
 def estimates(
     columns: Mapping[str, np.ndarray], seed: int = 0, draws: int = 2000
 ) -> dict[str, Estimate]:
-    """Means over prompts with percentile-bootstrap intervals: prompts are drawn with replacement,
-    seeds stay with theirs.
+    """Return means over prompts with percentile-bootstrap confidence intervals.
 
-    The same draws serve every column of one call, and any call with equal P and ``seed``. NaN
-    prompts are left out of a column; one that has no other is NaN.
+    Prompts are resampled with replacement, each with all of its seeds. All columns of a call share
+    the same draws, as do calls with equal P and ``seed``. A column's NaN values are left out; if
+    all are NaN, its estimate is NaN.
     """
     counts = {len(values) for values in columns.values()}
     if len(counts) != 1 or not min(counts):
@@ -107,35 +107,36 @@ def estimates(
 
 
 def _estimate(values: np.ndarray, picks: np.ndarray) -> Estimate:
-    there = np.isfinite(values)
-    if not there.any():
+    """Return the estimate of one column [P]; ``picks`` [draws, P] are the resampled prompts."""
+    finite = np.isfinite(values)
+    if not finite.any():
         return Estimate(float("nan"), float("nan"), float("nan"), 0)
-    weights = there[picks].sum(1)
-    means = np.where(there, values, 0.0)[picks].sum(1)[weights > 0] / weights[weights > 0]
+    weights = finite[picks].sum(1)
+    # draws that consist of NaN prompts alone have no mean
+    means = np.where(finite, values, 0.0)[picks].sum(1)[weights > 0] / weights[weights > 0]
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate(float(values[there].mean()), float(low), float(high), int(there.sum()))
+    return Estimate(float(values[finite].mean()), float(low), float(high), int(finite.sum()))
 
 
 def no_information(count: int) -> dict[str, float]:
-    """What a ranking at random gives on average, for ``count`` seeds."""
+    """Return the expected measures of a random ranking of ``count`` seeds."""
     middle = (count + 1) / 2
-    found = {"kendall_tau": 0.0, "spearman_rho": 0.0}
+    expected = {"kendall_tau": 0.0, "spearman_rho": 0.0}
     for k in HALVES:
-        found |= {f"{end}{k}_rank": middle for end in ("top", "bottom")}
-        found |= {f"{end}{k}_percentile": 50.0 for end in ("top", "bottom")}
-        found[f"contrast{k}"] = 0.0
-    return found
+        expected |= {f"{end}{k}_rank": middle for end in ("top", "bottom")}
+        expected |= {f"{end}{k}_percentile": 50.0 for end in ("top", "bottom")}
+        expected[f"contrast{k}"] = 0.0
+    return expected
 
 
 def conditional_density(
     proxy: np.ndarray, truth: np.ndarray, bins: int | None = None
 ) -> np.ndarray:
-    """How proxy ranks are spread, given the true rank: float64 [bins, bins], [true bin, proxy bin],
-    best first.
+    """Return the distribution of proxy ranks given the true rank: float64 [true bin, proxy bin].
 
-    Each row sums to 1. ``bins`` is lowered to N where it is more; None: as many as have four seeds
-    in each cell on average, 4 to 24. Noises of equal reward are spread evenly over the ranks they
-    share.
+    Bins are ordered best first, and each row sums to 1. ``bins`` is at most N; None chooses 4 to 24
+    bins so that a cell has four seeds on average. Seeds of equal reward are spread evenly over the
+    ranks that they share.
     """
     proxy, truth = _checked(proxy, truth)
     count = truth.shape[1]
@@ -147,18 +148,20 @@ def conditional_density(
 
 
 def _rank_shares(rewards: np.ndarray, bins: int) -> np.ndarray:
-    """[N, bins]: which share of its tied ranks each seed has in each bin; rank r (from 0) lies in
-    bin r * bins // N.
+    """Return [N, bins]: the share of each seed's tied ranks that lies in each bin.
+
+    Rank r, counted from 0, lies in bin r * bins // N.
     """
     count = len(rewards)
     first = stats.rankdata(-rewards, method="min").astype(int) - 1
     last = stats.rankdata(-rewards, method="max").astype(int)
-    held = np.zeros((count + 1, bins))  # ranks below r that lie in each bin
-    held[1:] = np.cumsum(np.eye(bins)[np.arange(count) * bins // count], axis=0)
-    return (held[last] - held[first]) / (last - first)[:, None]
+    below = np.zeros((count + 1, bins))  # [r, b]: how many ranks below r lie in bin b
+    below[1:] = np.cumsum(np.eye(bins)[np.arange(count) * bins // count], axis=0)
+    return (below[last] - below[first]) / (last - first)[:, None]
 
 
 def _checked(proxy: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return both as float64. Raises ValueError if shapes differ or values are not finite."""
     proxy, truth = np.asarray(proxy, np.float64), np.asarray(truth, np.float64)
     if proxy.ndim != 2 or proxy.shape != truth.shape or proxy.shape[1] < 2 or not len(proxy):
         raise ValueError(

@@ -106,6 +106,7 @@ class Trainer:
         return sum(parameter.numel() for _, parameter in trainable(self.transformer))
 
     def _offloaded(self) -> Offload:
+        """Move the adapters to the device; return the offload of everything that is frozen."""
         for name, parameter in self.transformer.named_parameters():
             if ".lora_" in name:
                 parameter.data = parameter.data.to(self.device)

@@ -1,4 +1,4 @@
-"""``python -m bench.gpu_check``: the check, ``gpu.json``, ``gpu.html`` and the tables."""
+"""Run the check on one GPU, write ``gpu.json`` and ``gpu.html``, and print the tables."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ NEEDED = (
 OLDEST_TORCH = (2, 11)
 MINUTES, CPU_MINUTES = 10.0, 6.0
 RESERVE_S = 15.0
-"""Of the time, for starting and for writing."""
+"""Seconds of the total time that are reserved for starting and for writing results."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 whatever the check found, with a GPU or without; 2 where it cannot run at all."""
+    """Run the check; return 0 for any results, with or without a GPU, or 2 if it cannot run."""
     missing = what_is_missing()
     if missing is not None:
         print(f"gpu-check: {missing}", file=sys.stderr)
@@ -55,14 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcomes.append(outcome)
         ending = f": {outcome.why}" if outcome.why else ""
         print(f"{outcome.section:<10}{outcome.state}, {outcome.seconds:.0f} s{ending}", flush=True)
-        for left in outcome.left_out:
-            print(f"{'':<10}left out: {left.what}: {left.why}", flush=True)
+        for item in outcome.left_out:
+            print(f"{'':<10}left out: {item.what}: {item.why}", flush=True)
     write(Results(facts, gpu, outcomes), Path(options.out))
     return 0
 
 
 def write(results: Results, directory: Path) -> None:
-    """``gpu.json`` and ``gpu.html``, and the tables to standard output."""
+    """Write ``gpu.json`` and ``gpu.html``, and print the tables to standard output."""
     from analysis.compare.table import lines
     from bench.gpu_check.claims import CLAIMS, verdict
     from bench.gpu_check.page import render
@@ -70,20 +70,20 @@ def write(results: Results, directory: Path) -> None:
     from records.atomic import write_json, write_text
 
     directory.mkdir(parents=True, exist_ok=True)
-    found = tables(results)
+    section_tables = tables(results)
     verdicts = {text: asdict(verdict(results, check)) for text, check in CLAIMS.items()}
     sections = [asdict(outcome) for outcome in results.outcomes]
     write_json(
         directory / "gpu.json",
         {"machine": results.machine, "gpu": results.gpu, "claims": verdicts, "sections": sections},
     )
-    write_text(directory / "gpu.html", render(results, found))
-    print("\n".join(lines([table for table in found.values() if table.rows], [])))
+    write_text(directory / "gpu.html", render(results, section_tables))
+    print("\n".join(lines([table for table in section_tables.values() if table.rows], [])))
     print(f"\nwritten: {directory / 'gpu.json'}, gpu.html")
 
 
 def what_is_missing() -> str | None:
-    """Why the check cannot run here, in one line, or None."""
+    """Return why the check cannot run on this machine, in one line, or None."""
     absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if absent:
         return f"needs {', '.join(absent)}: pip install {' '.join(absent)}"
@@ -97,7 +97,7 @@ def what_is_missing() -> str | None:
 
 
 def machine() -> Tree:
-    """Where the numbers come from; ``capability`` only where there is a GPU."""
+    """Describe this machine; the key ``capability`` exists only if there is a GPU."""
     import torch
 
     from bench.timing import machine as common
@@ -113,7 +113,7 @@ def machine() -> Tree:
 
 
 def version_of(name: str) -> str:
-    """A package's version, without importing it."""
+    """Return a package's version without importing the package."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -1,4 +1,4 @@
-"""The claims of docs/gpu.md, and what a check says of each: confirmed, refuted, or nothing."""
+"""The claims of docs/gpu.md and their verdicts: confirmed, refuted, or not checkable here."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from bench.gpu_check.passes import MOST
 Said = Literal["confirmed", "refuted", "not checkable here"]
 FP8, NVFP4 = "tests/policy/test_fp8.py", "tests/policy/test_nvfp4_hardware.py"
 GOAL = 0.8
-"""Share of the arithmetic's bound that a step with ``fp8`` should reach on H200."""
+"""Share of the arithmetic bound on speed that a step with ``fp8`` should reach on H200."""
 PREDICTION, PLAN, ROUNDING = 0.15, 0.10, 0.05
-"""How far a predicted speed and a planned peak may be off, and a compiled step from the eager one.
-The last is a norm over a whole step: rounding to 8 mantissa bits in some hundred layers.
+"""Relative tolerances of a predicted speed, a planned peak, and a compiled against an eager step.
+
+The last is a norm over a whole step: rounding to 8 mantissa bits in about a hundred layers.
 """
 EXTRA = 1.5
-"""Seconds of a packing kernel over those that its bytes take at the speed of a copy."""
+"""Maximum time of a packing kernel relative to copying the same number of bytes."""
 MOVING = 1.25
-"""Seconds in which weights leave a GPU, or come back, over those of the plan."""
+"""Maximum time of moving weights off a GPU, or back, relative to the plan."""
 LEFT = 0.02
-"""Share of what should have left that may still be allocated."""
+"""Maximum share of the moved weights' memory that may still be allocated on the GPU."""
 GRADIENT = 0.05
-"""How far a gradient in BF16 may be from that in FP32, as a norm: on a CPU small models are 0.7 to
-1.7 % off, and a kernel that is wrong is off by all of it.
+"""Maximum relative distance, as a norm, of a gradient in BF16 from that in FP32.
+
+Small models on a CPU are 0.7 to 1.7 % off; a wrong kernel is off by 100 %.
 """
 QUICK_S = 30.0
-"""What is called seconds: packing a changed version of FLUX.1 and loading it."""
+"""Maximum of "seconds" in the claim about packing a changed version of FLUX.1 and loading it."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``why`` is what was measured, or what is missing."""
+    """Verdict on a claim; ``why`` is what was measured, or what is missing."""
 
     said: Said
     why: str
@@ -45,27 +47,30 @@ Check = Callable[[Results], Verdict]
 
 
 def not_here(why: str) -> Verdict:
-    """Nothing is said."""
+    """Return the verdict that the claim cannot be checked on this machine."""
     return Verdict("not checkable here", why)
 
 
 def verdict(results: Results, check: Check) -> Verdict:
-    """Without a GPU nothing is said of a GPU."""
-    found = check(results)
-    return not_here("there is no GPU") if not results.gpu and found.said != "refuted" else found
+    """Return the verdict of a check; without a GPU it can be a refutation but no confirmation."""
+    result = check(results)
+    return not_here("there is no GPU") if not results.gpu and result.said != "refuted" else result
 
 
 def needs(what: str) -> Check:
-    """A claim that no check on one GPU settles."""
+    """Return a check for a claim that cannot be decided on one GPU and needs ``what``."""
     return lambda results: not_here(f"needs {what}")
 
 
-def decided(found: list[Finding], holds: Callable[[Finding], bool]) -> Verdict:
-    """Confirmed where it holds of all; refuted by the first of which it does not."""
-    if not found:
+def decided(findings: list[Finding], holds: Callable[[Finding], bool]) -> Verdict:
+    """Return confirmed if ``holds`` is true of all findings, refuted by the first counterexample.
+
+    Without findings the claim is not checkable here.
+    """
+    if not findings:
         return not_here("it was not measured")
-    against = [each for each in found if not holds(each)]
-    shown = against[:1] or found
+    against = [each for each in findings if not holds(each)]
+    shown = against[:1] or findings
     why = "; ".join(f"{each.what}: {each.value:.3g} {each.unit}" for each in shown[:4])
     return Verdict("refuted" if against else "confirmed", why)
 
@@ -74,11 +79,14 @@ def decided(found: list[Finding], holds: Callable[[Finding], bool]) -> Verdict:
 
 
 def tests(*files: str, capability: tuple[int, int] = (0, 0), engine: bool = False) -> Check:
-    """The marked tests of these files, on a GPU of this capability at least."""
+    """Return a check that the files' tests marked ``gpu`` pass.
+
+    They need a GPU of at least this compute capability, and TransformerEngine if ``engine``.
+    """
 
     def check(results: Results) -> Verdict:
-        found = str(results.machine.get("capability", "0.0")).split(".")
-        if results.gpu and tuple(int(part) for part in found) < capability:
+        available = str(results.machine.get("capability", "0.0")).split(".")
+        if results.gpu and tuple(int(part) for part in available) < capability:
             return not_here(f"needs compute capability {capability[0]}.{capability[1]}")
         if engine and not results.machine.get("transformer_engine"):
             return not_here("needs TransformerEngine")
@@ -94,24 +102,27 @@ def tests(*files: str, capability: tuple[int, int] = (0, 0), engine: bool = Fals
 
 
 def bits(results: Results) -> Verdict:
-    """This is told without a GPU too, if it is refuted: the interpreter should give these bits."""
+    """Check the bits of the packing kernels.
+
+    Without a GPU it can be refuted too: Triton's interpreter should give the same bits.
+    """
     return decided(results.findings("kernels", kind="bits"), lambda each: each.value == 0)
 
 
 def compiles(results: Results) -> Verdict:
-    """Every backend that was measured compiled as well, with the eager result up to rounding."""
-    found = results.findings("steps", form="compiled")
-    return decided(found, lambda each: each.beside["apart"] < ROUNDING)
+    """Check that every measured backend compiled, with the eager result up to rounding."""
+    findings = results.findings("steps", form="compiled")
+    return decided(findings, lambda each: each.beside["apart"] < ROUNDING)
 
 
 def auto(results: Results) -> Verdict:
-    """What it takes is as quick as the quickest, or within the prediction's tolerance of it."""
-    found = results.findings("steps", form="auto")
-    return decided(found, lambda each: each.value >= 1 - PREDICTION)
+    """Check that "auto" chooses the fastest backend, within the tolerance of predictions."""
+    findings = results.findings("steps", form="auto")
+    return decided(findings, lambda each: each.value >= 1 - PREDICTION)
 
 
 def near_the_bound(results: Results) -> Verdict:
-    """FP8 in the quicker of its two forms, on an H200."""
+    """Check the speed of FP8 in its fastest form on an H200."""
     if "H200" not in str(results.machine.get("gpu")):
         return not_here("needs an H200")
     best: dict[str, Finding] = {}
@@ -123,43 +134,45 @@ def near_the_bound(results: Results) -> Verdict:
 
 
 def packing(results: Results) -> Verdict:
-    """Kernels take what their bytes take at the speed of a copy."""
-    found = results.findings("kernels", kind="time")
-    return decided(found, lambda each: each.value <= EXTRA * each.beside["expected"])
+    """Check that packing kernels are about as fast as copying the same number of bytes."""
+    findings = results.findings("kernels", kind="time")
+    return decided(findings, lambda each: each.value <= EXTRA * each.beside["expected"])
 
 
 def peaks(results: Results) -> Verdict:
-    """Every peak near the plan's."""
+    """Check that every memory peak is near the planned one."""
     return decided(results.findings("memory"), lambda each: abs(each.value - 1) <= PLAN)
 
 
 def predicted(results: Results) -> Verdict:
-    """The speed of every eager step near the predicted one."""
-    found = [
+    """Check that the speed of every eager step is near the predicted one."""
+    findings = [
         each
         for form in ("packed by torch", "by kernels")
         for each in results.findings("steps", form=form)
         if "predicted" in each.beside
     ]
-    return decided(found, lambda each: abs(each.value / each.beside["predicted"] - 1) <= PREDICTION)
+    return decided(
+        findings, lambda each: abs(each.value / each.beside["predicted"] - 1) <= PREDICTION
+    )
 
 
 def passes(results: Results) -> Verdict:
-    """Regenerating and training beside the bare denoiser's passes."""
-    if not results.gpu:  # small models on a CPU say nothing of it
+    """Check the cost of regenerating and training relative to the bare denoiser's passes."""
+    if not results.gpu:  # small models on a CPU are not representative
         return not_here("there is no GPU")
-    found = [each for form in MOST for each in results.findings("lora", form=form)]
-    return decided(found, lambda each: each.value <= MOST[each.labels["form"]])
+    findings = [each for form in MOST for each in results.findings("lora", form=form)]
+    return decided(findings, lambda each: each.value <= MOST[each.labels["form"]])
 
 
 def gradients(results: Results) -> Verdict:
-    """Those that a learner takes; what torch would choose by itself is no claim."""
-    found = results.findings("gradients", form="as trained")
-    return decided(found, lambda each: each.value <= GRADIENT)
+    """Check the learner's gradients; no claim is made about torch's own choice of attention."""
+    findings = results.findings("gradients", form="as trained")
+    return decided(findings, lambda each: each.value <= GRADIENT)
 
 
 def decoding(results: Results) -> Verdict:
-    """Being no quicker refutes it; how images rank needs weights."""
+    """Refute the claim if decoding is not faster; how images rank cannot be checked here."""
     slow = [each for each in results.findings("decode") if each.value <= 1.0]
     if results.gpu and slow:
         return decided(slow, lambda each: False)
@@ -167,9 +180,9 @@ def decoding(results: Results) -> Verdict:
 
 
 def leaving(results: Results) -> Verdict:
-    """No bit differs, nothing stays behind, and each way takes what is planned."""
+    """Check moving weights: bits are equal, memory is released, times are those of the plan."""
     bits = results.findings("turns", form="bits")
-    if not results.gpu:  # host memory to host memory: only the bits say anything
+    if not results.gpu:  # moved from host memory to host memory: only the bits are meaningful
         return decided(bits, lambda each: each.value == 0)
     ways = [each for way in ("back", "out") for each in results.findings("turns", form=way)]
     behind = results.findings("turns", form="left behind")
@@ -183,16 +196,16 @@ def leaving(results: Results) -> Verdict:
 
 
 def quick_to_publish(results: Results) -> Verdict:
-    """Packing a changed version of FLUX.1 and loading it; what travels between is not in it."""
+    """Check the time to pack a changed version of FLUX.1 and to load it, without the transfer."""
     by_format: dict[str, float] = {}
     for form in ("packing the next version", "loading"):
         for each in results.findings("weights", form=form):
             name = each.labels["format"]
             by_format[name] = by_format.get(name, 0.0) + each.value
-    found = [
+    findings = [
         Finding(f"{name}, packed and loaded", seconds, "s") for name, seconds in by_format.items()
     ]
-    return decided(found, lambda each: each.value <= QUICK_S)
+    return decided(findings, lambda each: each.value <= QUICK_S)
 
 
 BLACKWELL = (10, 0)
@@ -259,4 +272,4 @@ CLAIMS: dict[str, Check] = {
     "the released files of the four learned scorers load": needs("these files"),
     "the paper's FLUX.1 table": needs(f"{PUBLISHED}, and days on eight GPUs"),
 }
-"""By the first column of its row in docs/gpu.md, in that order; a test holds the two together."""
+"""Checks by claim: the first column of the table in docs/gpu.md, in order, as a test verifies."""

@@ -1,4 +1,4 @@
-"""What sections of the check hand over: findings, and what became of each section."""
+"""Results of the check: findings, and the outcome of each section."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ State = Literal["done", "cut short", "failed", "not checkable here"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One number. ``labels`` tell it from others of its section, ``beside`` are numbers to hold it
-    against: a bound, a prediction, a smallest and a largest.
+    """One measured number.
+
+    ``labels`` identify it within its section. ``beside`` has numbers to compare it with: a bound, a
+    prediction, a minimum and a maximum.
     """
 
     what: str
@@ -27,7 +29,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What a section did not do, and why."""
+    """Something that a section did not measure, and why."""
 
     what: str
     why: str
@@ -38,7 +40,7 @@ Item = Finding | LeftOut
 
 @dataclass
 class Outcome:
-    """A section's end, with everything that it found before that."""
+    """The final state of a section, and everything that it measured."""
 
     section: str
     state: State = "done"
@@ -48,7 +50,7 @@ class Outcome:
     left_out: list[LeftOut] = field(default_factory=list[LeftOut])
 
     def add(self, item: Item) -> None:
-        """Keep what came."""
+        """Append an item to ``findings`` or ``left_out``."""
         if isinstance(item, Finding):
             self.findings.append(item)
         else:
@@ -57,23 +59,23 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Results:
-    """All sections of a check, on a GPU or not."""
+    """Outcomes of all sections of a check, with or without a GPU."""
 
     machine: Tree
     gpu: bool
     outcomes: Sequence[Outcome]
 
     def findings(self, section: str, **labels: str) -> list[Finding]:
-        """The findings of a section that have these labels."""
+        """Return the findings of a section that have these labels."""
         return [
-            found
+            finding
             for outcome in self.outcomes
             if outcome.section == section
-            for found in outcome.findings
-            if labels.items() <= found.labels.items()
+            for finding in outcome.findings
+            if labels.items() <= finding.labels.items()
         ]
 
 
 def from_tree(tree: Tree) -> Item:
-    """The inverse of ``asdict``."""
+    """Return the item that ``dataclasses.asdict`` turned into a tree."""
     return LeftOut(**tree) if "why" in tree else Finding(**tree)

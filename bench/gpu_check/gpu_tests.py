@@ -1,4 +1,4 @@
-"""The tests that are marked ``gpu``, by pytest in a process of its own."""
+"""The tests marked ``gpu``, run by pytest in a process per file."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NEEDED = ("pytest", "hypothesis")
 
 
 def files() -> list[str]:
-    """Test files with a test that is marked, relative to the root of the tree."""
-    found = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(file.relative_to(ROOT)) for file in found if "mark.gpu" in file.read_text()]
+    """Return the test files with a test marked ``gpu``, relative to the repository root."""
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(file.relative_to(ROOT)) for file in paths if "mark.gpu" in file.read_text()]
 
 
 def measure(setting: Setting) -> Iterator[Item]:
-    """Per file how many failed, passed and were skipped."""
+    """Yield the numbers of failed, passed and skipped tests per file."""
     if not setting.gpu:
         yield LeftOut("the tests that are marked gpu", "there is no GPU; `make test` has the rest")
         return
@@ -34,7 +34,7 @@ def measure(setting: Setting) -> Iterator[Item]:
         return
     with tempfile.TemporaryDirectory(prefix="sol-rl-gpu-tests-") as scratch:
         report = Path(scratch) / "junit.xml"
-        for file in files():  # one by one, so that a hang loses one file's results
+        for file in files():  # one by one, so that a hang loses the results of one file only
             if setting.left < 5.0:
                 yield LeftOut(file, "no time was left")
                 continue
@@ -42,30 +42,34 @@ def measure(setting: Setting) -> Iterator[Item]:
 
 
 def command(file: str, report: Path) -> Sequence[str]:
-    """Options of the project are left out: some are of plug-ins that may not be there."""
-    own = ["-o", "addopts=", "-m", "gpu and not slow", "-q", "-p", "no:cacheprovider"]
-    return [sys.executable, "-m", "pytest", *own, f"--junitxml={report}", file]
+    """Return the pytest command for one file.
+
+    The project's addopts are disabled, as some need plug-ins that may not be installed.
+    """
+    options = ["-o", "addopts=", "-m", "gpu and not slow", "-q", "-p", "no:cacheprovider"]
+    return [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", file]
 
 
 def _file(file: str, report: Path, seconds: float) -> Item:
+    """Run the tests of one file within a timeout."""
     report.unlink(missing_ok=True)
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command(file, report), cwd=ROOT, timeout=seconds, capture_output=True, text=True
         )
     except subprocess.TimeoutExpired:
         return LeftOut(file, f"it had not ended after {seconds:.0f} s")
     if not report.exists():
-        said = (done.stdout + done.stderr).strip().splitlines()[-1:]
-        return Finding(file, 1.0, "failed", {"file": file}, note=" ".join(said))
+        last_line = (completed.stdout + completed.stderr).strip().splitlines()[-1:]
+        return Finding(file, 1.0, "failed", {"file": file}, note=" ".join(last_line))
     return finding_of(file, report)
 
 
 def finding_of(file: str, report: Path) -> Finding:
-    """From pytest's report in JUnit's form."""
+    """Return the finding of pytest's report in JUnit XML format."""
     cases = list(ElementTree.parse(report).iter("testcase"))
-    ends = ("failure", "error")
-    failed = [case for case in cases if any(case.find(end) is not None for end in ends)]
+    tags = ("failure", "error")
+    failed = [case for case in cases if any(case.find(tag) is not None for tag in tags)]
     skipped = [case for case in cases if case.find("skipped") is not None]
     named = ", ".join(str(case.get("name")) for case in failed)
     counts = {"passed": len(cases) - len(failed) - len(skipped), "skipped": len(skipped)}

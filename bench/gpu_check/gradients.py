@@ -1,5 +1,6 @@
-"""Gradients of shallow models in BF16 against the same in FP32, by family; a kernel whose backward
-pass is unsound shows here.
+"""Gradients of shallow models in BF16, compared with FP32, by family.
+
+A kernel with a wrong backward pass is detected here.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from policy.lora import add_adapters, use_adapter
 
 BATCH, DEPTH, LEAST_S = 2, 2, 10.0
 SIGMA = 0.5
-"""A thousand times it is a number of BF16: timesteps are rounded before their sines are taken."""
+"""1000 times this is exact in BF16: timesteps are rounded before their sines are computed."""
 DEPTHS = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers")
-"""How configurations of diffusers call the number of blocks."""
+"""Keys for the number of blocks in configurations of diffusers."""
 
 
 def measure(setting: Setting) -> Iterator[Item]:
-    """Of every family as a learner takes them; then once more with the attention that torch would
-    choose, last, as reading foreign memory ends the process.
+    """Measure every family as a learner computes gradients, then with torch's choice of attention.
+
+    The latter comes last: its kernel may read invalid memory, which kills the process.
     """
 
     def as_trained(case: Case, _: str) -> Iterator[Item]:
@@ -45,24 +47,28 @@ def measure(setting: Setting) -> Iterator[Item]:
 def _finding(
     case: Case, setting: Setting, form: str, attention: AbstractContextManager[None]
 ) -> Finding:
+    """Return the relative distance of the BF16 gradient from the FP32 one."""
     with attention:
-        found = _gradient(case, setting, torch.bfloat16)
+        actual = _gradient(case, setting, torch.bfloat16)
     allow_tf32(setting.device, False)
     with without_cudnn_attention(setting.device):
         wanted = _gradient(case, setting, torch.float32)
     allow_tf32(setting.device, True)
     return Finding(
         f"{case.name}, gradient of the adapter in BF16, {form}, off that in FP32",
-        float((found - wanted).norm() / wanted.norm()),
+        float((actual - expected).norm() / expected.norm()),
         "share",
         {"architecture": case.name, "form": form},
-        {"norm": float(wanted.norm())},
+        {"norm": float(expected.norm())},
         f"{DEPTH} blocks of each kind",
     )
 
 
 def _gradient(case: Case, setting: Setting, dtype: torch.dtype) -> Tensor:
-    """Float32 [D] of a mean square, recomputed going backward; weights are those of BF16."""
+    """Return the adapter's gradient of a mean square, flat [D], with gradient checkpointing.
+
+    Weights are rounded to BF16 for every ``dtype``, so that only the arithmetic differs.
+    """
     config: Tree = case.part["config"]
     shallow = {key: min(DEPTH, config[key]) for key in DEPTHS if key in config}
     with torch.random.fork_rng(devices=[setting.device] if setting.gpu else []):

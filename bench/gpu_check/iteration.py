@@ -1,4 +1,4 @@
-"""One whole iteration in one process: explore, select, regenerate, update, pack, load."""
+"""One complete iteration in one process: explore, select, regenerate, update, pack, load."""
 
 from __future__ import annotations
 
@@ -39,16 +39,19 @@ PRESETS = {
     "flux.2-klein-4b": "flux2_klein-sol_rl-hpsv2",
     "z-image-turbo": "z_image-sol_rl-hpsv2",
     "qwen-image": "qwen_image-sol_rl-hpsv2",
-    "flux.2-dev": "flux2_klein-sol_rl-hpsv2",  # it has none of its own
+    "flux.2-dev": "flux2_klein-sol_rl-hpsv2",  # has no preset of its own
 }
 POOL, KEEP, STEPS, BATCH = 8, 4, 2, 2
 LEAST_S = 20.0
-"""Seconds without which no family is begun."""
+"""Minimum remaining seconds to start a family."""
 X = TypeVar("X")
 
 
 def measure(setting: Setting) -> Iterator[Item]:
-    """An iteration of each family at its preset's size: few seeds and steps, a reward by rule."""
+    """Measure an iteration of each family at its preset's size, with few seeds and steps.
+
+    The reward is computed by a rule.
+    """
     for name in (*FAMILIES, *NEWER):
         if setting.gpu and setting.left < LEAST_S:
             yield LeftOut(name, f"{setting.left:.0f} s were left")
@@ -60,7 +63,7 @@ def measure(setting: Setting) -> Iterator[Item]:
 
 
 def _tried(name: str, case: Case, family: Family, setting: Setting) -> Item:
-    """An iteration, or that the GPU has no room for it."""
+    """Run an iteration, or report why it failed, such as too little memory on the GPU."""
     backend = (*setting.quick(), BACKENDS["bf16"])[0]
     if setting.gpu:
         needed = weight_bytes(case, backend, setting.dtype)
@@ -71,19 +74,21 @@ def _tried(name: str, case: Case, family: Family, setting: Setting) -> Item:
         return _iteration(name, case, family, backend, setting)
     except torch.OutOfMemoryError as error:
         return LeftOut(case.name, f"one GPU has no room for it: {out_of_memory(error)}")
-    except NonFiniteTraining as error:  # the other families are still to be seen
+    except NonFiniteTraining as error:  # continue with the other families
         return LeftOut(case.name, f"failed: {error}")
 
 
 def no_room(case: Case, needed: int, free_bytes: int) -> LeftOut:
-    """Said before anything is built."""
+    """Report that a model's weights do not fit, before anything is built."""
     why = f"its weights alone are {needed / 1e9:.0f} GB, {free_bytes / 1e9:.0f} GB are free"
     return LeftOut(case.name, f"one GPU has no room for it: {why}")
 
 
 def weight_bytes(case: Case, backend: Backend, dtype: torch.dtype) -> int:
-    """Bytes of a learner's denoiser, of what it merges, and of an explorer's packed denoiser, with
-    an autoencoder in FP32 each.
+    """Return the bytes of weights that an iteration needs.
+
+    These are the learner's denoiser and its merged weights, the explorer's packed denoiser, and an
+    autoencoder in FP32 for each of the two.
     """
     learner = meta.meta_denoiser(case.family, dtype)
     explorer, _, _ = meta.meta_explorer(case.family, backend, (), dtype)
@@ -94,7 +99,7 @@ def weight_bytes(case: Case, backend: Backend, dtype: torch.dtype) -> int:
 
 
 def config_of(name: str, case: Case, family: Family, backend: str, gpu: bool) -> RunConfig:
-    """The preset of this family with few seeds and steps, on the case's files and size."""
+    """Return the family's preset with few seeds and steps, and the files and size of ``case``."""
     model = case.family.model
     changes = {
         **{"model.family": f"'{model.family}'", "model.path": f"'{family.directory}'"},
@@ -114,7 +119,7 @@ def config_of(name: str, case: Case, family: Family, backend: str, gpu: bool) ->
 
 
 def conditioning(case: Case, config: RunConfig) -> Conditioning:
-    """One prompt's, where the encoder leaves it, with a negative one where there is guidance."""
+    """Return one prompt's conditioning on the CPU, with a negative one if guidance is used."""
     _, _, cond = case.inputs(1, "cpu")
     return cond.with_negative(cond) if config.guidance.stages else cond
 
@@ -122,6 +127,7 @@ def conditioning(case: Case, config: RunConfig) -> Conditioning:
 def _iteration(
     name: str, case: Case, family: Family, backend: Backend, setting: Setting
 ) -> Finding:
+    """Run and time one iteration, stage by stage."""
     config = config_of(name, case, family, backend.name, setting.gpu)
     clip = f", {config.model.frames} frames" if config.model.frames is not None else ""
     device, seconds = setting.device, dict[str, float]()
@@ -131,9 +137,10 @@ def _iteration(
         found = do()
         synchronize(device)
         seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start
-        return found
+        return result
 
-    # first: while it packs it holds the whole denoiser, which the learner's need not lie beside
+    # before the trainer: while it packs, the explorer holds the whole unpacked denoiser, and so the
+    # learner's denoiser is not in memory at the same time
     explorer = Explorer(family, backend, (), device, setting.dtype)
     free()
     vae = autoencoder(name, device, torch.float32, not setting.gpu)
@@ -167,14 +174,17 @@ def _iteration(
 
 
 def _publish(trainer: Trainer, explorer: Explorer, version: int) -> None:
+    """Export a version and load it into the explorer."""
     manifest, shards, _ = trainer.export(version, explorer.backend.name)
     explorer.load(manifest, shards)
 
 
 def redness(images: np.ndarray) -> np.ndarray:
-    """A reward by rule, float32 [B] of uint8 [B, 3, H, W] or clips, which differs between any two
-    images: those of random weights are all alike to a learned scorer.
+    """Return a reward by rule, float32 [B], of images uint8 [B, 3, H, W] or clips.
+
+    It differs between any two images. A learned scorer could not tell apart images of random
+    weights.
     """
     means = images.astype(np.float64).mean((-2, -1)).reshape(len(images), -1, 3).mean(1)
-    order = np.arange(len(images)) * 1e-6  # images of random weights may be equal
+    order = np.arange(len(images)) * 1e-6  # breaks ties: images of random weights may be equal
     return (means[:, 0] - means[:, 1:].mean(1) + order).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Packing kernels: their bits against the eager functions on a CPU, their time against memory's."""
+"""Packing kernels: bits compared with eager functions on a CPU, time with that of a copy."""
 
 from __future__ import annotations
 
@@ -20,28 +20,31 @@ from policy.precision.layer import padded_rows, swizzled
 from policy.precision.nvfp4 import SPAN_INVERSE, pack_activation
 
 SHAPES = ((8 * 4608, 3072), (8 * 4608, 12288), (8 * 1024, 2240))
-"""FLUX.1's blocks, its widest input, and SANA's, for 8 images of 1024 x 1024."""
+"""Activations of FLUX.1's blocks, its widest input, and SANA's, for 8 images of 1024 x 1024."""
 SMALL_SHAPES = ((48, 64), (17, 96))
 FEW_ROWS = 500
-"""Of which bits are compared: a CPU packs all of them in minutes. No multiple of a tile."""
+"""Number of rows whose bits are compared, as a CPU needs minutes for all rows.
+
+It is not a multiple of a tile.
+"""
 REPEATS, CALLS = 10, 20
-"""Calls that are timed at once: what the CPU takes to launch one is no time of the kernel."""
+"""Repeats, and calls per repeat: timed together, so that launch overhead on the CPU is hidden."""
 
 
 def fp8_reference(x: Tensor) -> tuple[Tensor, ...]:
-    """What ``kernels.fp8_pack`` should give, as bytes and scales."""
+    """Return the expected result of ``kernels.fp8_pack``: codes as bytes, scales."""
     scales = row_scales(x)
     return quantize_rows(x, scales).view(torch.uint8), scales
 
 
 def nvfp4_reference(x: Tensor) -> tuple[Tensor, ...]:
-    """What ``kernels.nvfp4_pack`` should give."""
+    """Return the expected result of ``kernels.nvfp4_pack``."""
     packed = pack_activation(padded_rows(x))
     return packed.codes, swizzled(packed.scales), packed.amax * SPAN_INVERSE
 
 
 def fp8_kernel(x: Tensor) -> tuple[Tensor, ...]:
-    """Codes as bytes, scales."""
+    """Return the result of ``kernels.fp8_pack``: codes as bytes, scales."""
     codes, scales = kernels.fp8_pack(x)
     return codes.view(torch.uint8), scales
 
@@ -50,11 +53,11 @@ PACKS: dict[str, tuple[Callable[[Tensor], tuple[Tensor, ...]], ...]] = {
     "fp8": (fp8_kernel, fp8_reference),
     "nvfp4": (kernels.nvfp4_pack, nvfp4_reference),
 }
-"""By wire format: the kernel, and the eager functions that it replaces."""
+"""(the kernel, the eager functions that it replaces) by wire format."""
 
 
 def measure(setting: Setting) -> Iterator[Item]:
-    """Counts first, which hold anywhere; then bits, and on a GPU times."""
+    """Yield counts, which do not depend on the machine, then bits, and on a GPU times."""
     for form, counted in as_json().items():
         yield Finding(
             f"{form}, bytes moved per activation element",
@@ -79,14 +82,14 @@ def measure(setting: Setting) -> Iterator[Item]:
 
 
 def _bits(form: str, x: Tensor, setting: Setting) -> Finding:
-    """The share of the kernel's elements that differ from the eager functions on a CPU."""
+    """Return the share of the kernel's elements that differ from the eager functions on a CPU."""
     kernel, reference = PACKS[form]
-    found = [part.cpu() for part in kernel(x.to(setting.device))]
-    wanted = reference(x)
+    actual = [part.cpu() for part in kernel(x.to(setting.device))]
+    expected = reference(x)
     differ = sum(
-        int((a.flatten() != b.flatten()).sum()) for a, b in zip(found, wanted, strict=True)
+        int((a.flatten() != b.flatten()).sum()) for a, b in zip(actual, expected, strict=True)
     )
-    count = sum(part.numel() for part in wanted)
+    count = sum(part.numel() for part in expected)
     return Finding(
         f"{form} {list(x.shape)}, elements that differ from the eager packing on a CPU",
         differ / count,
@@ -96,7 +99,7 @@ def _bits(form: str, x: Tensor, setting: Setting) -> Finding:
 
 
 def _time(form: str, x: Tensor) -> Finding:
-    """Packing by the kernel over copying x, in turns."""
+    """Return the time of packing x by the kernel relative to copying x, measured alternately."""
     kernel, eager = PACKS[form]
     copy = torch.empty_like(x)
 

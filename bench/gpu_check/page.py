@@ -1,4 +1,4 @@
-"""The check as a page that opens without a network."""
+"""HTML page of the check's results, which needs no network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLOURS = {stage: colour for colour, stage in enumerate(STAGES, 1)}
 
 
 def render(results: Results, tables: dict[str, Table]) -> str:
-    """The page as text."""
+    """Return the page as HTML."""
     return parts.render(
         "gpu.html",
         name=str(results.machine["gpu"]) if results.gpu else "no GPU",
@@ -29,25 +29,25 @@ def _section(outcome: Outcome, table: Table) -> Section:
     cards = [Card(table.note, table=table)] if table.rows else []
     if outcome.section == "iteration" and outcome.findings:
         cards.append(_iterations(outcome))
-    left = "; ".join(f"{each.what}: {each.why}" for each in outcome.left_out)
+    left_out = "; ".join(f"{item.what}: {item.why}" for item in outcome.left_out)
     return Section(
         title,
         " ".join(filter(None, (outcome.why, f"{outcome.seconds:.0f} s."))),
         [Group([card], layout="") for card in cards],
         none="Nothing was measured.",
-        note=f"Left out: {left}." if left else "",
+        note=f"Left out: {left_out}." if left_out else "",
     )
 
 
 def _iterations(outcome: Outcome) -> Card:
-    """A bar per family, its stages stacked."""
+    """Return a chart with one bar per family and its stages stacked."""
     stacks = [
-        Stack(float(at), {stage: each.beside.get(stage, 0.0) for stage in STAGES}, each.value)
-        for at, each in enumerate(outcome.findings, 1)
+        Stack(float(i), {stage: each.beside.get(stage, 0.0) for stage in STAGES}, each.value)
+        for i, each in enumerate(outcome.findings, 1)
     ]
     chart = stacked_bars(stacks, list(COLOURS.items()), label="Seconds of an iteration by stage")
-    named = ", ".join(
-        f"{at}: {each.labels['architecture']}" for at, each in enumerate(outcome.findings, 1)
+    names = ", ".join(
+        f"{i}: {each.labels['architecture']}" for i, each in enumerate(outcome.findings, 1)
     )
     legend = blocks([(stage, colour, "") for stage, colour in COLOURS.items()])
-    return Card("Seconds of an iteration", chart, legend, note=named)
+    return Card("Seconds of an iteration", chart, legend, note=names)

@@ -1,4 +1,4 @@
-"""Decoding, and the passes of a learner beside those of the bare denoiser."""
+"""Time of decoding, and of a learner's passes relative to those of the bare denoiser."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ from policy.merging import merged
 from policy.types import Conditioning
 
 DECODED, BATCH = 2, 4
-"""Images that are decoded; images of a pass. The presets have 24, so merging weighs less there."""
+"""Numbers of decoded images and of images per pass.
+
+The presets have 24 per pass, so merging has a smaller share there.
+"""
 DECODE_REPEATS, REPEATS, CPU_REPEATS = 5, 2, 1
 STEPS = 10
-"""Of a call that regenerates, as in the presets."""
+"""Sampling steps of a call that regenerates, as in the presets."""
 COMPILING_S = 30.0
-"""Seconds that compiling a decoder may take; not begun with less left."""
+"""Minimum remaining seconds to start compiling a decoder."""
 MOST = {"regenerating": 1.10, "training": 1.25}
-"""What these passes may take over those of the bare denoiser."""
+"""Maximum time of these passes relative to those of the bare denoiser."""
 TINY_CHANNELS = 16
 """Latent channels of the published tiny decoders, taesd3 and taef1."""
 Inputs = tuple[Tensor, Tensor, Conditioning]
@@ -39,8 +42,9 @@ Run = Callable[[], object]
 
 
 def decode(setting: Setting) -> Iterator[Item]:
-    """Seconds per image in FP32, in BF16, compiled, and by a tiny decoder, in turns."""
-    names = (name for name in setting.architectures if name != "sd3.5-large")  # it has Medium's
+    """Measure seconds per image in FP32, BF16, compiled, and by a tiny decoder, alternately."""
+    # the autoencoder of Large is that of Medium
+    names = (name for name in setting.architectures if name != "sd3.5-large")
     return of_each(setting, names, 5.0, partial(_decoding, setting))
 
 
@@ -78,7 +82,10 @@ def _decoding(setting: Setting, case: Case, name: str) -> Iterator[Finding]:
 
 
 def _tiny(case: Case, setting: Setting) -> Diffusers | None:
-    """One of the size of the published ones, random, in BF16; None for latents of another kind."""
+    """Build a tiny decoder of the published size with random weights in BF16.
+
+    Returns None for latents with another number of channels than the published ones take.
+    """
     if case.family.part_config("vae").get("latent_channels") != TINY_CHANNELS:
         return None
     part = {"class": "diffusers.AutoencoderTiny", "config": {"latent_channels": TINY_CHANNELS}}
@@ -89,7 +96,7 @@ def _tiny(case: Case, setting: Setting) -> Diffusers | None:
 
 
 def lora(setting: Setting) -> Iterator[Item]:
-    """What a learner does, over the same passes of the bare denoiser."""
+    """Measure a learner's passes relative to the same passes of the bare denoiser."""
     return of_each(setting, FAMILIES, 10.0, partial(_passes, setting))
 
 
@@ -129,7 +136,7 @@ def _passes(setting: Setting, case: Case, _: str) -> Iterator[Finding]:
 
 
 def _sampling(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
-    """The steps of a call."""
+    """Return a function that makes all steps of one sampling call."""
 
     @torch.no_grad()
     def run() -> None:
@@ -141,7 +148,10 @@ def _sampling(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
 
 
 def _training(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
-    """Forward and backward, down to the input, so that the bare denoiser has a backward pass."""
+    """Return a function that makes a forward and a backward pass.
+
+    The input requires a gradient, so that the bare denoiser, which is frozen, has a backward pass.
+    """
     x, sigma, cond = inputs
     sigmas = sigma.to(x.device).expand(len(x))
 
@@ -156,7 +166,7 @@ def _training(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
 
 
 def _within(weights: Callable[[], AbstractContextManager[object]], passes: Run) -> Run:
-    """The passes, run with these weights active."""
+    """Return a function that runs ``passes`` within the context ``weights``."""
 
     def run() -> None:
         with weights():

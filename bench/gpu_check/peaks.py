@@ -1,4 +1,4 @@
-"""Memory that passes take, against what ``sol-rl plan`` counts on tensors without data."""
+"""Peak memory of passes, compared with what ``sol-rl plan`` counts on tensors without data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH = 4
 
 
 def measure(setting: Setting) -> Iterator[Item]:
-    """Weights anywhere; the peaks of a step, of decoding and of a training pass on a GPU."""
+    """Measure bytes of weights, and on a GPU the peaks of sampling, training and decoding."""
     if not setting.gpu:
         yield LeftOut("peaks", "only a GPU's allocator keeps its peak")
     names = (*ARCHITECTURES, *NEWER) if setting.gpu else ("sd3.5-medium", *NEWER)

@@ -1,7 +1,7 @@
-"""Runs sections one after the other, each in a process of its own and within its share of the time.
+"""Run sections one after the other, each in its own process and within its share of the time.
 
-Processes come from a fork server that has imported torch and has not touched CUDA: they start at
-once, and an error that spoils a CUDA context ends with its process.
+Processes are forked from a fork server that has imported torch but not initialized CUDA: they start
+fast, and an error that breaks a CUDA context affects its process only.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ from bench.gpu_check.findings import Outcome, from_tree
 from records.errors import described
 
 GRACE_S = 10.0
-"""How long a section may go on after its time: what it measures last may end."""
+"""Seconds that a section may exceed its limit by, to finish its last measurement."""
 DONE = b"null"
 
 
 def run(names: Sequence[str], gpu: bool, seconds: float) -> Iterator[Outcome]:
-    """The sections' outcomes as they come. A section's limit is its share of what is left, so what
-    one does not use is there for those after it.
+    """Run sections, and yield their outcomes.
+
+    A section's time limit is its share of the remaining time, so time that one does not use is
+    available to those after it.
     """
     from bench.gpu_check.sections import SECTIONS
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bench.gpu_check.sections"])
     end = time.monotonic() + seconds
-    for at, name in enumerate(names):
+    for index, name in enumerate(names):
         left = end - time.monotonic()
-        shares = [SECTIONS[other].share for other in names[at:]]
+        shares = [SECTIONS[other].share for other in names[index:]]
         limit = left * shares[0] / sum(shares)
         if limit < 1.0:
             yield Outcome(name, "cut short", "no time was left for it")
@@ -44,15 +46,17 @@ def run(names: Sequence[str], gpu: bool, seconds: float) -> Iterator[Outcome]:
 
 
 def _one(context: Any, name: str, gpu: bool, limit: float) -> Outcome:
+    """Run a section in its own process for at most ``limit`` seconds plus a grace period."""
     start = time.monotonic()
     until = start + limit
-    mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_section, args=(name, gpu, until, theirs))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_section, args=(name, gpu, until, sender))
     process.start()
-    theirs.close()
+    # without this process's copy of the sender, the receiver gets EOF if the section's process dies
+    sender.close()
     outcome = Outcome(name)
     try:
-        _collect(mine, outcome, until + GRACE_S)
+        _collect(receiver, outcome, until + GRACE_S)
     except EOFError:
         process.join(GRACE_S)
         outcome.state, outcome.why = "failed", f"its process ended with code {process.exitcode}"
@@ -70,7 +74,10 @@ def _one(context: Any, name: str, gpu: bool, limit: float) -> Outcome:
 
 
 def _collect(source: Connection, outcome: Outcome, deadline: float) -> None:
-    """Raises EOFError when the process is gone, TimeoutError at the deadline."""
+    """Add the items that a section sends to ``outcome`` until it is done or failed.
+
+    Raises EOFError if its process has died, TimeoutError at the deadline.
+    """
     while True:
         if not source.poll(max(0.0, deadline - time.monotonic())):
             raise TimeoutError
@@ -85,7 +92,7 @@ def _collect(source: Connection, outcome: Outcome, deadline: float) -> None:
 
 
 def _section(name: str, gpu: bool, until: float, to: Connection) -> None:
-    """What the process of a section does."""
+    """Run a section and send its items; the main function of its process."""
     from bench.gpu_check.sections import SECTIONS
     from bench.gpu_check.setting import Setting
     from policy.device import allow_tf32
@@ -103,7 +110,7 @@ def _section(name: str, gpu: bool, until: float, to: Connection) -> None:
 
 
 def line_of(error: BaseException) -> str:
-    """An error in one line, with where it was raised."""
+    """Return an error in one line, with the file and line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({os.path.relpath(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     return f"{described(error)}{where}"

@@ -1,4 +1,4 @@
-"""The sections of the check, in the order in which they run, and their shares of the time."""
+"""The sections of the check, in order of execution, and their shares of the time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bench.gpu_check.setting import Setting
 
 @dataclass(frozen=True)
 class Section:
-    """``share`` of the time against those of the others; what is not used goes to the next."""
+    """One section. ``share`` is its weight in the time budget; unused time goes to later ones."""
 
     title: str
     share: float

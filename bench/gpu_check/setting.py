@@ -1,4 +1,4 @@
-"""Where a section runs, and models of published architectures with random weights."""
+"""Device and time limit of a section, and published architectures with random weights."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from policy.lora import adapter_state, load_adapter_state
 from policy.precision.backends import BACKENDS, Backend
 
 ARCHITECTURES = ("sana-1.6b", "sd3.5-medium", "sd3.5-large", "flux.1-dev")
-"""Smallest first: where time runs out the largest are left out."""
+"""Smallest first: if time runs out, the largest are left out."""
 FAMILIES = ("sana-1.6b", "sd3.5-medium", "flux.1-dev")
-"""One of each family of the paper."""
+"""One architecture of each family in the paper."""
 NEWER = (
     "wan2.1-t2v-1.3b",
     "sana-video-2b-480p",
@@ -31,7 +31,7 @@ NEWER = (
     "qwen-image",
     "flux.2-dev",
 )
-"""One of each other family, smallest first."""
+"""One architecture of each other family, smallest first."""
 SMALL_PIXELS = 64
 SMALL_DECODERS: dict[str, Tree] = {
     "AutoencoderKL": {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1},
@@ -45,13 +45,15 @@ SMALL_DECODERS: dict[str, Tree] = {
     "AutoencoderKLQwenImage": {"base_dim": 8, "num_res_blocks": 1},
     "AutoencoderKLWan": {"base_dim": 8, "num_res_blocks": 1},
 }
-"""Autoencoders for machines without a GPU: the published kinds, few and narrow blocks."""
+"""Autoencoders for machines without a GPU: the published classes with few and narrow blocks."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """``until``: monotonic seconds by which the section should have ended. ``once``: what is timed
-    runs once, so that its seconds tell nothing but that it runs.
+    """Device and time limit of a section.
+
+    ``until``: deadline in seconds of the monotonic clock. ``once``: timed functions run only once,
+    so their seconds are meaningless and show only that they run.
     """
 
     gpu: bool
@@ -60,36 +62,40 @@ class Setting:
 
     @property
     def device(self) -> torch.device:
-        """The device that everything is measured on."""
+        """Device of all measurements."""
         return torch.device("cuda" if self.gpu else "cpu")
 
     @property
     def warm_up(self) -> int:
-        """Rounds that are thrown away."""
+        """Number of warm-up rounds, which are not counted."""
         return 0 if self.once else 1
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of unquantized weights."""
+        """Dtype of unquantized weights."""
         return torch.bfloat16 if self.gpu else torch.float32
 
     @property
     def left(self) -> float:
-        """Seconds until the section should have ended."""
+        """Seconds until the deadline."""
         return self.until - time.monotonic()
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """Small ones of one family are all alike."""
+        """Architectures to measure; without a GPU one per family, as small ones are all alike."""
         return ARCHITECTURES if self.gpu else FAMILIES
 
     def case(self, name: str, pixels: int | None = None) -> Any:
-        """A published architecture, at real size on a GPU: a context, as ``case_of``."""
+        """Return a context manager of a published architecture, as ``case_of`` does.
+
+        It has its real size on a GPU and is small otherwise.
+        """
         return case_of(name, pixels if self.gpu else SMALL_PIXELS, not self.gpu)
 
     def quick(self) -> tuple[Backend, ...]:
-        """Backends with arithmetic quicker than BF16's that run here; on a CPU those that stand in
-        for them. By default the layers of ``te_nvfp4`` are those of ``torch_nvfp4``.
+        """Return the available backends with faster arithmetic than BF16; on a CPU, substitutes.
+
+        ``te_nvfp4`` is not among them, as its layers are by default those of ``torch_nvfp4``.
         """
         names = ("torch_nvfp4", "fp8") if self.gpu else ("fp8", "emulated_nvfp4")
         chosen = (BACKENDS[name] for name in names)
@@ -97,7 +103,7 @@ class Setting:
 
 
 def autoencoder(name: str, device: torch.device, dtype: torch.dtype, small: bool) -> nn.Module:
-    """That of a published architecture, with random weights."""
+    """Build a published architecture's autoencoder with random weights."""
     part = published(name)["parts"]["vae"]
     if small:
         kind = part["class"].partition(".")[2]
@@ -113,8 +119,9 @@ def of_each(
     least_s: float,
     measured: Callable[[Case, str], Iterable[Item]],
 ) -> Iterator[Item]:
-    """What is measured of each architecture; on a GPU those are left out for which less than
-    ``least_s`` seconds are left.
+    """Yield the items that ``measured`` returns for each architecture.
+
+    On a GPU an architecture is left out if less than ``least_s`` seconds remain.
     """
     for name in names:
         if setting.gpu and setting.left < least_s:
@@ -129,11 +136,11 @@ def of_each(
 def loadable(
     setting: Setting, name: str, pixels: int | None = None
 ) -> Iterator[tuple[Case, Family]]:
-    """A case whose family "loads" random weights: what the learner and the explorer ask it for."""
+    """Yield a case and its family, which "loads" random weights for learner and explorer."""
     with setting.case(name, pixels) as case:
 
         def load(part: str, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-            # on the device at once: a model of 12 billion random weights takes minutes on a CPU
+            # built on the measured device: a CPU needs minutes for 12 billion random weights
             if part == "vae":
                 return autoencoder(name, setting.device, dtype, not setting.gpu)
             with torch.random.fork_rng(devices=[setting.device] if setting.gpu else []):
@@ -145,7 +152,7 @@ def loadable(
 
 
 def change(transformer: nn.Module) -> None:
-    """Change the adapter "current" as an update would: B is no longer zero."""
+    """Change the adapter "current" as an update would, so that B is no longer zero."""
     generator = torch.Generator().manual_seed(0)
     state = {
         key: value + 0.01 * torch.randn(value.shape, generator=generator)
@@ -155,7 +162,7 @@ def change(transformer: nn.Module) -> None:
 
 
 def free() -> None:
-    """Give memory that nothing refers to back to the device."""
+    """Release unreferenced memory to the device."""
     import gc
 
     gc.collect()

@@ -1,5 +1,6 @@
-"""Every packing and every quantized product of the published models, on tensors without data on a
-CUDA device: shapes, types and alignment as torch checks them, with no GPU.
+"""Quantized layers of the published models on fake CUDA tensors, which need no GPU.
+
+For every packing and every quantized product, torch checks shapes, dtypes and alignment.
 """
 
 from __future__ import annotations
@@ -35,16 +36,19 @@ FEW: dict[str, Tree] = {
     "wan": {"num_layers": 1},
     "sana_video": {"num_layers": 1},
 }
-"""One block of each kind, of the real width; SD3.5 Large has no dual attention in fact, but the
-shapes are those of Medium's.
+"""Configuration changes that leave one block of each kind, at real width.
+
+SD3.5 Large actually has no dual attention; here its shapes are those of Medium's.
 """
 BATCH = 8
 FORMATS = ("fp8", "torch_nvfp4")
 
 
 class Calls(TorchDispatchMode):
-    """Shapes that the packing operators were called with, the devices that the products' operands
-    are on, and copies of rows, which nothing should make.
+    """Recorder of packing operators and products within a block.
+
+    ``packed`` has the input shapes of the packing operators, ``products`` the devices of the
+    operands of products, and ``copies`` the copies of rows, of which there should be none.
     """
 
     def __init__(self) -> None:
@@ -54,31 +58,31 @@ class Calls(TorchDispatchMode):
         self.copies: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run it, and note it."""
+        """Record an operator and run it."""
         name = func._schema.name
         if name in ("sol_rl::fp8_rows", "sol_rl::nvfp4_tiles"):
-            if not args[0].is_contiguous():  # it would be copied first
+            if not args[0].is_contiguous():  # the operator would copy it first
                 self.copies.append(name)
             self.packed.append(tuple(args[0].shape))
         elif name.startswith("aten::_scaled_mm"):
-            given = (*args, *(kwargs or {}).values())
-            self.products.append({t.device.type for t in given if isinstance(t, torch.Tensor)})
+            operands = (*args, *(kwargs or {}).values())
+            self.products.append({t.device.type for t in operands if isinstance(t, torch.Tensor)})
         elif name in ("aten::clone", "aten::copy_") and args[0].ndim == 2:
             self.copies.append(f"{name} of rows {list(args[0].shape)}")
         return func(*args, **(kwargs or {}))
 
 
 Seen = tuple[tuple[int, ...], tuple[int, ...], int, bool]
-"""(shape, strides, N, whether there is a bias) of what a quantized layer gets."""
+"""(shape, strides, N, whether there is a bias) of a quantized layer's input."""
 
 
 def inputs_of(name: str) -> set[Seen]:
-    """The inputs of all quantized layers of a published model, for a batch of 1024 x 1024."""
+    """Return the inputs of a published model's quantized layers, for 8 images of 1024 x 1024."""
     seen: set[Seen] = set()
 
-    def look(module: Any, given: tuple[torch.Tensor, ...]) -> None:
+    def record(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         bias = module.bias is not None
-        seen.add((tuple(given[0].shape), given[0].stride(), len(module.weight), bias))
+        seen.add((tuple(inputs[0].shape), inputs[0].stride(), len(module.weight), bias))
 
     with torch.no_grad(), case_of(name, 1024, False) as case:
         transformer = case.build("meta", torch.bfloat16, **FEW[case.family.name])
@@ -86,7 +90,7 @@ def inputs_of(name: str) -> set[Seen]:
         quantized = {row.name for row in plan if row.quantized}
         for path, module in weight_modules(transformer):
             if path in quantized:
-                module.register_forward_pre_hook(look)
+                module.register_forward_pre_hook(record)
         x = torch.empty(BATCH, *case.family.latent_shape, device="meta")
         cond = conditioning_like(case.family, BATCH, torch.bfloat16)
         case.family.velocity(transformer, x, torch.tensor(0.5), cond)
@@ -95,8 +99,9 @@ def inputs_of(name: str) -> set[Seen]:
 
 @torch.no_grad()
 def fault(backend: Backend, seen: Seen) -> str | None:
-    """What is wrong with a layer of this backend on such an input, or None: its input is packed
-    once, as rows that lie together, and multiplied once, all on the GPU.
+    """Return what is wrong with a layer of this backend on such an input, or None.
+
+    The input must be packed once, as contiguous rows, and multiplied once, all on the GPU.
     """
     shape, strides, n, bias = seen
     image = len(shape) == 4
@@ -128,11 +133,11 @@ def fault(backend: Backend, seen: Seen) -> str | None:
 
 
 def measure(setting: Setting) -> Iterator[Item]:
-    """Checks every layer of every published model; the same with a GPU and without one."""
+    """Check every layer of every published model, equally with and without a GPU."""
     for name in published_names():
         seen = inputs_of(name)
         for form in FORMATS:
-            faults = [found for each in sorted(seen) if (found := fault(BACKENDS[form], each))]
+            faults = [why for layer in sorted(seen) if (why := fault(BACKENDS[form], layer))]
             yield Finding(
                 f"{name} {form}, layers that torch refuses or that copy",
                 len(faults),

@@ -1,4 +1,4 @@
-"""Every backend's step against BF16's, packed by torch, packed by kernels, and compiled."""
+"""Speed of a step in every backend relative to BF16: packed by torch, by kernels, and compiled."""
 
 from __future__ import annotations
 
@@ -23,25 +23,28 @@ from policy.precision.counting import step_of
 
 BATCH, SMALL_BATCH = 8, 2
 COMPILING_S = 45.0
-"""Seconds that compiling the blocks of two models may take; not begun with less left."""
+"""Minimum remaining seconds to start compiling the blocks of two models."""
 REPEATS = (2, 7)
+"""Minimum and maximum number of repeats."""
 Run = Callable[[], object]
 
 
 def measure(setting: Setting) -> Iterator[Item]:
-    """Ratios taken in turns in this process, beside the bound of arithmetic and the prediction."""
+    """Measure speed ratios alternately, and add the arithmetic bound and the predicted speed."""
     names = setting.architectures
-    for at, name in enumerate(names):
+    for index, name in enumerate(names):
         if setting.left < 15.0 and setting.gpu:
-            yield LeftOut(f"{', '.join(names[at:])}", f"{setting.left:.0f} s were left")
+            yield LeftOut(f"{', '.join(names[index:])}", f"{setting.left:.0f} s were left")
             return
         with setting.case(name) as case:
-            yield from _architecture(case, setting, setting.left / (len(names) - at))
+            yield from _architecture(case, setting, setting.left / (len(names) - index))
         free()
 
 
 def _architecture(case: Case, setting: Setting, seconds: float) -> Iterator[Item]:
-    until, device = setting.left - seconds, setting.device
+    """Measure one architecture in about ``seconds``."""
+    # seconds that are reserved for the architectures after this one
+    reserved, device = setting.left - seconds, setting.device
     batch = BATCH if setting.gpu else SMALL_BATCH
     speeds: dict[str, float] = {}
     transformer = explorer_transformer(case, BACKENDS["bf16"], device)
@@ -51,25 +54,25 @@ def _architecture(case: Case, setting: Setting, seconds: float) -> Iterator[Item
     if not quick:
         yield LeftOut(case.name, "no backend with quicker arithmetic than BF16 runs here")
     for backend in quick:
-        mine = explorer_transformer(case, backend, device)
-        step = one_step(case, mine, batch, device)
+        packed = explorer_transformer(case, backend, device)
+        step = one_step(case, packed, batch, device)
         runs: dict[str, Run] = {"bf16": reference, "packed by torch": step}
         if kernels.missing(device) is None:
             runs["packed by torch"] = _by_torch(step)
             runs["by kernels"] = step
-        seconds = (setting.left - until) / len(quick) if setting.gpu else 0.0
+        seconds = (setting.left - reserved) / len(quick) if setting.gpu else 0.0
         repeats = 1 if setting.once else _repeats(runs, seconds)
         times = interleave(runs, repeats, warm_up=setting.warm_up)
-        beside = _beside(case, backend, batch, held_bytes(mine) / memory)
+        beside = _beside(case, backend, batch, held_bytes(packed) / memory)
         for form in list(runs)[1:]:
-            found = _finding(case, backend, form, times, "bf16", beside)
-            speeds[backend.name] = found.value
-            yield found
+            finding = _finding(case, backend, form, times, "bf16", beside)
+            speeds[backend.name] = finding.value
+            yield finding
         if setting.gpu:
-            yield from _compiled(case, setting, backend, (transformer, mine), batch, beside)
+            yield from _compiled(case, setting, backend, (transformer, packed), batch, beside)
         else:
             yield LeftOut(f"{case.name} {backend.name}, compiled", "minutes on a CPU")
-        del mine, step, runs
+        del packed, step, runs
         free()
     if setting.gpu:
         yield _auto(case, setting, batch, speeds)
@@ -83,7 +86,7 @@ def _compiled(
     batch: int,
     beside: dict[str, float],
 ) -> Iterator[Item]:
-    """BF16 and this backend, both compiled; beside it how far the result is from the eager one."""
+    """Compare BF16 and this backend, both compiled, and the result with that of the eager model."""
     device = setting.device
     missing = compiler_missing(device)
     if missing is None and setting.left < COMPILING_S:
@@ -91,21 +94,23 @@ def _compiled(
     if missing is not None:
         yield LeftOut(f"{case.name} {backend.name}, compiled", missing)
         return
-    full, mine = (compiled(model, device) for model in models)
+    full, packed = (compiled(model, device) for model in models)
     both = {
         "bf16 compiled": one_step(case, full, batch, device),
-        "compiled": one_step(case, mine, batch, device),
+        "compiled": one_step(case, packed, batch, device),
     }
     times = interleave(both, _repeats(both, 10.0), warm_up=1)
     x, sigma, cond = case.inputs(batch, device)
     with torch.no_grad():
-        eager, found = (case.family.velocity(model, x, sigma, cond) for model in (models[1], mine))
-    apart = float((found - eager).norm() / eager.norm())
+        eager, result = (
+            case.family.velocity(model, x, sigma, cond) for model in (models[1], packed)
+        )
+    apart = float((result - eager).norm() / eager.norm())
     yield _finding(case, backend, "compiled", times, "bf16 compiled", {**beside, "apart": apart})
 
 
 def _auto(case: Case, setting: Setting, batch: int, speeds: dict[str, float]) -> Finding:
-    """The speed of what "auto" takes over that of the quickest that was measured."""
+    """Return the speed of the backend that "auto" chooses relative to the fastest measured one."""
     blank = case.build("meta", torch.bfloat16)
     chosen, why = resolve_backend(
         "auto", setting.device, step=lambda backend: step_of(case.family, blank, backend, batch)
@@ -121,7 +126,7 @@ def _auto(case: Case, setting: Setting, batch: int, speeds: dict[str, float]) ->
 
 
 def _by_torch(step: Run) -> Run:
-    """With layers that pack activations by operations of torch, as where there is no Triton."""
+    """Return ``step`` with activations packed by torch's operations, as without Triton."""
 
     def run() -> None:
         with mock.patch.object(kernels, "missing", lambda device: "left out, to compare with it"):
@@ -131,7 +136,7 @@ def _by_torch(step: Run) -> Run:
 
 
 def _repeats(runs: dict[str, Run], seconds: float) -> int:
-    """As many turns as the time allows."""
+    """Return the number of repeats, within ``REPEATS``, that half of ``seconds`` allows."""
     if not seconds:
         return REPEATS[0]
     once = sum(values[0] for values in interleave(runs, 1, warm_up=1).values())
@@ -140,6 +145,7 @@ def _repeats(runs: dict[str, Run], seconds: float) -> int:
 
 
 def _beside(case: Case, backend: Backend, batch: int, memory: float) -> dict[str, float]:
+    """Return the numbers to compare a speed with; ``memory`` is that of the weights over BF16's."""
     share = quantizable_share(case, backend)
     return {
         "bound": bound(share, backend.wire_format),
@@ -151,14 +157,17 @@ def _beside(case: Case, backend: Backend, batch: int, memory: float) -> dict[str
 
 
 def _predicted(case: Case, backend: Backend, batch: int) -> dict[str, float]:
-    """By whether activations are packed by kernels; nothing for a GPU that is not listed."""
+    """Return the predicted speeds by form: eager, with packing kernels, and compiled.
+
+    Empty for a GPU that is not in the list of accelerators.
+    """
     if not torch.cuda.is_available():
         return {}
     accelerator = accelerator_of(torch.cuda.get_device_name())
     if accelerator is None:
         return {}
     step = step_of(case.family, case.build("meta", torch.bfloat16), backend, batch)
-    found = {
+    speeds = {
         form: cost.speed(step, accelerator, backend.wire_format, fused, compiled)
         for form, fused, compiled in (
             ("predicted eager", False, False),
@@ -166,7 +175,7 @@ def _predicted(case: Case, backend: Backend, batch: int) -> dict[str, float]:
             ("predicted compiled", True, True),
         )
     }
-    return {form: speed for form, speed in found.items() if speed is not None}
+    return {form: speed for form, speed in speeds.items() if speed is not None}
 
 
 def _finding(
@@ -177,7 +186,7 @@ def _finding(
     base: str,
     beside: dict[str, float],
 ) -> Finding:
-    """Speed: BF16's seconds over this backend's."""
+    """Return the speed: the seconds of ``base`` (BF16) over those of this backend's form."""
     ratio = Ratio.of(times, base, form)
     forms = {"packed by torch": "predicted eager", "compiled": "predicted compiled"}
     predicted = forms.get(form, "predicted")

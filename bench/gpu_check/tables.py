@@ -1,4 +1,4 @@
-"""What was found, as the tables that docs/performance.md takes."""
+"""Tables of the findings, as they appear in docs/performance.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.gpu_check.sections import SECTIONS
 
 FORMS = ("packed by torch", "by kernels", "compiled")
 BAR = 60.0
-"""Pixels of the longest bar."""
+"""Length of the longest bar in pixels."""
 NONE = "Nothing was measured."
 INK = {"confirmed": "good-ink", "refuted": "bad-ink", "not checkable here": ""}
 
@@ -22,22 +22,22 @@ Text = Callable[[Finding], str]
 
 
 def what(each: Finding) -> str:
-    """The text of a column: the finding's name."""
+    """Return the text of a column: the finding's name."""
     return each.what
 
 
 def value(each: Finding) -> str:
-    """The text of a column: what was measured."""
+    """Return the text of a column: the measured value."""
     return number(each.value)
 
 
 def label(name: str) -> Text:
-    """The text of a column: this label of the finding."""
+    """Return a column's function of a finding: this label."""
     return lambda each: each.labels[name]
 
 
 def beside(name: str) -> Text:
-    """The text of a column: this number beside the value; empty where there is none."""
+    """Return a column's function of a finding: this number of ``beside``, empty if missing."""
     return lambda each: _optional(each, name)[0]
 
 
@@ -71,47 +71,50 @@ COLUMNS: dict[str, dict[str, Text]] = {
         "which": lambda each: each.note,
     },
 }  # fmt: skip
-"""Of sections with a row per finding: heads, and what stands below them."""
+"""Columns (heading to text of a cell) of the sections with one row per finding."""
 
 
 def tables(results: Results) -> dict[str, Table]:
-    """The tables by section, claims first."""
-    made: dict[str, Callable[[list[Finding]], Table]] = {"steps": _steps, "iteration": _iteration}
-    found = {"claims": claims(results)}
+    """Return the tables by section, the claims first."""
+    custom: dict[str, Callable[[list[Finding]], Table]] = {"steps": _steps, "iteration": _iteration}
+    by_section = {"claims": claims(results)}
     for outcome in results.outcomes:
         plain = partial(_plain, outcome.section)
-        found[outcome.section] = made.get(outcome.section, plain)(outcome.findings)
-    return found
+        by_section[outcome.section] = custom.get(outcome.section, plain)(outcome.findings)
+    return by_section
 
 
 def claims(results: Results) -> Table:
-    """The verdict on each claim, and why."""
+    """Return the table of the verdict on each claim with its reason."""
     rows = []
     for text, check in CLAIMS.items():
-        said = verdict(results, check)
-        rows.append((text, Cell(said.said, INK[said.said]), said.why))
+        result = verdict(results, check)
+        rows.append((text, Cell(result.said, INK[result.said]), result.why))
     return Table(("claim", "verdict", "why"), rows, words=(0, 1, 2), title="Claims of docs/gpu.md")
 
 
-def _table(name: str, heads: Sequence[str], rows: Sequence[Sequence[str | Cell]], **more: str):
+def _table(name: str, heads: Sequence[str], rows: Sequence[Sequence[str | Cell]], **options: str):
     words = [at for at, head in enumerate(heads) if head in WORDS]
-    return Table(heads, rows, words=words, title=SECTIONS[name].title, none=NONE, **more)
+    return Table(heads, rows, words=words, title=SECTIONS[name].title, none=NONE, **options)
 
 
 WORDS = ("", "architecture", "backend", "what", "format", "shape", "file", "which")
 
 
-def _plain(section: str, found: list[Finding]) -> Table:
-    """A row per finding."""
+def _plain(section: str, findings: list[Finding]) -> Table:
+    """Return a table with one row per finding."""
     columns = COLUMNS[section]
-    rows = [tuple(text(each) for text in columns.values()) for each in found]
+    rows = [tuple(text(finding) for text in columns.values()) for finding in findings]
     return _table(section, tuple(columns), rows)
 
 
-def _steps(found: list[Finding]) -> Table:
-    """A row per architecture and backend; the form's speeds as bars against the bound."""
+def _steps(findings: list[Finding]) -> Table:
+    """Return a table with a row per architecture and backend, and each form's speed as a bar.
+
+    The length of bars is relative to the largest bound.
+    """
     groups: dict[tuple[str, str], dict[str, Finding]] = {}
-    for each in found:
+    for each in findings:
         if (form := each.labels["form"]) in FORMS:
             key = each.labels["architecture"], each.labels["backend"]
             groups.setdefault(key, {})[form] = each
@@ -120,17 +123,17 @@ def _steps(found: list[Finding]) -> Table:
     )
     rows = []
     for (architecture, backend), group in groups.items():
-        any_of = next(iter(group.values()))
+        first = next(iter(group.values()))
         speeds = [_bar(group.get(form), most, 1 + FORMS.index(form)) for form in FORMS]
-        kernel = group.get("by kernels", any_of)
+        kernel = group.get("by kernels", first)
         rows.append(
             (
                 architecture,
                 backend,
                 *speeds,
-                number(any_of.beside["bound"]),
+                number(first.beside["bound"]),
                 *_optional(kernel, "predicted"),
-                number(any_of.beside["bf16 seconds"]),
+                number(first.beside["bf16 seconds"]),
             )
         )
     heads = ("architecture", "backend", *FORMS, "bound", "predicted", "BF16, s")
@@ -141,21 +144,21 @@ def _steps(found: list[Finding]) -> Table:
 STAGES = ("explore", "select", "regenerate", "update", "pack and load")
 
 
-def _iteration(found: list[Finding]) -> Table:
+def _iteration(findings: list[Finding]) -> Table:
     rows = [
         (each.labels["architecture"], each.labels["backend"], *_optional(each, *STAGES, "peak GB"))
-        for each in found
+        for each in findings
     ]
-    note = f"Seconds. {found[0].note}" if found else ""
+    note = f"Seconds. {findings[0].note}" if findings else ""
     return _table("iteration", ("architecture", "backend", *STAGES, "peak GB"), rows, note=note)
 
 
-def _optional(found: Finding, *names: str) -> list[str]:
-    return [number(found.beside[name]) if name in found.beside else "" for name in names]
+def _optional(finding: Finding, *names: str) -> list[str]:
+    return [number(finding.beside[name]) if name in finding.beside else "" for name in names]
 
 
-def _bar(found: Finding | None, most: float, colour: int) -> Cell:
-    if found is None:
+def _bar(finding: Finding | None, most: float, colour: int) -> Cell:
+    if finding is None:
         return Cell("")
-    span = f"{number(found.beside['low'])} to {number(found.beside['high'])}"
-    return Cell(number(found.value), title=span, bar=(colour, BAR * found.value / most))
+    span = f"{number(finding.beside['low'])} to {number(finding.beside['high'])}"
+    return Cell(number(finding.value), title=span, bar=(colour, BAR * finding.value / most))

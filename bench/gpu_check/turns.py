@@ -1,4 +1,4 @@
-"""Frozen weights that leave a GPU between turns: seconds each way, and whether any bit changes."""
+"""Moving frozen weights off a GPU between turns and back: seconds each way, and equal bits."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ ROUNDS = 3
 
 
 def measure(setting: Setting) -> Iterator[Item]:
-    """Moves a learner of the size of FLUX.1 out and back a few times; the slowest move counts."""
+    """Move a learner of FLUX.1's size out and back a few times, and report the slowest moves."""
     device = setting.device
     with loadable(setting, NAME) as (case, family):
         model = family.load_transformer(device, setting.dtype)
         before = checksum(model)
         held = torch.cuda.memory_allocated() if setting.gpu else 0
-        model.to("cpu")  # where what is to leave begins
+        model.to("cpu")  # a learner with offload starts with its frozen weights in host memory
         offload = Offload(frozen_tensors(model), device)
         seconds: dict[str, list[float]] = {"back": [], "out": []}
-        left = 0
+        remaining = 0
         for _ in range(1 if setting.once else ROUNDS):
             for way, move in (("back", offload.to_device), ("out", offload.to_host)):
                 synchronize(device)
@@ -40,23 +40,23 @@ def measure(setting: Setting) -> Iterator[Item]:
             left = torch.cuda.memory_allocated() if setting.gpu else 0
         offload.to_device()
         changed = checksum(model) != before
-    for way, each in seconds.items():
+    for way, times in seconds.items():
         yield Finding(
             f"{case.name}, {offload.nbytes / 1e9:.2f} GB {way}",
-            max(each),
+            max(times),
             "s",
             {"form": way},
-            {"expected": offload.nbytes / _link(device), "GB/s": offload.nbytes / max(each) / 1e9},
+            {"expected": offload.nbytes / _link(device), "GB/s": offload.nbytes / max(times) / 1e9},
         )
-    bits, stays = {"form": "bits"}, {"form": "left behind"}
+    bits, behind = {"form": "bits"}, {"form": "left behind"}
     yield Finding(f"{case.name}, weights differ", float(changed), "", bits)
     if setting.gpu:
-        yield Finding(f"{case.name}, share left on the GPU", left / max(1, held), "x", stays)
+        yield Finding(f"{case.name}, share left on the GPU", remaining / max(1, held), "x", behind)
     free()
 
 
 def checksum(model: nn.Module) -> int:
-    """A checksum of every byte of the frozen tensors, computed where they are now."""
+    """Return a checksum of every byte of the frozen tensors, computed on their current device."""
     total = 0
     for number, tensor in enumerate(frozen_tensors(model), 1):
         codes = tensor.detach().contiguous().view(-1).view(torch.uint8).to(torch.int64)
@@ -66,6 +66,7 @@ def checksum(model: nn.Module) -> int:
 
 
 def _link(device: torch.device) -> float:
+    """Return the assumed bandwidth in bytes/s between the host and this device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     known = next((kind for kind in ACCELERATORS if kind in name), None)
     return host_link(known) if known else 1e9 * HOST_LINK_GB_S

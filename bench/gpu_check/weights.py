@@ -1,4 +1,4 @@
-"""A published version: packed from a learner's transformer, checked, and loaded by an explorer."""
+"""Time to pack a version of a learner's transformer and to load it in an explorer; its size."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SHARD = 256 * 2**20
 
 
 def measure(setting: Setting) -> Iterator[Item]:
-    """The first version, where everything is packed, and the next one, with changed adapters."""
-    # packing needs no tensor cores of a format: both formats can be packed on any GPU
+    """Measure the first version, which packs everything, and one with changed adapters."""
+    # packing does not need a format's tensor cores, so both formats can be packed on any GPU
     for backend in (BACKENDS["torch_nvfp4"], BACKENDS["fp8"]):
         yield from _format(setting, backend)
         free()
@@ -59,8 +59,8 @@ def _format(setting: Setting, backend: Backend) -> Iterator[Item]:
         )
         del learner, publisher
         free()
-        here = next(each for each in _explorers(setting) if each.wire_format == manifest.format)
-        explorer = Explorer(family, here, (), device, setting.dtype)
+        loader = next(each for each in _explorers(setting) if each.wire_format == manifest.format)
+        explorer = Explorer(family, loader, (), device, setting.dtype)
         start = time.perf_counter()
         explorer.load(manifest, shards)
         synchronize(device)
@@ -74,5 +74,5 @@ def _format(setting: Setting, backend: Backend) -> Iterator[Item]:
 
 
 def _explorers(setting: Setting) -> list[Backend]:
-    """Backends that load either format, whether or not they are quick."""
+    """Return backends that can load either format, fast ones first."""
     return [*setting.quick(), BACKENDS["emulated_nvfp4"], BACKENDS["fp8"]]

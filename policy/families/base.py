@@ -78,7 +78,7 @@ class Family(Pipeline, ABC):
                 f"services.learner.shard: 'base' with {self.directory!r}, which has two"
                 " transformers: use lora.base = 'int8' or 'nf4', or shard = 'none'"
             )
-        if guidance is not None and guidance.low_noise is not None and alone:
+        if guidance is not None and guidance.low_noise is not None and single:
             raise ValueError(
                 f"guidance.low_noise: {self.directory!r} has one transformer for all noise levels:"
                 " leave it out"
@@ -141,7 +141,7 @@ class Family(Pipeline, ABC):
             if part.startswith("text_encoder") or (self.edits and part == "vae"):
                 library, name = self.index[part]
                 kind = getattr(importlib.import_module(library), name)
-                parts[part] = self._whole(part, kind, dtype)
+                parts[part] = self._load_complete(part, kind, dtype)
         pipe = self._pretrained(self.stock, "the text encoders", **parts, dtype=dtype)
         encode = self.encode_edit if self.edits else self.encode_prompt
         return PromptEncoder(pipe, encode, device, self.model.text_offload, negative)
@@ -223,7 +223,7 @@ class Family(Pipeline, ABC):
 
     @property
     def source_shape(self) -> tuple[int, ...]:
-        """Shape of a source image as the autoencoder encodes it, without the batch dimension."""
+        """Shape of a source image as the autoencoder's input, without the batch dimension."""
         return (3, self.model.height, self.model.width)
 
     @abstractmethod

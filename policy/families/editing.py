@@ -1,4 +1,4 @@
-"""What families that edit share: the source image as latents beside those that are drawn."""
+"""Shared functions of editing families: the source image's latents as additional tokens."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from policy.types import Conditioning
 
 LATENTS = "image_latents"
-"""The row's tensor with the source's packed latents [tokens, 4C]."""
+"""Name of the conditioning tensor with the source image's packed latents [tokens, 4C]."""
 
 
 def beside(cond: Conditioning, latents: Tensor) -> Conditioning:
-    """A row with the source's latents."""
+    """Return a row of conditioning with the source image's latents added."""
     return Conditioning({**cond.tensors, LATENTS: latents})
 
 
 def followed(x: Tensor, cond: Conditioning) -> Tensor:
-    """Tokens [B, N, 4C], and after them those of each row's source."""
+    """Append the tokens of each row's source image to the tokens [B, N, 4C]."""
     return torch.cat([x, cond.tensors[LATENTS].to(x.device, x.dtype)], dim=1)

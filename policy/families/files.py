@@ -1,7 +1,7 @@
-"""A diffusers pipeline's files: where they lie, what they say, and what is missing among them.
+"""Lookup, reading and checking of a diffusers pipeline's files.
 
-They are in a local directory, or come from the hub by its cache. What is missing or broken is one
-line that names ``model.path``.
+They are in a local directory or come from the hub through its cache. Errors for missing or broken
+files are one line and name ``model.path``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ LIBRARIES = ("diffusers", "transformers")
 
 
 def model_directory(model: Model) -> str:
-    """The pipeline directory of ``model.path``, or the hub id itself when it is no local path.
+    """Return the pipeline directory of ``model.path``, or the path itself if it is a hub id.
 
-    Raises FileNotFoundError when there is nothing at the path, ValueError when what is there is no
-    pipeline directory.
+    Raises FileNotFoundError if there is no directory at the path, ValueError if the directory is
+    not a diffusers pipeline.
     """
     if model.path == "shapes":
         directory, advice = SHAPES_DIRECTORY, "build it with `make shapes-model`"
@@ -45,10 +45,10 @@ def model_directory(model: Model) -> str:
 
 
 class PipelineFile(Tree):
-    """A JSON object of a pipeline that says which file lacks what is looked up in it."""
+    """Content of a pipeline's JSON file, in which a missing key raises ValueError, not KeyError."""
 
-    def __init__(self, found: Tree, name: str, directory: str) -> None:
-        super().__init__(found)
+    def __init__(self, content: Tree, name: str, directory: str) -> None:
+        super().__init__(content)
         self._where = f"{name} of {directory!r}"
 
     def __missing__(self, key: str) -> object:
@@ -56,31 +56,34 @@ class PipelineFile(Tree):
 
 
 def pipeline_file(directory: str, name: str) -> Tree:
-    """A JSON file of a pipeline directory or, through the hub's cache or the network, of a hub id.
+    """Read a JSON file of a pipeline directory, or of a hub id (from the cache or the network).
 
-    Raises FileNotFoundError when it is not there or cannot be fetched, ValueError when it is no
+    Raises FileNotFoundError if it is missing or cannot be downloaded, ValueError if it is not a
     JSON object.
     """
     path = Path(directory) / name
     if not Path(directory).is_dir():
         path = _from_hub(directory, name)
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except FileNotFoundError:
         raise FileNotFoundError(
             f"model.path: {directory!r} has no {name}: download the whole pipeline"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"model.path: {name} of {directory!r} cannot be read: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(
             f"model.path: {name} of {directory!r} is not a JSON object: download the pipeline again"
         )
-    return PipelineFile(found, name, directory)
+    return PipelineFile(content, name, directory)
 
 
 def _from_hub(repository: str, name: str) -> Path:
-    """A file of a hub id, from the cache or the hub."""
+    """Return the local path of a hub id's file; download it unless it is in the cache.
+
+    Raises FileNotFoundError if it cannot be downloaded.
+    """
     from huggingface_hub import (
         get_hf_file_metadata,
         hf_hub_download,
@@ -93,12 +96,12 @@ def _from_hub(repository: str, name: str) -> Path:
     if isinstance(cached, str):
         return Path(cached)
     try:
-        # ask once, as the download itself retries for minutes where there is no network
+        # one request first, as the download itself retries for minutes without a network
         get_hf_file_metadata(hf_hub_url(repository, name))
         return Path(hf_hub_download(repository, name))
     except HfHubHTTPError as error:
         why = first_line(error)
-    except Exception as error:  # the client's network errors have no common class but this
+    except Exception as error:  # the client's network errors have no other common class
         why = (
             "it is not in this machine's cache and the hub cannot be reached"
             f" ({type(error).__name__})"
@@ -110,7 +113,7 @@ def _from_hub(repository: str, name: str) -> Path:
 
 
 def _shards(index: Path) -> list[str]:
-    """The files that an index of sharded weights names. Raises ValueError if it is unreadable."""
+    """Return the files that an index of sharded weights names. Raises ValueError if unreadable."""
     try:
         return sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -120,9 +123,9 @@ def _shards(index: Path) -> list[str]:
 
 
 def missing_weights(folder: Path) -> str | None:
-    """Which file of a part's weights a directory lacks, first by name; None: it has them all.
+    """Return the first missing file of a part's weights by name, or None if all are there.
 
-    Raises ValueError for an index that cannot be read.
+    Raises ValueError if an index of sharded weights cannot be read.
     """
     wanted = {
         file for index in folder.glob("*.safetensors.index.json") for file in _shards(index)
@@ -131,8 +134,9 @@ def missing_weights(folder: Path) -> str | None:
 
 
 def check_libraries(directory: str, index: Tree) -> None:
-    """Raises ValueError for a part of another library: it would be imported, and anybody may have
-    written the file.
+    """Raise ValueError if a part is of a library other than diffusers and transformers.
+
+    The library would be imported, and the file that names it may come from anybody.
     """
     for part, entry in index.items():
         if isinstance(entry, list) and entry and entry[0] not in (None, *LIBRARIES):
@@ -145,8 +149,10 @@ def check_libraries(directory: str, index: Tree) -> None:
 def check_component(
     directory: str, index: Tree, part: str, classes: tuple[str, ...], family: str
 ) -> None:
-    """Raises FileNotFoundError where a pipeline lacks a part, ValueError where ``index`` says that
-    it is of none of the ``classes`` that the family takes (none: any).
+    """Check one part of a pipeline.
+
+    Raises FileNotFoundError if the pipeline lacks the part, ValueError if ``index`` gives it a
+    class other than ``classes``, those that the family accepts (empty: any).
     """
     listed = (index.get(part) or [None, None])[-1]
     local = Path(directory).is_dir()

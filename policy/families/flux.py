@@ -1,6 +1,6 @@
 """FLUX.1 (black-forest-labs) over diffusers' classes.
 
-Guidance is an input of the distilled transformer, without a second pass.
+The transformer is distilled: guidance is one of its inputs and needs no second pass.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Flux(joint.PackedLatents):
         }
 
     def encode_prompt(self, pipe: Diffusers, prompt: str) -> Conditioning:
-        """prompt_embeds [1, tokens, D] of T5 and pooled_prompt_embeds [1, D'] of CLIP."""
+        """Encode to prompt_embeds [1, tokens, D] (T5) and pooled_prompt_embeds [1, D'] (CLIP)."""
         embeds, pooled, _ = pipe.encode_prompt(
             prompt, prompt_2=None, max_sequence_length=self.model.max_sequence_length
         )
@@ -69,11 +69,11 @@ class Flux(joint.PackedLatents):
                 txt_ids=torch.zeros(prompt.shape[1], 3, device=x.device, dtype=dtype),
                 img_ids=self.image_places(x.device, dtype),
                 return_dict=False,
-            )[0][:, : x.shape[1]]  # behind them are the source's, where an image is edited
+            )[0][:, : x.shape[1]]  # drop the tokens of a source image, which come last
         )
 
     def image_places(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The positions of the image tokens, [tokens, 3]: image, row, column."""
+        """Return the positions of the image tokens, [tokens, 3]: image, row, column."""
         return self.stock._prepare_latent_image_ids(1, *self.grid, device, dtype)
 
     @classmethod

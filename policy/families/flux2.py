@@ -18,10 +18,10 @@ PACK = 2
 
 
 class Flux2(Family):
-    """``Flux2Pipeline`` as a policy: latents [4C, H/2f, W/2f], an image token per position.
+    """``Flux2Pipeline`` as a policy: latents [4C, H/2f, W/2f], one image token per position.
 
-    Padding of a prompt is not masked, as in the pipeline. The schedule's shift depends on the
-    number of steps too.
+    As in the pipeline, padding of a prompt is not masked. The schedule's shift also depends on the
+    number of steps.
     """
 
     name = "flux2"
@@ -51,7 +51,7 @@ class Flux2(Family):
 
     @property
     def embeds_guidance(self) -> bool:
-        """True unless the configuration says no: the first files of dev did not name it."""
+        """True unless the configuration says False: dev's first files did not have the key."""
         return bool(self.part_config("transformer").get("guidance_embeds", True))
 
     @cached_property
@@ -66,7 +66,7 @@ class Flux2(Family):
         return {"prompt_embeds": (self.model.max_sequence_length, width)}
 
     def encode_prompt(self, pipe: Diffusers, prompt: str) -> Conditioning:
-        """prompt_embeds [1, tokens, D], three layers of the text encoder side by side."""
+        """Encode to prompt_embeds [1, tokens, D], three concatenated layers of the text encoder."""
         embeds, _ = pipe.encode_prompt(prompt, max_sequence_length=self.model.max_sequence_length)
         return Conditioning({"prompt_embeds": embeds})
 
@@ -83,7 +83,7 @@ class Flux2(Family):
     ) -> Tensor:
         dtype = transformer.x_embedder.weight.dtype
         prompt = cond.tensors["prompt_embeds"].to(x.device, dtype)
-        found = transformer(
+        tokens = transformer(
             hidden_states=self.stock._pack_latents(x.to(dtype)),
             timestep=unit_timestep(sigma, x),
             guidance=self.guidance_input(x),
@@ -92,7 +92,7 @@ class Flux2(Family):
             img_ids=self.stock._prepare_latent_ids(x[:1]).to(x.device),
             return_dict=False,
         )[0]
-        return widened(found.permute(0, 2, 1).reshape(x.shape))
+        return widened(tokens.permute(0, 2, 1).reshape(x.shape))
 
     @classmethod
     def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
@@ -105,7 +105,7 @@ class Flux2(Family):
         return self.stock._patchify_latents(spatial)
 
     def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
-        """[B, C, H/f, W/f], by the running statistics of the autoencoder's batch norm."""
+        """Convert latents to [B, C, H/f, W/f] by the running statistics of the vae's batch norm."""
         mean = vae.bn.running_mean.view(1, -1, 1, 1).to(latents)
         variance = vae.bn.running_var.view(1, -1, 1, 1)
         std = torch.sqrt(variance + vae.config.batch_norm_eps).to(latents)
@@ -120,12 +120,12 @@ class Flux2Klein(Flux2):
 
     @property
     def embeds_guidance(self) -> bool:
-        """The pipeline gives none."""
+        """False: the pipeline passes no guidance."""
         return False
 
     @classmethod
     def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
-        """The pipeline's negative prompt is always empty."""
+        """Return the scale only: the pipeline always uses an empty negative prompt."""
         return {"guidance_scale": guidance.evaluate}
 
     @property

@@ -1,4 +1,4 @@
-"""FLUX.1 Kontext (arXiv 2506.15742) over diffusers' classes: FLUX.1 that edits an image."""
+"""FLUX.1 Kontext (arXiv 2506.15742) over diffusers' classes, which edits an image."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from records.images import to_pil
 
 
 class FluxKontext(Flux):
-    """``FluxKontextPipeline`` as a policy. The source's tokens follow those that are drawn, at the
-    same rows and columns of another image.
+    """``FluxKontextPipeline`` as a policy.
 
-    The source is as large as what is drawn. The pipeline takes the nearest of its own sizes, all of
-    about 1024x1024 pixels: the same at those.
+    The source image's tokens follow those of the generated image, with the same rows and columns
+    but another image index. The source image has the size of the generated image. The pipeline
+    instead uses the nearest of its own sizes, all of about 1024x1024 pixels; at these sizes both
+    are the same.
     """
 
     name = "flux_kontext"
@@ -31,7 +32,7 @@ class FluxKontext(Flux):
         return {**super().conditioning_shapes, editing.LATENTS: self.latent_shape}
 
     def encode_edit(self, pipe: Diffusers, prompt: str, image: Pixels) -> Conditioning:
-        """As ``encode_prompt``, and image_latents [1, tokens, 4C]."""
+        """Encode as ``encode_prompt`` does, and the image to image_latents [1, tokens, 4C]."""
         height, width = self.model.height, self.model.width
         shown = pipe.image_processor.preprocess(to_pil(image), height, width)
         shown = shown.to(pipe.vae.device, pipe.vae.dtype)
@@ -42,10 +43,10 @@ class FluxKontext(Flux):
         return editing.followed(x, cond)
 
     def image_places(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        drawn = super().image_places(device, dtype)
-        source = drawn.clone()
-        source[:, 0] = 1  # the first of the three tells images apart
-        return torch.cat([drawn, source])
+        generated = super().image_places(device, dtype)
+        source = generated.clone()
+        source[:, 0] = 1  # the first coordinate is the index of the image
+        return torch.cat([generated, source])
 
     @classmethod
     def call_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What families share: joint attention over image and text, autoencoders, schedulers."""
+"""Shared parts of families: joint attention of image and text, autoencoders, schedulers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ COMPONENTS: dict[str, tuple[str, ...]] = {
 IMAGE_QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
 TEXT_QKV = ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
 ATTENTION = (*IMAGE_QKV, "attn.to_out.0", *TEXT_QKV, "attn.to_add_out")
-"""The attention projections of both streams, which LoRA trains."""
+"""Attention projections of the image and the text stream, which LoRA trains."""
 SELF_AND_CROSS = tuple(
     f"{attention}.{part}"
     for attention in ("attn1", "attn2")
     for part in ("to_q", "to_k", "to_v", "to_out.0")
 )
-"""Those of blocks that attend to the image and then to the text, which LoRA trains there."""
+"""Attention projections of blocks with self-attention and cross-attention, which LoRA trains."""
 SELF_AND_CROSS_FUSE = (("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v"))
 UNQUANTIZED = (
     "time_text_embed.*",
@@ -41,13 +41,13 @@ UNQUANTIZED = (
     "norm_out.*",
     "proj_out",
 )
-"""Embedders of time and text, modulation, and the last projection."""
+"""Modules that stay unquantized: time and text embedders, modulation, the last projection."""
 
 
 def text_encoders(count: int) -> dict[str, tuple[str, ...]]:
-    """The components text_encoder, tokenizer, text_encoder_2, ... of any class."""
-    ends = ("", *(f"_{number}" for number in range(2, count + 1)))
-    return {f"{part}{end}": () for part in ("text_encoder", "tokenizer") for end in ends}
+    """Return the components text_encoder, text_encoder_2, ..., tokenizer, ... of any class."""
+    suffixes = ("", *(f"_{number}" for number in range(2, count + 1)))
+    return {f"{part}{suffix}": () for part in ("text_encoder", "tokenizer") for suffix in suffixes}
 
 
 def sigmas(
@@ -57,7 +57,7 @@ def sigmas(
     tokens: int,
     spacing: Callable[[int], list[float]] = even_spacing,
 ) -> Tensor:
-    """``flow_match_sigmas`` of the family's scheduler and of ``[model]``."""
+    """Return ``flow_match_sigmas`` for the family's scheduler and ``[model]``."""
     model, config = family.model, family.part_config("scheduler")
     return flow_match_sigmas(
         config, steps, model.shift, calculate_shift, tokens, model.schedule, spacing
@@ -65,22 +65,24 @@ def sigmas(
 
 
 class Multistep(Family):
-    """Drawn by one of diffusers' multistep schedulers, whose timesteps are whole numbers; neither
-    with ``FlowMatchEulerDiscreteScheduler`` nor with the schedule "uniform".
+    """Family whose stock pipeline may have one of diffusers' multistep schedulers.
+
+    Their timesteps are whole numbers. With ``FlowMatchEulerDiscreteScheduler``, or the schedule
+    "uniform", timesteps are not rounded.
     """
 
     euler_schedule = "own"
-    """``model.schedule`` by which the stock pipeline asks Euler's scheduler."""
+    """The ``model.schedule`` that corresponds to the stock pipeline's use of an Euler scheduler."""
 
     @cached_property
     def multistep(self) -> str | None:
-        """The multistep scheduler's class, where its schedule is asked for."""
+        """Class name of the multistep scheduler if its schedule is used, else None."""
         name = self.index["scheduler"][-1]
         euler = name == "FlowMatchEulerDiscreteScheduler" or self.model.schedule == "uniform"
         return None if euler else name
 
     def sigmas(self, steps: int) -> Tensor:
-        """The pipeline's own."""
+        """Return the pipeline's own schedule, unless ``model.schedule`` is another."""
         config, model = self.part_config("scheduler"), self.model
         if self.multistep is not None:
             return multistep_sigmas(config, steps, model.shift, self.multistep)
@@ -88,16 +90,16 @@ class Multistep(Family):
         return flow_match_sigmas(config, steps, model.shift, schedule=schedule)
 
     def timestep(self, sigma: Tensor) -> Tensor:
-        """float32 in [0, 1000], whole where the scheduler's are."""
+        """Return the timestep, float32 in [0, 1000]; a whole number if the scheduler's are."""
         return sigma.float() * TIMESTEPS if self.multistep is None else whole_timestep(sigma)
 
 
 class PackedLatents(Family):
-    """Latents [H/2f * W/2f, 4C]: image tokens of 2 x 2 latent pixels, row-major over the image."""
+    """Family with latents [H/2f * W/2f, 4C]: row-major image tokens of 2 x 2 latent pixels."""
 
     @cached_property
     def grid(self) -> tuple[int, int]:
-        """(rows, columns) of image tokens."""
+        """Numbers of (rows, columns) of image tokens."""
         unit = self.factor * 2
         height, width = self.sizes(unit)
         return height // unit, width // unit
@@ -115,17 +117,18 @@ class PackedLatents(Family):
         return self.stock._pack_latents(spatial, *spatial.shape)
 
     def image_tokens(self, x: Tensor, cond: Conditioning) -> Tensor:
-        """The images that the transformer is shown [B, tokens, 4C], first that which is drawn."""
+        """Return the transformer's image tokens [B, tokens, 4C], the generated image's first."""
         return x
 
 
 def by_channel(vae: Diffusers, latents: Tensor) -> Tensor:
-    """Latents [B, C, T, H, W] as an autoencoder for video takes them: by the mean and the standard
-    deviation of each channel.
+    """Convert latents [B, C, T, H, W] to a video autoencoder's input.
+
+    This undoes the normalization by the mean and the standard deviation of each channel.
     """
     mean, std = (
         torch.tensor(values, dtype=latents.dtype, device=latents.device).view(1, -1, 1, 1, 1)
         for values in (vae.config.latents_mean, vae.config.latents_std)
     )
-    # the pipelines divide by the reciprocal, which rounds twice
+    # divide by the reciprocal as the pipelines do: multiplying by std would round differently
     return latents / (1.0 / std) + mean

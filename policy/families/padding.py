@@ -1,4 +1,4 @@
-"""Prompts of different lengths in one tensor: rows are padded at the end, a mask says how far."""
+"""Padding of prompts of different lengths to one tensor with a mask."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ EMBEDS, MASK = "prompt_embeds", "prompt_embeds_mask"
 
 
 def padded(embeds: Tensor, tokens: int) -> Conditioning:
-    """One prompt's embeddings [L, D], L at most ``tokens``, as a row of conditioning.
+    """Pad one prompt's embeddings [L, D], L at most ``tokens``, to a row of conditioning.
 
-    ``prompt_embeds`` [1, tokens, D], zeros after L, and ``prompt_embeds_mask`` [1, tokens] of ones
-    and zeros in the same dtype.
+    The row has ``prompt_embeds`` [1, tokens, D], zero after L, and ``prompt_embeds_mask``
+    [1, tokens] of ones and zeros in the same dtype.
     """
     row = embeds.new_zeros(1, tokens, embeds.shape[-1])
     row[0, : len(embeds)] = embeds
@@ -24,12 +24,12 @@ def padded(embeds: Tensor, tokens: int) -> Conditioning:
 
 
 def shapes(tokens: int, width: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of a row of ``padded``."""
+    """Return the shapes of the tensors of ``padded``, without the batch dimension."""
     return {EMBEDS: (tokens, width), MASK: (tokens,)}
 
 
 def lengths(cond: Conditioning) -> list[int]:
-    """Tokens in use of every row of ``padded``; all of them where there is no data to look at."""
+    """Return the number of used tokens of every row; on the meta device, the padded number."""
     mask = cond.tensors[MASK]
     if mask.is_meta:
         return [mask.shape[1]] * len(mask)
@@ -39,10 +39,11 @@ def lengths(cond: Conditioning) -> list[int]:
 def trimmed(
     cond: Conditioning, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Embeddings [B, L, D] up to the longest row, and a mask bool [B, L], None where all is in use.
+    """Trim padding that no row uses; return (embeddings [B, L, D], mask bool [B, L] or None).
 
-    A pipeline pads no prompt that is alone, and a mask that hides nothing costs the fast kernels of
-    attention.
+    L is the length of the longest row. The mask is None if all rows have this length: stock
+    pipelines do not pad a single prompt, and any mask, even of ones, disables fast attention
+    kernels.
     """
     used = lengths(cond)
     longest = max(used)

@@ -1,4 +1,4 @@
-"""A diffusers pipeline: its configuration files, and its parts loaded from them."""
+"""Loading of a diffusers pipeline's configuration files and parts."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from policy.families.files import (
 from records.errors import first_line
 
 TIMESTEPS = 1000.0
-"""Training timesteps of every supported model: their `timestep` is 1000 sigma."""
+"""Number of training timesteps of every supported model: its timestep is 1000 sigma."""
 Diffusers = Any
-"""A pipeline, transformer or autoencoder of diffusers, whose attributes are set at run time."""
+"""Type of diffusers' pipelines, transformers and autoencoders: they set attributes at run time."""
 
 
 class Pipeline:
-    """A diffusers pipeline of one family: its configuration files, and its parts once loaded.
+    """A diffusers pipeline of one family: its configuration files, and loaders of its parts.
 
-    ``pipeline_class`` is the diffusers class that model_index.json must name; ``components`` are
-    the parts of it that are needed, with the classes that will do (none: any), and ``optional``
-    those that are needed where it lists them.
+    ``pipeline_class`` is the diffusers class that model_index.json must name. ``components`` maps
+    the required parts to their accepted classes (empty: any). ``optional`` has parts that are
+    required only if model_index.json lists them.
     """
 
     name: str
@@ -45,17 +45,19 @@ class Pipeline:
     optional: dict[str, tuple[str, ...]] = {}
 
     def __init__(self, model: Model) -> None:
-        """Reads model_index.json. Raises FileNotFoundError or ValueError, one line, when this is no
-        whole pipeline of the family.
+        """Read model_index.json and check it.
+
+        Raises FileNotFoundError or ValueError, with a message of one line, if this is not a
+        complete pipeline of the family.
         """
         self.model = model
         self._configs: dict[str, Tree] = {}
         self.directory = model_directory(model)
         self.index = pipeline_file(self.directory, INDEX)
-        found = self.index.get("_class_name")
-        if found != self.pipeline_class:
+        actual = self.index.get("_class_name")
+        if actual != self.pipeline_class:
             raise ValueError(
-                f"model.path: {self.directory!r} holds a {found}, but family {self.name!r} is a"
+                f"model.path: {self.directory!r} holds a {actual}, but family {self.name!r} is a"
                 f" {self.pipeline_class}: change model.path or model.family"
             )
         check_libraries(self.directory, self.index)
@@ -65,9 +67,9 @@ class Pipeline:
             check_component(self.directory, self.index, part, classes, self.name)
 
     def check_weights(self) -> None:
-        """Raises FileNotFoundError where a part has no weights as safetensors.
+        """Raise FileNotFoundError if a part has no weights in safetensors format.
 
-        Looks into a local directory only: of a hub id every actor fetches its own parts.
+        Only a local directory is checked: from a hub id every actor downloads its own parts.
         """
         for part in self.components if Path(self.directory).is_dir() else ():
             if part in ("scheduler", "processor") or part.startswith("tokenizer"):
@@ -79,7 +81,7 @@ class Pipeline:
                 )
 
     def part_config(self, part: str) -> Tree:
-        """The configuration file of a part of the pipeline, without its weights."""
+        """Return the content of a part's configuration file."""
         if part not in self._configs:
             name = "scheduler_config.json" if part == "scheduler" else "config.json"
             self._configs[part] = pipeline_file(self.directory, f"{part}/{name}")
@@ -87,47 +89,48 @@ class Pipeline:
 
     @cached_property
     def stock(self) -> Diffusers:
-        """The class of the diffusers pipeline."""
+        """The diffusers class of the pipeline."""
         import diffusers
 
         return getattr(diffusers, self.pipeline_class)
 
     def import_parts(self) -> None:
-        """Import the pipeline and what its parts are made of, and load nothing."""
-        assert self.stock  # both libraries import on access
+        """Import the classes of the pipeline and of its parts without loading weights."""
+        assert self.stock  # diffusers and transformers import lazily, on attribute access
         for part in self.components:
             library, name = self.index[part]
             assert getattr(importlib.import_module(library), name)
 
     def load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """A diffusers model of the pipeline: eval mode, no gradients.
+        """Load a diffusers model of the pipeline in eval mode, without gradients.
 
-        Raises FileNotFoundError when its weights are missing.
+        Raises FileNotFoundError if weights are missing.
         """
         import diffusers
 
         cls = getattr(diffusers, self.components[part][0])
-        return self._whole(part, cls, dtype).to(device).eval().requires_grad_(False)
+        return self._load_complete(part, cls, dtype).to(device).eval().requires_grad_(False)
 
-    def _whole(self, part: str, cls: Diffusers, dtype: torch.dtype) -> Diffusers:
-        """A model with all its weights. The libraries make up what is missing, and go on.
+    def _load_complete(self, part: str, cls: Diffusers, dtype: torch.dtype) -> Diffusers:
+        """Load a model, and raise FileNotFoundError if weights are missing.
 
-        Raises FileNotFoundError.
+        The libraries would initialize missing weights at random and continue.
         """
-        told = {"subfolder": part, "dtype": dtype, "output_loading_info": True}
-        model, found = self._pretrained(cls, repr(part), **told)
-        # parameters alone: a buffer that files lack is made by its module
+        options = {"subfolder": part, "dtype": dtype, "output_loading_info": True}
+        model, info = self._pretrained(cls, repr(part), **options)
+        # only parameters: buffers that are not in the files are computed by their modules
         weights = {name for name, _ in model.named_parameters()}
-        if absent := sorted(weights & set(found["missing_keys"])):
+        if absent := sorted(weights & set(info["missing_keys"])):
             raise FileNotFoundError(
                 f"model.path: the {part!r} of {self.directory!r} lacks {len(absent)} of its"
                 f" {len(weights)} weights, the first: {absent[0]}: download it again"
             )
         return model
 
-    def _pretrained(self, cls: Diffusers, what: str, **named: object) -> Diffusers:
+    def _pretrained(self, cls: Diffusers, what: str, **options: object) -> Diffusers:
+        """Call ``cls.from_pretrained`` with safetensors only. Raises FileNotFoundError."""
         try:
-            return cls.from_pretrained(self.directory, **named, use_safetensors=True)
+            return cls.from_pretrained(self.directory, **options, use_safetensors=True)
         except OSError as error:
             raise FileNotFoundError(
                 f"model.path: cannot load {what} of {self.directory!r}: {first_line(error)}"
@@ -135,14 +138,14 @@ class Pipeline:
 
     @property
     def transformers(self) -> tuple[str, ...]:
-        """The parts that are its denoiser."""
+        """Names of the parts that make up the denoiser."""
         return tuple(part for part in EXPERTS if part in self.components)
 
     @cached_property
     def boundary(self) -> float | None:
-        """The timestep below which the second of two transformers denoises; None: there is one.
+        """Timestep below which the second of two transformers denoises, None if there is only one.
 
-        Raises ValueError where the pipeline names none.
+        Raises ValueError if a pipeline with two transformers has no valid ``boundary_ratio``.
         """
         if len(self.transformers) == 1:
             return None
@@ -155,27 +158,27 @@ class Pipeline:
         return share * TIMESTEPS
 
     def denoiser(self, make: Callable[[str], nn.Module]) -> nn.Module:
-        """The denoiser of its transformers, each as ``make`` makes it by the part's name."""
+        """Build the denoiser; ``make`` returns the transformer with the given part name."""
         first, second = EXPERTS
         if self.boundary is None:
             return make(first)
         return Experts(make(first), make(second), self.boundary)
 
     def load_transformer(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """The denoiser, in eval mode, without gradients."""
+        """Load the denoiser in eval mode, without gradients."""
         return self.denoiser(lambda part: self.load(part, device, dtype))
 
     def skeleton(self) -> nn.Module:
-        """The denoiser on the meta device: every module and shape, no weights and no memory."""
+        """Build the denoiser on the meta device: all modules and shapes, without memory."""
 
-        def made(part: str) -> nn.Module:
+        def blank(part: str) -> nn.Module:
             kind = f"diffusers.{self.components[part][0]}"
             return build({"class": kind, "config": self.part_config(part)})
 
-        return self.denoiser(made)
+        return self.denoiser(blank)
 
     def load_vae(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """The autoencoder, in eval mode, without gradients; slicing and tiling as configured."""
+        """Load the autoencoder in eval mode, without gradients, with slicing and tiling as set."""
         vae: Diffusers = self.load("vae", device, dtype)
         if self.model.vae_slicing:
             vae.enable_slicing()

@@ -17,7 +17,7 @@ from policy.types import Conditioning
 class QwenImage(joint.PackedLatents):
     """``QwenImagePipeline`` as a policy.
 
-    Its autoencoder is one for video, of which an image is the first frame.
+    Its autoencoder is a video autoencoder; an image is a clip of one frame.
     """
 
     name = "qwen_image"
@@ -41,7 +41,7 @@ class QwenImage(joint.PackedLatents):
 
     @cached_property
     def lora_targets(self) -> tuple[str, ...]:
-        """Attention of both streams; what the last block says to the text is read by nobody."""
+        """Attention of both streams, except the last block's text output, which nothing reads."""
         blocks = range(self.part_config("transformer")["num_layers"] - 1)
         return (
             *(target for target in joint.ATTENTION if target != "attn.to_add_out"),
@@ -58,7 +58,7 @@ class QwenImage(joint.PackedLatents):
         return padding.shapes(self.model.max_sequence_length, width)
 
     def encode_prompt(self, pipe: Diffusers, prompt: str) -> Conditioning:
-        """prompt_embeds [1, tokens, D] and prompt_embeds_mask [1, tokens] of zeros and ones."""
+        """Encode to prompt_embeds [1, tokens, D] and prompt_embeds_mask [1, tokens] of 0 and 1."""
         tokens = self.model.max_sequence_length
         embeds, _ = pipe.encode_prompt(prompt, max_sequence_length=tokens)
         return padding.padded(embeds[0], tokens)
@@ -81,21 +81,24 @@ class QwenImage(joint.PackedLatents):
                 encoder_hidden_states_mask=mask,
                 img_shapes=[self.image_shapes] * len(x),
                 return_dict=False,
-            )[0][:, : x.shape[1]]  # behind them are the source's, where an image is edited
+            )[0][:, : x.shape[1]]  # drop the tokens of a source image, which come last
         )
 
     @property
     def image_shapes(self) -> list[tuple[int, int, int]]:
-        """(frames, rows, columns) of tokens of each image that the transformer is shown."""
+        """(frames, rows, columns) in tokens of each input image of the transformer."""
         return [(1, *self.grid)]
 
     @classmethod
     def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
-        found = super().guidance_arguments(model, guidance)
-        return {"true_cfg_scale": found.pop("guidance_scale"), **found}
+        arguments = super().guidance_arguments(model, guidance)
+        return {"true_cfg_scale": arguments.pop("guidance_scale"), **arguments}
 
     def guided(self, along: Tensor, against: Tensor, scale: Scale) -> Tensor:
-        """Each token is as long as the prompt's own velocity, as the pipeline has it."""
+        """Apply guidance and rescale each token to the norm of the prompt's velocity.
+
+        The stock pipeline does the same.
+        """
         combined = super().guided(along, against, scale)
         length = torch.norm(along, dim=-1, keepdim=True)
         return combined * (length / torch.norm(combined, dim=-1, keepdim=True))
@@ -104,7 +107,7 @@ class QwenImage(joint.PackedLatents):
         return super().spatial(latents).squeeze(2)
 
     def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
-        """[B, C, 1, H/f, W/f], by the mean and the standard deviation of each channel."""
+        """Convert latents to [B, C, 1, H/f, W/f], undoing the normalization of each channel."""
         return joint.by_channel(vae, self.spatial(latents).unsqueeze(2))
 
     def pixels(self, vae: Diffusers, latents: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit from 2509 on (arXiv 2508.02324) over diffusers' classes."""
+"""Qwen-Image-Edit, release 2509 and later (arXiv 2508.02324), over diffusers' classes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from policy.types import Conditioning
 from records.images import to_pil
 
 AROUND_IMAGE = 8
-"""Tokens of "Picture 1: " and of the marks around an image, at most."""
+"""Maximum number of tokens of "Picture 1: " and of the markers around an image."""
 
 
 class QwenImageEdit(QwenImage):
     """``QwenImageEditPlusPipeline`` with one source image as a policy.
 
-    The language model reads prompt and image, which it gets at about 384x384 pixels. The source's
-    tokens follow those that are drawn. It is as large as what is drawn, where the pipeline takes
-    about 1024x1024 pixels of the source's shape: the same at those.
+    The language model reads the prompt and the image, resized to about 384x384 pixels. In the
+    transformer, the source image's tokens follow those of the generated image. The source image has
+    the size of the generated image. The pipeline instead uses about 1024x1024 pixels in the
+    source's aspect ratio; at that size both are the same.
     """
 
     name = "qwen_image_edit"
@@ -32,13 +33,13 @@ class QwenImageEdit(QwenImage):
 
     @cached_property
     def text_tokens(self) -> int:
-        """Most tokens of a prompt with its image; what is beyond is cut off."""
+        """Maximum number of tokens of a prompt with its image; further tokens are cut off."""
         merged: int = self.part_config("text_encoder")["vision_config"]["spatial_merge_size"] ** 2
         return self.model.max_sequence_length + self.source_patches // merged + AROUND_IMAGE
 
     @cached_property
     def source_patches(self) -> int:
-        """Patches of the source image at the size that the language model sees."""
+        """Number of patches of the source image at the language model's input size."""
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
 
         vision = self.part_config("text_encoder")["vision_config"]
@@ -51,7 +52,7 @@ class QwenImageEdit(QwenImage):
 
     @property
     def source_shape(self) -> tuple[int, ...]:
-        """An image is a clip of one frame there."""
+        """Shape of a source image for the video autoencoder: a clip of one frame."""
         return (3, 1, self.model.height, self.model.width)
 
     @property
@@ -60,7 +61,7 @@ class QwenImageEdit(QwenImage):
         return {**padding.shapes(self.text_tokens, width), editing.LATENTS: self.latent_shape}
 
     def encode_edit(self, pipe: Diffusers, prompt: str, image: Pixels) -> Conditioning:
-        """As ``encode_prompt``, of prompt and image, and image_latents [1, tokens, 4C]."""
+        """Encode prompt and image as ``encode_prompt`` does, and image_latents [1, tokens, 4C]."""
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
 
         height, width, whole = self.model.height, self.model.width, to_pil(image)

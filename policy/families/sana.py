@@ -1,6 +1,6 @@
 """SANA (arXiv 2410.10629) over diffusers' classes.
 
-A linear-attention transformer on the latents of a deep-compression autoencoder.
+It is a linear-attention transformer on the latents of a deep-compression autoencoder.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ from policy.families.sana_native import native_state
 from policy.types import Conditioning
 
 PIPELINE_UNIT = 32
-"""The stock pipeline takes multiples of this only, with any autoencoder."""
+"""The stock pipeline requires heights and widths to be multiples of this number of pixels.
+
+This is so with any autoencoder.
+"""
 
 
 class Sana(joint.Multistep):
     """``SanaPipeline`` as a policy: latents [C, H/f, W/f], f = 32 in the published models.
 
-    With its own ``DPMSolverMultistepScheduler`` the schedule starts below sigma = 1 and the
-    transformer is told whole timesteps; with ``FlowMatchEulerDiscreteScheduler``, or the schedule
-    "uniform", neither. With ``model.native_path`` it is told whole timesteps in any schedule, as in
-    the code that its weights come from.
+    With the published ``DPMSolverMultistepScheduler`` the schedule starts below sigma = 1 and the
+    transformer receives whole timesteps; with ``FlowMatchEulerDiscreteScheduler``, or the schedule
+    "uniform", neither is the case. With ``model.native_path`` it receives whole timesteps in any
+    schedule, as in the code that these weights come from.
     """
 
     name = "sana"
@@ -67,7 +70,7 @@ class Sana(joint.Multistep):
         }
 
     def encode_prompt(self, pipe: Diffusers, prompt: str) -> Conditioning:
-        """prompt_embeds [1, tokens, D] and prompt_attention_mask [1, tokens] of zeros and ones."""
+        """Encode to prompt_embeds [1, tokens, D], prompt_attention_mask [1, tokens] of 0 and 1."""
         embeds, mask, _, _ = pipe.encode_prompt(
             prompt,
             do_classifier_free_guidance=False,
@@ -80,7 +83,7 @@ class Sana(joint.Multistep):
 
     @cached_property
     def _instruction(self) -> list[str] | None:
-        """What the stock pipeline puts before a prompt unless told otherwise."""
+        """The stock pipeline's default instruction before a prompt, None if it is disabled."""
         if not self.model.complex_human_instruction:
             return None
         return (
@@ -88,23 +91,26 @@ class Sana(joint.Multistep):
         )
 
     def timestep(self, sigma: Tensor) -> Tensor:
-        """float32 in [0, 1000], whole where the scheduler's are, or the native code's."""
-        told = super().timestep(sigma)
-        return told if self.model.native_path is None else told.floor()
+        """Return the timestep, float32 in [0, 1000].
+
+        It is a whole number if those of the scheduler or of the native code are.
+        """
+        timestep = super().timestep(sigma)
+        return timestep if self.model.native_path is None else timestep.floor()
 
     def load_transformer(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """The denoiser; ``model.native_path`` in the place of the pipeline's weights."""
+        """Load the denoiser, with the weights of ``model.native_path`` if it is set."""
         if self.model.native_path is None:
             return super().load_transformer(device, dtype)
         transformer = self.skeleton()
         state = native_state(Path(self.model.native_path), transformer)
         state = {name: value.to(dtype) for name, value in state.items()}
-        # assigned: the skeleton is on the meta device and has no memory to copy into
+        # assign, as the skeleton is on the meta device and has no memory to copy into
         transformer.load_state_dict(state, assign=True)
         return transformer.to(device).eval().requires_grad_(False)
 
     def check_weights(self) -> None:
-        """Also checks names and shapes in the native file, where there is one."""
+        """Check as the base class does, and the names and shapes in the native file, if set."""
         super().check_weights()
         if self.model.native_path is not None:
             native_state(Path(self.model.native_path), self.skeleton())
@@ -126,10 +132,10 @@ class Sana(joint.Multistep):
 
     @classmethod
     def call_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
-        found = {**super().call_arguments(model, guidance), "use_resolution_binning": False}
+        arguments = {**super().call_arguments(model, guidance), "use_resolution_binning": False}
         if not model.complex_human_instruction:
-            found["complex_human_instruction"] = None
-        return found
+            arguments["complex_human_instruction"] = None
+        return arguments
 
     def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
         return latents / vae.config.scaling_factor

@@ -1,8 +1,8 @@
-"""SANA's own checkpoints: the names and shapes of its code as diffusers has them.
+"""Conversion of SANA's native checkpoints to diffusers' parameter names and shapes.
 
-Both layouts of the feed-forward are read, 1x1 convolutions and the linear layers of the checkpoint
-that arXiv 2604.06916 trains, which are the same function. Queries, keys and values are one layer
-there and three here.
+Two layouts of the feed-forward are supported, which compute the same function: 1x1 convolutions,
+and the linear layers of the checkpoint that arXiv 2604.06916 trains. Queries, keys and values are
+one layer in native checkpoints and three in diffusers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from records.weights import read_state
 
 UNUSED = re.compile(r"pos_embed|y_embedder\.y_embedding|logvar_linear\..*")
-"""What training has and sampling has not: recomputed positions, the dropped caption, a variance."""
+"""Parameters not used in sampling: positions (recomputed), the dropped caption, a variance."""
 NAMES = (
     (r"x_embedder\.", "patch_embed."),
     (r"y_embedder\.y_proj\.fc(\d)\.", r"caption_projection.linear_\1."),
@@ -33,44 +33,46 @@ NAMES = (
     (r"blocks\.(\d+)\.cross_attn\.proj\.", r"transformer_blocks.\1.attn2.to_out.0."),
     (r"blocks\.(\d+)\.cross_attn\.([qk])_norm\.", r"transformer_blocks.\1.attn2.norm_\2."),
     *(
-        (rf"blocks\.(\d+)\.mlp\.{theirs}\.(?:conv|linear)\.", rf"transformer_blocks.\1.ff.{ours}.")
-        for theirs, ours in (
+        (rf"blocks\.(\d+)\.mlp\.{native}\.(?:conv|linear)\.", rf"transformer_blocks.\1.ff.{new}.")
+        for native, new in (
             ("inverted_conv", "conv_inverted"),
             ("depth_conv", "conv_depth"),
             ("point_conv", "conv_point"),
         )
     ),
 )
-"""Beginnings of names there, and here."""
+"""(pattern of a native name's prefix, the prefix in diffusers)."""
 SPLIT = (
     (r"blocks\.(\d+)\.attn\.qkv\.(.*)", r"transformer_blocks.\1.attn1.to_{}.\2", "qkv"),
     (r"blocks\.(\d+)\.cross_attn\.kv_linear\.(.*)", r"transformer_blocks.\1.attn2.to_{}.\2", "kv"),
 )
-"""Layers there that are several here, one below the other."""
+"""(pattern of a native name, template in diffusers, its parts), for layers to be split by rows."""
 
 
 def native_state(path: Path, transformer: nn.Module) -> dict[str, Tensor]:
-    """The weights of ``path`` for ``transformer``, which may be on the meta device.
+    """Read the native weights at ``path`` as a state dict for ``transformer``.
 
-    Raises FileNotFoundError, or ValueError for a file that is not its weights: one line.
+    ``transformer`` may be on the meta device. Raises FileNotFoundError, or ValueError if the file
+    does not have its weights, with a message of one line.
     """
     if not path.is_file():
         raise FileNotFoundError(f"model.native_path: there is no file {str(path)!r}")
-    found: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     for name, value in read_state(path).items():
         if not UNUSED.fullmatch(name):
-            found |= _renamed(name, value)
-    own = {name: value.shape for name, value in transformer.state_dict().items()}
-    for name, value in found.items():
-        if name in own and own[name] == (*value.shape, 1, 1):
-            found[name] = value[..., None, None]
+            state |= _renamed(name, value)
+    shapes = {name: value.shape for name, value in transformer.state_dict().items()}
+    for name, value in state.items():
+        # a native linear layer that is a 1x1 convolution in diffusers
+        if name in shapes and shapes[name] == (*value.shape, 1, 1):
+            state[name] = value[..., None, None]
     problems = [
-        *(f"it lacks {name}" for name in own.keys() - found.keys()),
-        *(f"{name} is not of this architecture" for name in found.keys() - own.keys()),
+        *(f"it lacks {name}" for name in shapes.keys() - state.keys()),
+        *(f"{name} is not of this architecture" for name in state.keys() - shapes.keys()),
         *(
-            f"{name} has the shape {list(value.shape)}, not {list(own[name])}"
-            for name, value in found.items()
-            if name in own and value.shape != own[name]
+            f"{name} has the shape {list(value.shape)}, not {list(shapes[name])}"
+            for name, value in state.items()
+            if name in shapes and value.shape != shapes[name]
         ),
     ]
     if problems:
@@ -78,19 +80,20 @@ def native_state(path: Path, transformer: nn.Module) -> dict[str, Tensor]:
             f"model.native_path: {str(path)!r}: {min(problems)} ({len(problems)} such): give the"
             " weights of the pipeline's architecture"
         )
-    return found
+    return state
 
 
 def _renamed(name: str, value: Tensor) -> dict[str, Tensor]:
-    for pattern, ours, parts in SPLIT:
+    """Return one native parameter under its names in diffusers; unknown names are unchanged."""
+    for pattern, diffusers_name, parts in SPLIT:
         if match := re.fullmatch(pattern, name):
             pieces = torch.chunk(value, len(parts))
-            template = match.expand(ours)
+            template = match.expand(diffusers_name)
             return {
                 template.format(part): piece.clone()
                 for part, piece in zip(parts, pieces, strict=False)
             }
-    for pattern, ours in NAMES:
+    for pattern, prefix in NAMES:
         if match := re.match(pattern, name):
-            return {match.expand(ours) + name[match.end() :]: value}
+            return {match.expand(prefix) + name[match.end() :]: value}
     return {name: value}

@@ -1,4 +1,4 @@
-"""Sigma schedules of diffusers' flow-matching Euler scheduler, shared by families."""
+"""Sigma schedules and timesteps of diffusers' flow-matching schedulers, shared by families."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from policy.families.pipeline import TIMESTEPS, Diffusers
 
 
 def unit_timestep(sigma: Tensor, x: Tensor) -> Tensor:
-    """sigma as float32 [B] for x [B, ...], times 1000 and divided again as the pipelines do it."""
+    """Return sigma as float32 [B] for x [B, ...].
+
+    It is multiplied by 1000 and divided again, to round as the stock pipelines do.
+    """
     return (sigma.to(x.device, torch.float32) * TIMESTEPS / TIMESTEPS).expand(len(x))
 
 
 def require_steps(steps: int) -> None:
-    """Raises ValueError for less than one sampling step."""
+    """Raise ValueError for less than one sampling step."""
     if steps < 1:
         raise ValueError(f"{steps} sampling steps: at least 1 is needed")
 
 
 def multistep_sigmas(config: Tree, steps: int, shift: float | None, name: str) -> Tensor:
-    """float32 [steps + 1] of one of diffusers' multistep schedulers, of class ``name``.
+    """Return the sigmas of diffusers' multistep scheduler of class ``name``: float32 [steps + 1].
 
-    It must be configured for flow matching; ``shift`` replaces the configuration's own. Raises
-    ValueError.
+    ``shift`` overrides that of the configuration. Raises ValueError unless the scheduler is
+    configured for flow matching.
     """
     import diffusers
 
@@ -44,16 +47,17 @@ def multistep_sigmas(config: Tree, steps: int, shift: float | None, name: str) -
 
 
 def whole_timestep(sigma: Tensor) -> Tensor:
-    """float32 in [0, 1000], rounded towards zero as multistep schedulers round their own.
+    """Return the timestep of sigma as a whole float32 in [0, 1000], rounded towards zero.
 
-    They round before they cast sigma to float32. A test holds that both agree for every shift above
-    1; at shift 1 exact thousandths occur, and there the two may differ by one timestep.
+    Multistep schedulers round in the same way, but before they cast sigma to float32. A test
+    verifies that both agree for every shift above 1. At shift 1 sigmas that are exact thousandths
+    occur, for which they may differ by one timestep.
     """
     return (sigma.double() * TIMESTEPS).floor().float()
 
 
 def even_spacing(steps: int) -> list[float]:
-    """linspace(1, 1/steps, steps)."""
+    """Return linspace(1, 1 / steps, steps)."""
     return np.linspace(1.0, 1.0 / steps, steps).tolist()
 
 
@@ -66,13 +70,16 @@ def flow_match_sigmas(
     schedule: str = "own",
     spacing: Callable[[int], list[float]] = even_spacing,
 ) -> Tensor:
-    """float32 [steps + 1]: ``spacing(steps)`` as the scheduler shifts it, and 0.
+    """Return the sigmas of diffusers' Euler scheduler: float32 [steps + 1], the last is 0.
 
-    The scheduler's own default spacing, ``schedule`` "scheduler", ends below sigma = shift / (999 +
-    shift), which wastes the last step; the stock SD3 pipeline and the reference code have it.
-    "uniform" is linspace(1, 0, steps + 1). Neither asks ``spacing``. ``shift`` replaces the
-    configuration's own; without it a dynamic shift is that of ``tokens`` image tokens by the
-    pipeline's ``calculate_shift``, None where the pipeline knows none. Raises ValueError.
+    By default they are ``spacing(steps)``, shifted by the scheduler, and 0. ``schedule``
+    "scheduler" is the scheduler's default spacing, which the stock SD3 pipeline and the reference
+    code use; it ends below sigma = shift / (999 + shift), which wastes the last step. "uniform" is
+    linspace(1, 0, steps + 1). Neither uses ``spacing``.
+
+    ``shift`` overrides that of the configuration. Without it, a scheduler with dynamic shifting
+    uses the pipeline's ``calculate_shift`` for ``tokens`` image tokens; pass None if the pipeline
+    has no such function. Raises ValueError if the schedule is not possible.
     """
     from diffusers import FlowMatchEulerDiscreteScheduler
 

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5 (arXiv 2403.03206), without classifier-free guidance."""
+"""Stable Diffusion 3 and 3.5 (arXiv 2403.03206) over diffusers' classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text side of a pipeline: its encoders and tokenizers, driven one prompt at a time."""
+"""Prompt encoding with a pipeline's text encoders and tokenizers, one prompt at a time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from policy.types import Conditioning
 
 
 class PromptEncoder:
-    """All text encoders of one pipeline, which holds no transformer.
+    """Encoder of prompts with a pipeline that has no transformer.
 
-    With ``offload`` they stay in host memory and are on ``device`` only while prompts are encoded.
-    With ``negative`` each row also has that prompt's conditioning, for guidance.
-    ``encode_prompt`` takes the pipeline, a prompt and, where there are any, its source image.
+    If ``offload`` is set, the text encoders are in host memory except while prompts are encoded. If
+    there is a ``negative`` prompt, each row also has its conditioning, for guidance.
+    ``encode_prompt`` is called with the pipeline, a prompt and, if there is one, its source image.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class PromptEncoder:
     def encode(
         self, prompts: list[str], images: Sequence[Pixels | None] | None = None
     ) -> Conditioning:
-        """One row per prompt, on the CPU; of one that edits with its source image, uint8 [3, H, W].
+        """Return one row of conditioning per prompt, on the CPU.
 
-        Prompts are encoded one by one: floating-point sums depend on the shape of a batch, and a
-        row should be a function of its own prompt, whichever prompts it travels with. Raises
-        ValueError for no prompts.
+        ``images`` are the prompts' source images, uint8 [3, H, W], for a family that edits. Prompts
+        are encoded one by one: floating-point sums depend on the shape of a batch, and a row must
+        depend on its own prompt only. Raises ValueError if there are no prompts.
         """
         if not prompts:
             raise ValueError("no prompts to encode")
         sources = [None] * len(prompts) if images is None else list(images)
         along = [(prompt, id(source)) for prompt, source in zip(prompts, sources, strict=True)]
-        # an editing pipeline shows its encoder the image beside the negative prompt too
+        # an editing pipeline encodes the image together with the negative prompt too
         against = [] if self.negative is None else [(self.negative, key) for _, key in along]
         shown = {id(source): source for source in sources}
         if self.offload:
@@ -70,5 +70,6 @@ class PromptEncoder:
         return rows.with_negative(Conditioning.cat([unique[key] for key in against]))
 
     def _row(self, prompt: str, source: Pixels | None) -> Conditioning:
-        given = () if source is None else (source,)
-        return self._encode_prompt(self.pipe, prompt, *given).to(device="cpu")
+        """Encode one prompt with its source image, if any."""
+        images = () if source is None else (source,)
+        return self._encode_prompt(self.pipe, prompt, *images).to(device="cpu")

@@ -16,11 +16,12 @@ from policy.types import Conditioning
 class Wan(Clips, joint.Multistep):
     """``WanPipeline`` as a policy.
 
-    With a multistep scheduler, as published, the transformer is told whole timesteps; with
-    ``FlowMatchEulerDiscreteScheduler``, or the schedule "uniform", it is not. A clip has one
-    timestep: where a pipeline tells it to each token (``expand_timesteps``, Wan 2.2 TI2V 5B), they
-    differ only for an image that the clip begins with, which is not given here. Where a pipeline
-    has two transformers (Wan 2.2 A14B), each has the timesteps that the pipeline gives it.
+    With a multistep scheduler, as published, the transformer receives whole timesteps; with
+    ``FlowMatchEulerDiscreteScheduler``, or the schedule "uniform", they are not rounded. All tokens
+    of a clip have one timestep. A pipeline with one per token (``expand_timesteps``, Wan 2.2 TI2V
+    5B) differs only if the clip starts from a given image, which is not supported here. If a
+    pipeline has two transformers (Wan 2.2 A14B), each runs at the timesteps at which the pipeline
+    uses it.
     """
 
     name = "wan"
@@ -40,7 +41,7 @@ class Wan(Clips, joint.Multistep):
     trained = joint.SELF_AND_CROSS
     modules_to_not_convert = ("condition_embedder.*", "proj_out")
     fuse = joint.SELF_AND_CROSS_FUSE
-    euler_schedule = "scheduler"  # the pipeline asks it for nothing but their number
+    euler_schedule = "scheduler"  # the pipeline passes only the number of steps to its scheduler
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
@@ -57,7 +58,7 @@ class Wan(Clips, joint.Multistep):
         return {"prompt_embeds": (self.model.max_sequence_length, width)}
 
     def encode_prompt(self, pipe: Diffusers, prompt: str) -> Conditioning:
-        """prompt_embeds [1, tokens, D], zeros after the prompt's own, which are not masked."""
+        """Encode to prompt_embeds [1, tokens, D], padded by zeros, which are not masked."""
         embeds, _ = pipe.encode_prompt(
             prompt,
             do_classifier_free_guidance=False,
@@ -82,10 +83,10 @@ class Wan(Clips, joint.Multistep):
     def guidance_scale(self, sigma: Tensor, scale: float, low_noise: float | None) -> Scale:
         if low_noise is None or self.boundary is None:
             return scale
+        # compared by the transformer's timestep; rows of one batch may be on both sides
         below = self.timestep(sigma) < self.boundary
-        # by the timestep that the transformer is told: rows of one batch may be on both sides
-        found = torch.where(below, low_noise, scale)
-        return found.view(-1, *[1] * len(self.latent_shape)) if sigma.ndim else found
+        scales = torch.where(below, low_noise, scale)
+        return scales.view(-1, *[1] * len(self.latent_shape)) if sigma.ndim else scales
 
     @classmethod
     def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:

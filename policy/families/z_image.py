@@ -1,6 +1,6 @@
 """Z-Image (arXiv 2511.22699) over diffusers' classes.
 
-A single-stream transformer: a prompt's tokens and the image's are one sequence.
+It is a single-stream transformer: the tokens of prompt and image are one sequence.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from policy.families.schedule import TIMESTEPS
 from policy.types import Conditioning
 
 PATCH = 2
-"""Latent pixels per side of an image token, the only size that the pipeline asks for."""
+"""Latent pixels per side of an image token, the only size that the pipeline uses."""
 
 
 class ZImage(Family):
     """``ZImagePipeline`` as a policy: latents [C, H/f, W/f].
 
-    The transformer is told 1 - sigma, and answers x0 - eps.
+    The transformer's timestep is 1 - sigma, and its output is x0 - eps.
     """
 
     name = "z_image"
@@ -50,7 +50,7 @@ class ZImage(Family):
     def latent_shape(self) -> tuple[int, ...]:
         transformer = self.part_config("transformer")
         unit = self.factor * PATCH
-        # its table of positions ends there; the first axis is that of the tokens of the prompt
+        # the limit is the size of the position table; its first axis is for the prompt's tokens
         height, width = self.sizes(unit, unit * min(transformer["axes_lens"][1:]))
         return (transformer["in_channels"], height // self.factor, width // self.factor)
 
@@ -60,7 +60,7 @@ class ZImage(Family):
         return padding.shapes(self.model.max_sequence_length, width)
 
     def encode_prompt(self, pipe: Diffusers, prompt: str) -> Conditioning:
-        """prompt_embeds [1, tokens, D] and prompt_embeds_mask [1, tokens] of zeros and ones."""
+        """Encode to prompt_embeds [1, tokens, D] and prompt_embeds_mask [1, tokens] of 0 and 1."""
         tokens = self.model.max_sequence_length
         (embeds,), _ = pipe.encode_prompt(
             prompt, do_classifier_free_guidance=False, max_sequence_length=tokens
@@ -84,20 +84,20 @@ class ZImage(Family):
         timestep = sigma.to(x.device, torch.float32) * TIMESTEPS
         embeds = cond.tensors[padding.EMBEDS].to(x.device, dtype)
         prompts = [row[:used] for row, used in zip(embeds, padding.lengths(cond), strict=True)]
-        # an image is a clip of one frame there, and every row has a prompt of its own length
-        found = transformer(
+        # the transformer takes lists of clips [C, 1, H/f, W/f] and of prompts of any length
+        outputs = transformer(
             list(x.to(dtype).unsqueeze(2).unbind(0)),
             ((TIMESTEPS - timestep) / TIMESTEPS).expand(len(x)),
             prompts,
             return_dict=False,
         )[0]
-        return -torch.stack([widened(row) for row in found]).squeeze(2)
+        return -torch.stack([widened(row) for row in outputs]).squeeze(2)
 
     @classmethod
     def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
-        found = super().guidance_arguments(model, guidance)
-        return {**found, "guidance_scale": guidance.evaluate - 1}
+        arguments = super().guidance_arguments(model, guidance)
+        return {**arguments, "guidance_scale": guidance.evaluate - 1}
 
     def guided(self, along: Tensor, against: Tensor, scale: float) -> Tensor:
-        """The pipeline's own formula, whose strength is scale - 1."""
+        """Combine as the stock pipeline does; its own scale is this one minus 1."""
         return along + (scale - 1) * (along - against)

@@ -1,7 +1,8 @@
 """Published architectures as data, to compute memory and work at real size without weights.
 
-One JSON file per model, in the words of diffusers' and transformers' own configuration files: the
-models' published config.json files are the source. ``shared.json`` holds what several models share.
+There is one JSON file per model, with the keys of diffusers' and transformers' configuration files.
+The source is the models' published config.json files. ``shared.json`` holds configurations that
+several models share.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ SHARED = "shared"
 
 
 def published_names() -> list[str]:
-    """Names of the models that are described here."""
+    """Return the names of the models that have a description."""
     return sorted(path.stem for path in DIRECTORY.glob("*.json") if path.stem != SHARED)
 
 
 def published(name: str) -> Tree:
-    """One published model: family, pipeline, hub_id, height, width in pixels, and parts.
+    """Return a model's description: family, pipeline, hub_id, height and width in pixels, parts.
 
-    ``parts`` maps the names of a diffusers pipeline ("transformer", "vae", "scheduler",
+    ``parts`` maps the part names of a diffusers pipeline ("transformer", "vae", "scheduler",
     "text_encoder", "tokenizer", ...) to {"class": "library.Class", "config": {...}}; tokenizers
-    have no config. ``index``, where there is one, is what else model_index.json says. Raises
+    have no config. ``index``, if present, has further entries of model_index.json. Raises
     ValueError for an unknown name.
     """
     if name not in published_names():
@@ -49,9 +50,9 @@ def published(name: str) -> Tree:
 def build(
     part: Tree, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """A model of ``published(name)["parts"]`` in eval mode without gradients.
+    """Build a model from an entry of ``published(name)["parts"]``, in eval mode without gradients.
 
-    On "meta" it takes no memory; elsewhere its weights are random.
+    On "meta" it needs no memory; on other devices its weights are random.
     """
     cls = _class(part)
     with made_in(dtype), torch.device(device):
@@ -65,7 +66,7 @@ def build(
 
 @contextmanager
 def made_in(dtype: torch.dtype) -> Iterator[None]:
-    """Within the block torch's default type is ``dtype``."""
+    """Set torch's default dtype to ``dtype`` within the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -75,25 +76,25 @@ def made_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 def named_by(hub_id: str) -> tuple[str, Tree] | None:
-    """(name, description) of the published model with this hub id.
+    """Return (name, description) of the published model with this hub id, or None.
 
-    Of a ``variant``, another pipeline of the same architecture, the description is the model's with
-    the variant's own family, pipeline and further parts. None: it is not described.
+    A model may have ``variants``, other pipelines of the same architecture. The description of a
+    variant is the model's, updated with the variant's family, pipeline and parts.
     """
     for name in published_names():
         model = published(name)
-        for one in (model, *model.get("variants", ())):
-            if one["hub_id"] == hub_id:
-                parts = model["parts"] | one.get("parts", {})
-                return name, {**model, **one, "parts": parts}
+        for variant in (model, *model.get("variants", ())):
+            if variant["hub_id"] == hub_id:
+                parts = model["parts"] | variant.get("parts", {})
+                return name, {**model, **variant, "parts": parts}
     return None
 
 
 def write_configs(model: Tree, directory: str | Path) -> Path:
-    """Write a pipeline directory of configuration files, without weights, for a ``Family`` to read.
+    """Write a pipeline directory of configuration files for a ``Family`` to read; return its path.
 
-    ``model`` is what ``published`` or ``named_by`` returns. Tokenizers are empty directories.
-    Returns the directory.
+    ``model`` is a description from ``published`` or ``named_by``. The directory has no weights, and
+    tokenizers are empty directories.
     """
     root = Path(directory)
     index: Tree = {"_class_name": model["pipeline"], **model.get("index", {})}
