@@ -35,14 +35,14 @@ def advantages(
                 f"group {position} has rewards {group.tolist()}: each group needs a finite reward"
                 " per sample, at least one"
             )
-    all_rewards, ddof = np.concatenate(rewards), int(settings.unbiased)
-    global_std = all_rewards.std(ddof=ddof) if len(all_rewards) > 1 else 0.0
-    constant = [bool(group.max() == group.min()) for group in rewards]
+    everything, less = np.concatenate(rewards), int(settings.unbiased)
+    spread = everything.std(ddof=less) if len(everything) > 1 else 0.0
+    flat = [bool(group.max() == group.min()) for group in rewards]
     result = []
-    for group, is_constant in zip(rewards, constant, strict=True):
+    for group, without_signal in zip(rewards, flat, strict=True):
         values = np.zeros_like(group)
-        if not is_constant:
-            std = global_std if settings.std == "global" else group.std(ddof=ddof)
+        if not without_signal:
+            std = spread if settings.std == "global" else group.std(ddof=less)
             values = (group - group.mean()) / (std + settings.eps)
         result.append(values.astype(np.float32))
-    return result, {"zero_std_ratio": sum(constant) / len(constant)}
+    return result, {"zero_std_ratio": sum(flat) / len(flat)}

@@ -16,11 +16,11 @@ def agreement(proxy: np.ndarray, full: np.ndarray) -> dict[str, float]:
     # scipy's functions take 1 s to import and 3 ms per call; the driver calls this per prompt
     first, second = (np.sign(x[:, None] - x[None, :]) for x in (proxy, full))
     # each pair is counted in both orders
-    first_pairs, second_pairs = (np.count_nonzero(signs) // 2 for signs in (first, second))
-    if not first_pairs or not second_pairs:
+    of_first, of_second = (np.count_nonzero(signs) // 2 for signs in (first, second))
+    if not of_first or not of_second:
         return dict.fromkeys(("kendall_tau", "spearman_rho", "sign_agreement"), float("nan"))
     agreeing = int(np.vdot(first, second)) // 2  # sums of so few ones are exact in floats
-    tau = agreeing / math.sqrt(first_pairs) / math.sqrt(second_pairs)
+    tau = agreeing / math.sqrt(of_first) / math.sqrt(of_second)
     same = np.sign(proxy - proxy.mean()) == np.sign(full - full.mean())
     return {
         "kendall_tau": min(1.0, max(-1.0, tau)),

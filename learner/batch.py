@@ -132,7 +132,6 @@ def join_groups(
 
 
 def _require_finite(groups: Sequence[Group]) -> None:
-    """Raise NonFiniteTraining if an array of a group's samples is not finite."""
     for group in groups:
         for name, rows in group.samples.items():
             if not np.isfinite(rows).all():

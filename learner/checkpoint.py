@@ -31,7 +31,7 @@ STEP = re.compile(r"step_(\d{6,})(\.replaced)?")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read. The message is one line: which, why, what to do."""
+    """A checkpoint that cannot be written or read. One line: which, why, and what to do."""
 
 
 def step_directory(root: str | Path, step: int) -> Path:
@@ -55,11 +55,11 @@ def find(rundir: RunDirectory, step: int | None) -> Path:
     """
     root = rundir.checkpoints
     try:
-        complete = _complete(root)
+        whole = _whole(root)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
     if step is None:
-        path = complete[-1] if complete else None
+        path = whole[-1] if whole else None
     else:
         # not by name: after a kill it may have the suffix ``.replaced``
         path = next(
@@ -188,13 +188,13 @@ def require_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what
     for name in sorted({*found, *wanted}):
         a, b = found.get(name), wanted.get(name)
         if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-            described = [
+            said = [
                 "absent" if t is None else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
                 for t in (a, b)
             ]
             raise CheckpointError(
-                f"{what}: {name!r} is {described[0]} in the checkpoint but {described[1]} in this"
-                " run: use the configuration it was made with"
+                f"{what}: {name!r} is {said[0]} in the checkpoint but {said[1]} in this run: use"
+                " the configuration it was made with"
             )
 
 

@@ -34,7 +34,7 @@ class PolicyExporter:
 
     @property
     def table(self) -> list[dict[str, object]]:
-        """One row (name, shape, quantized, why, backend) per module with a weight matrix.
+        """A row (name, shape, quantized, why, backend) per module with a weight matrix.
 
         It describes the last export, and is empty for arms that do not explore.
         """
@@ -79,9 +79,8 @@ class PolicyExporter:
         )  # fmt: skip
 
     def _guided(self) -> Guided | None:
-        """Return the guidance of exploring, or None."""
-        explore = self.config.plan.explore
-        return Guided.at(self.config.guidance, explore.guidance) if explore else None
+        explored = self.config.plan.explore
+        return Guided.at(self.config.guidance, explored.guidance) if explored else None
 
     def _chosen(self, backend: str | None) -> Backend:
         """Return the rollout actors' backend; switch to ``backend`` if it is not None."""
@@ -100,7 +99,6 @@ class PolicyExporter:
         return self._backend
 
     def _use(self, backend: Backend) -> None:
-        """Switch to a backend. Raises ValueError if it would explore another model than trained."""
         if self.config.lora.base != "full" and not backend.quantizes:
             raise ValueError(
                 f"lora.base = {self.config.lora.base!r}: exploring in {backend.name} would explore"

@@ -84,7 +84,7 @@ class Generator:
         size, scales = batch_size or settings.batch_size, self.config.guidance
         guided = Guided.at(scales, scales.regenerate if guidance is None else guidance)
         rows = cond.repeat(len(seeds)) if len(cond) == 1 else cond
-        steps, (name, chosen) = steps or settings.steps, self._resolve(weights, solver)
+        steps, (name, how) = steps or settings.steps, self._way(weights, solver)
         velocities = 2 if guided is not None and not guided.one_pass else 1
         with self._going(name, how, velocities * steps * -(-len(seeds) // size)):
             samples = self._sample(rows, list(seeds), steps, how, size, guided, start)
@@ -98,7 +98,7 @@ class Generator:
 
         With a sharded base they cannot run a pass without this replica.
         """
-        with self._denoising(*self._resolve(weights, solver), 0):
+        with self._going(*self._way(weights, solver), 0):
             pass
 
     def _way(self, weights: str | None, solver: str | None) -> tuple[str, PathSolver | str]:
@@ -121,7 +121,7 @@ class Generator:
             nullcontext() if merges else without_cudnn_attention(self.device),
             (merged if merges else use_adapter)(self.transformer, None if name == "base" else name),
             compile_failures(COMPILE),
-            self._passes.together(self.replicas, label, passes) if self.sharded else nullcontext(),
+            self._passes.together(self.replicas, what, passes) if self.sharded else nullcontext(),
         ):
             yield
 
@@ -143,7 +143,7 @@ class Generator:
         assert isinstance(settings, PathSettings)
         plan = PathPlan.of(settings, steps, self.updates, self.config.seed)
         starts, streams = plan.noise_of(seeds, start)
-        paths = sample_paths(
+        drawn = sample_paths(
             family, denoiser, rows, starts, streams, steps, solver, size, guided, plan.window
         )
         samples = {"latents": drawn.latents, "states": drawn.states, "log_probs": drawn.log_probs}

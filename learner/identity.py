@@ -69,17 +69,17 @@ def recompute(
     own = (
         family.load_transformer("cpu", width)  # loaded again, as the learner has a shard only
         if any(sharded(parameter) is not None for parameter in transformer.parameters())
-        else bare_copy(transformer, loaded, dtype)
+        else bare_copy(transformer, loaded, width)
     )
     unpacked = {entry.name.removesuffix(".weight") for entry in manifest.entries}
-    _reallocate_weights(twin, unpacked)
+    _own_weights(own, unpacked)
     service = config.services.rollout
     with torch.no_grad(), threads(service.threads), tf32(device, service.tf32):
         smaller = config.explored_model != config.model
         policy = PackedPolicy(
             family_for(config.explored_model) if smaller else family,
-            chosen,
-            twin,
+            runs,
+            own,
             config.explore.modules_to_not_convert,
             device,
             config.explore.activation_amax,
@@ -87,20 +87,19 @@ def recompute(
             full=family if smaller else None,
         )
         policy.load(manifest, shards)
-        arguments = (asked.seeds, asked.steps, asked.solver, asked.guided)
-        latents = policy.latents(asked.cond, *arguments)
-        nudged = policy.latents(_nudged(asked.cond, torch.finfo(dtype).eps), *arguments)
+        how = (asked.seeds, asked.steps, asked.solver, asked.guided)
+        latents = policy.latents(asked.cond, *how)
+        moved = policy.latents(_nudged(asked.cond, torch.finfo(width).eps), *how)
     roundings = asked.steps * len(policy.plan) * (2 if asked.guided else 1)
-    bound = SAFETY * math.sqrt(roundings) * relative_distance(nudged.numpy(), latents.numpy())
-    return latents.numpy(), computing(device, chosen.name), bound
+    bound = SAFETY * math.sqrt(roundings) * relative_distance(moved.numpy(), latents.numpy())
+    return latents.numpy(), computing(device, runs.name), bound
 
 
 def bare_copy(transformer: nn.Module, loaded: torch.dtype, wanted: torch.dtype) -> nn.Module:
-    """Copy the modules of ``transformer`` without its adapters, sharing the tensors' memory.
+    """The modules of ``transformer`` again, without adapters, on the same memory.
 
-    If ``wanted`` differs from the dtype in which the model was ``loaded``, base parameters of dtype
-    ``loaded`` are converted, which allocates memory. Parameters that a family keeps in float32 are
-    not.
+    Where ``wanted`` is another type than it was ``loaded`` in, parameters of the latter are
+    converted, into memory of their own; what a family keeps in float32 stays.
     """
     base = {name for name, _ in transformer.named_parameters() if ".lora_" not in name}
     shared: dict[int, Tensor] = {id(buffer): buffer for buffer in transformer.buffers()}
@@ -142,7 +141,7 @@ def _nudged(cond: Conditioning, eps: float) -> Conditioning:
     """Return the conditioning with every number multiplied by 1 + eps or 1 - eps at random."""
     generator = torch.Generator().manual_seed(0)
 
-    def nudged(tensor: Tensor) -> Tensor:
+    def moved(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
         sign = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1

@@ -35,7 +35,7 @@ def collective(replicas: Replicas, doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, GroupBroken) or not _is_distributed_error(error):
+        if isinstance(error, GroupBroken) or not _of_the_group(error):
             raise
         reason = first_line(error)
         raise GroupBroken(
@@ -115,7 +115,7 @@ class LockstepUpdater(Updater):
         _, counts = self.replicas.together(outcome)
         return sum(int(count or 0) for count in counts)
 
-    def _run_batches(
+    def _turns(
         self,
         samples: TrainingSamples,
         batches: list[Points],
@@ -130,15 +130,15 @@ class LockstepUpdater(Updater):
         """
         total, bad = 0, None
         for turn in range(most):
-            has_batch = turn < len(batches) and bad is None
-            points = batches[turn] if has_batch else idle
-            with nullcontext() if has_batch else self._gradients_dropped():
+            mine = turn < len(batches) and bad is None
+            points = batches[turn] if mine else idle
+            with nullcontext() if mine else self._dropped():
                 loss, metrics = self._forward(samples, points)
                 # always, because blocks gather their weights in the backward pass too
                 (loss * len(points)).backward()
-            if has_batch and not bool(torch.isfinite(loss)):
+            if mine and not bool(torch.isfinite(loss)):
                 bad = (points, f"the loss is {loss.item()}")
-            elif has_batch:
+            elif mine:
                 total += len(points)
                 for name, value in metrics.items():
                     sums[name] += value.item() * len(points)

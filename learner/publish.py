@@ -91,10 +91,10 @@ class Publisher:
             return plain_weight(owners[name]) if layer is None else merged_weight(layer, adapter)
 
         def range_of(name: str) -> Tensor:
-            amax = self.backend.amax(_finite(name, merged(name)).flatten(1))
+            own = self.backend.amax(_finite(name, merged(name)).flatten(1))
             if not self.frozen_amax or name not in adapted:
-                return amax
-            return frozen_amax(self.backend.amax(plain_weight(owners[name]).flatten(1)), amax)
+                return own
+            return frozen_amax(self.backend.amax(plain_weight(owners[name]).flatten(1)), own)
 
         # two sections: shards of constant modules keep their checksums and are sent once per run
         changing = changing_modules(self._plan, adapted)
@@ -106,9 +106,9 @@ class Publisher:
         packed: dict[str, dict[str, Tensor]] = {}
         for name in changing:
             if name in adapted:
-                separate = self.frozen_amax and self._quantized[name] and name not in ranges
+                own = self.frozen_amax and self._quantized[name] and name not in ranges
                 packed[name] = self._pack_adapted(
-                    name, merged(name), range_of(name) if separate else ranges.get(name), changes
+                    name, merged(name), range_of(name) if own else ranges.get(name), changes
                 )
             else:
                 packed[name] = self._pack_once(name, owners[name], ranges.get(name))
@@ -177,8 +177,8 @@ class Publisher:
             before[0] is not None and amax is not None and not torch.equal(amax, before[0])
         ):
             packed = _on_host(self._pack(name, plain_weight(owner), amax))
-            cached = self._fixed[name] = (amax, packed)
-        return cached[1]
+            before = self._fixed[name] = (amax, packed)
+        return before[1]
 
 
 class _Changes:
@@ -237,7 +237,6 @@ class _Changes:
 
 
 def _named(packed: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Flatten packed modules to "MODULE.PART"."""
     return {
         f"{name}.{part}": tensor for name, parts in packed.items() for part, tensor in parts.items()
     }

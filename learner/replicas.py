@@ -61,7 +61,7 @@ class Replicas:
         replica the error itself, on the others NonFiniteTraining or ReplicaFailed with its rank.
         """
         error: Exception | None = None
-        results: list[Value] = []
+        mine: list[Value] = []
         message: dict[str, object] = {}
         try:
             mine = [work()]
@@ -79,7 +79,7 @@ class Replicas:
                 raise NonFiniteTraining(f"{other['what']} (replica {rank})", other["module"])
             if "error" in other:
                 raise ReplicaFailed(f"replica {rank} of the learner failed: {other['error']}")
-        return results[0], [other["value"] for other in answers]
+        return mine[0], [other["value"] for other in answers]
 
     def require_alike(self, checksum: str, when: str) -> None:
         """Raise ReplicasDiffer unless all replicas pass the same ``checksum``."""
@@ -117,7 +117,7 @@ class DistributedReplicas(Replicas):
             self.device
         )
         with self._naming("waiting for their word"), self._timed("time/replica_wait_s"):
-            # only tensors of equal size can be gathered: messages are padded to the longest one
+            # only tensors of one size can be gathered, so the longest message sets it
             length = torch.tensor([len(data)], device=self.device)
             lengths = [torch.empty_like(length) for _ in range(self.size)]
             dist.all_gather(lengths, length)
@@ -157,7 +157,6 @@ class DistributedReplicas(Replicas):
 
     @contextmanager
     def _naming(self, doing: str) -> Iterator[None]:
-        """Convert torch.distributed's errors within the block to GroupBroken, naming ``doing``."""
         try:
             yield
         except torch.OutOfMemoryError:  # also a RuntimeError, but unrelated to other replicas

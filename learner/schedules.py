@@ -11,8 +11,8 @@ from configs.training import Ema, OldPolicy, Optimizer
 def learning_rate(settings: Optimizer, done: int, iterations: int) -> float:
     """Return the learning rate of the iteration after ``done`` of ``iterations``.
 
-    Warm-up rises linearly and reaches ``lr`` in the last of ``warmup_iterations``. The schedule
-    "linear" then starts at ``lr`` and decreases by equal steps that would reach zero one iteration
+    Warm-up rises linearly and reaches ``lr`` in the last of ``warmup_iterations``. ``linear`` then
+    falls from ``lr`` in the first iteration after the warm-up by equal steps that would reach zero
     after the last.
     """
     if done < settings.warmup_iterations:

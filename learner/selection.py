@@ -13,9 +13,9 @@ import numpy as np
 class Selected:
     """Selected candidate indices. Iteration yields ``indices``."""
 
-    # K indices, ascending, so that the order of training does not depend on the rewards
+    # K of them, ascending, so that the order of training does not depend on the rewards
     indices: tuple[int, ...]
-    best: tuple[int, ...]  # the better half of the selected, best first
+    best: tuple[int, ...]  # the better half of the chosen, best first
     worst: tuple[int, ...]  # the worse half, worst first
 
     def __iter__(self) -> Iterator[int]:
@@ -26,10 +26,7 @@ class Selected:
 
 
 def best_worst(rewards: np.ndarray, keep: int, keys: np.ndarray) -> np.ndarray:
-    """Select the keep/2 highest, and the keep/2 lowest of the others (arXiv 2604.06916).
-
-    Raises ValueError if ``keep`` is odd.
-    """
+    """The paper's rule (arXiv 2604.06916): the keep/2 highest and keep/2 lowest of the others."""
     if keep % 2:
         raise ValueError(
             f"rule 'best_worst' keeps as many best as worst, so keep = {keep} must be even"
@@ -55,10 +52,8 @@ RULES: dict[str, Callable[[np.ndarray, int, np.ndarray], np.ndarray]] = {
     "random": random,
     "mean_deviation": mean_deviation,
 }
-"""Selection rules by name.
-
-Each maps (rewards float64 [M] in candidate order, keep, random keys uint64 [M]) to positions
-[keep]. Ties go to the lower position.
+"""(rewards float64 [M] in candidate order, keep, random keys uint64 [M]) -> positions [keep]; ties
+go to the lower position.
 """
 
 
@@ -105,9 +100,9 @@ def _check(values: np.ndarray, indices: np.ndarray, keep: int, rule: str) -> Non
             " per distinct candidate"
         )
     if not np.isfinite(values).all():
-        bad = int(np.flatnonzero(~np.isfinite(values))[0])
+        at = int(np.flatnonzero(~np.isfinite(values))[0])
         raise ValueError(
-            f"candidate {indices[bad]} has reward {values[bad]}: drop samples that have no finite"
+            f"candidate {indices[at]} has reward {values[at]}: drop samples that have no finite"
             " reward before selecting"
         )
     if rule not in RULES:

@@ -56,9 +56,9 @@ def mean_cosine(gradients: Sequence[Tensor]) -> Cosine:
     rows = rows / norms
     cosines = (rows @ rows.T).numpy()
 
-    def pair_mean(chosen: Sequence[int]) -> float:
+    def over(chosen: Sequence[int]) -> float:
         return float(np.mean([cosines[i, j] for i, j in itertools.combinations(chosen, 2)]))
 
-    without = np.array([pair_mean([j for j in range(count) if j != i]) for i in range(count)])
-    stderr = float(np.sqrt((count - 1) / count * ((without - without.mean()) ** 2).sum()))
-    return Cosine(pair_mean(range(count)), stderr, count)
+    without = np.array([over([j for j in range(count) if j != i]) for i in range(count)])
+    spread = float(np.sqrt((count - 1) / count * ((without - without.mean()) ** 2).sum()))
+    return Cosine(over(range(count)), spread, count)

@@ -98,7 +98,6 @@ class LearnerState:
         return counts, state["extra"]
 
     def _check_optimizer(self, path: str | Path, tensors: dict[str, Tensor], done: int) -> None:
-        """Raise CheckpointError unless ``tensors`` are the optimizer state of this adapter."""
         if not tensors and not done:  # AdamW has no moments before its first step
             return
         wanted: dict[str, Tensor] = {}

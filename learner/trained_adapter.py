@@ -38,7 +38,7 @@ class TrainedAdapter:
             group["lr"] = learning_rate
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients by parameter name, without parameters that have none."""
+        """The gradients that there are, by parameter name."""
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def forget_gradients(self) -> None:
@@ -46,12 +46,12 @@ class TrainedAdapter:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _by_expert(self, transformer: nn.Module) -> list[list[str]]:
-        """Return the names of the trained parameters of each expert transformer."""
-        members = (
+        """Parameter names of each of its transformers."""
+        found = (
             {id(parameter) for parameter in expert.parameters()}
             for expert in experts_of(transformer)
         )
-        return [[name for name, p in self.parameters.items() if id(p) in ids] for ids in members]
+        return [[name for name, p in self.parameters.items() if id(p) in ids] for ids in found]
 
     def complete(self, total: int) -> None:
         """Give every parameter a gradient after a backward pass over ``total`` points.
@@ -60,9 +60,8 @@ class TrainedAdapter:
         noise levels of the parameter's expert. Raises RuntimeError for other missing gradients.
         """
         gradients = self.gradients()
-        used = [names for names in self._experts if any(name in gradients for name in names)]
-        # with points but without any gradient, all experts count as used, which raises below
-        for names in used or (self._experts if total else ()):
+        asked = [names for names in self._experts if any(name in gradients for name in names)]
+        for names in asked or (self._experts if total else ()):
             if idle := next((name for name in names if name not in gradients), None):
                 raise RuntimeError(
                     f"{idle!r} got no gradient: the model did not use this adapter in its forward"

@@ -106,7 +106,6 @@ class Trainer:
         return sum(parameter.numel() for _, parameter in trainable(self.transformer))
 
     def _offloaded(self) -> Offload:
-        """Move the adapters to the device; return the offload of everything that is frozen."""
         for name, parameter in self.transformer.named_parameters():
             if ".lora_" in name:
                 parameter.data = parameter.data.to(self.device)
@@ -156,9 +155,9 @@ class Trainer:
         rewards [K] of all other prompts by prompt index. All replicas take the same steps, which
         equal those of a single learner with all groups up to the order of sums.
 
-        If anything raises, no replica has changed. Raises NonFiniteTraining, after saving the
-        iteration's data in ``failure_dir``, and ValueError for groups that cannot be trained on;
-        with several replicas also ReplicaFailed, ReplicasDiffer and GroupBroken.
+        If an optimizer step raises, no replica has changed. Raises NonFiniteTraining, after saving
+        the iteration's data in ``failure_dir``, ValueError for groups that cannot be trained on, and
+        NothingLearned; with several replicas also ReplicaFailed, ReplicasDiffer and GroupBroken.
         """
         groups = sorted(groups, key=lambda group: group.prompt_index)
         (values, metrics), _ = self.replicas.together(

@@ -74,7 +74,7 @@ class Updater:
                 part = np.flatnonzero(dealt[samples.places] == step)
                 with without_cudnn_attention(self.device):
                     count, norm = self._step(samples, part, sigmas, sums)
-                # after the first step "current" differs from all other adapters
+                # from the first step on "current" differs from all other adapters
                 self._alike = frozenset()
                 points += count
                 norms.append(norm)
@@ -187,21 +187,21 @@ class Updater:
         that they do not depend on the batching.
         """
         size = self.settings.batch_size
-        pending: list[Points] = []
+        waiting: list[Points] = []
         for index in part.tolist():
             rng = np.random.Generator(np.random.Philox(key=samples.seeds[index]))
-            points = self.objective.points(
+            made = self.objective.points(
                 {name: rows[index : index + 1] for name, rows in samples.data.items()}, sigmas, rng
             )
-            pending.append(points.of_samples(index))
-            if sum(map(len, pending)) >= size:
-                joined = Points.cat(pending)
-                full = len(joined) - len(joined) % size
-                for start in range(0, full, size):
+            waiting.append(made.of_samples(index))
+            if sum(map(len, waiting)) >= size:
+                joined = Points.cat(waiting)
+                whole = len(joined) - len(joined) % size
+                for start in range(0, whole, size):
                     yield joined.rows(slice(start, start + size)).to(self.device)
-                pending = [joined.rows(slice(full, None))] if full < len(joined) else []
-        if pending:
-            yield Points.cat(pending).to(self.device)
+                waiting = [joined.rows(slice(whole, None))] if whole < len(joined) else []
+        if waiting:
+            yield Points.cat(waiting).to(self.device)
 
     def _like_current(self) -> frozenset[str]:
         """Return the adapters that are bit-identical to "current": until the first optimizer step

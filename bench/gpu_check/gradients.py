@@ -52,7 +52,7 @@ def _finding(
         actual = _gradient(case, setting, torch.bfloat16)
     allow_tf32(setting.device, False)
     with without_cudnn_attention(setting.device):
-        wanted = _gradient(case, setting, torch.float32)
+        expected = _gradient(case, setting, torch.float32)
     allow_tf32(setting.device, True)
     return Finding(
         f"{case.name}, gradient of the adapter in BF16, {form}, off that in FP32",
@@ -84,5 +84,5 @@ def _gradient(case: Case, setting: Setting, dtype: torch.dtype) -> Tensor:
         velocity = case.family.velocity(transformer, x, sigmas, cond.to(dtype=dtype))
         (velocity - x).square().mean().backward()
     synchronize(setting.device)
-    grads = [each.grad for each in transformer.parameters() if each.grad is not None]
+    grads = [p.grad for p in transformer.parameters() if p.grad is not None]
     return torch.cat([grad.float().flatten() for grad in grads]).cpu()

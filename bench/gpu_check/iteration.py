@@ -134,7 +134,7 @@ def _iteration(
 
     def timed(stage: str, do: Callable[[], X]) -> X:
         start = time.perf_counter()
-        found = do()
+        result = do()
         synchronize(device)
         seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start
         return result

@@ -37,7 +37,7 @@ def measure(setting: Setting) -> Iterator[Item]:
                 move()
                 release_cache(device)
                 seconds[way].append(time.perf_counter() - start)
-            left = torch.cuda.memory_allocated() if setting.gpu else 0
+            remaining = torch.cuda.memory_allocated() if setting.gpu else 0
         offload.to_device()
         changed = checksum(model) != before
     for way, times in seconds.items():

@@ -78,7 +78,7 @@ class Family(Pipeline, ABC):
                 f"services.learner.shard: 'base' with {self.directory!r}, which has two"
                 " transformers: use lora.base = 'int8' or 'nf4', or shard = 'none'"
             )
-        if guidance is not None and guidance.low_noise is not None and single:
+        if guidance is not None and guidance.low_noise is not None and alone:
             raise ValueError(
                 f"guidance.low_noise: {self.directory!r} has one transformer for all noise levels:"
                 " leave it out"
@@ -223,7 +223,7 @@ class Family(Pipeline, ABC):
 
     @property
     def source_shape(self) -> tuple[int, ...]:
-        """Shape of a source image as the autoencoder's input, without the batch dimension."""
+        """Shape of a source image as the autoencoder encodes it, without the batch dimension."""
         return (3, self.model.height, self.model.width)
 
     @abstractmethod

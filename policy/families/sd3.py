@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5 (arXiv 2403.03206) over diffusers' classes."""
+"""Stable Diffusion 3 and 3.5 (arXiv 2403.03206)."""
 
 from __future__ import annotations
 
