@@ -29,13 +29,13 @@ class Group:
     rows: range | None = None  # the R of the K samples that are here; None: all
 
     @property
-    def here(self) -> range:
+    def local_rows(self) -> range:
         """The indices of the samples that are here, within 0 .. K."""
         return range(len(self.rewards)) if self.rows is None else self.rows
 
-    def of_here(self, values: np.ndarray) -> np.ndarray:
+    def select_local(self, values: np.ndarray) -> np.ndarray:
         """Return the part of ``values`` [K] that belongs to the samples here."""
-        return values[self.here.start : self.here.stop]
+        return values[self.local_rows.start : self.local_rows.stop]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def check_groups(
             f"groups of prompts {indices}: each prompt may come once, nothing may count twice"
         )
     for group in groups:
-        count, latents = len(group.of_here(group.rewards)), group.samples["latents"]
+        count, latents = len(group.select_local(group.rewards)), group.samples["latents"]
         shape = (count, *latent_shape)
         if (
             latents.shape != shape
@@ -107,7 +107,7 @@ def join_groups(
     first, total = dict[int, int](), 0  # index of each prompt's first sample
     for prompt in sorted(advantages):
         first[prompt], total = total, total + len(advantages[prompt])
-    counts = torch.tensor([len(group.here) for group in groups], device=device)
+    counts = torch.tensor([len(group.local_rows) for group in groups], device=device)
     data = {
         name: np.concatenate([np.asarray(group.samples[name], np.float32) for group in groups])
         for name in groups[0].samples
@@ -115,17 +115,17 @@ def join_groups(
     return TrainingSamples(
         data={name: torch.from_numpy(rows) for name, rows in data.items()},
         advantages=torch.from_numpy(
-            np.concatenate([group.of_here(advantages[group.prompt_index]) for group in groups])
+            np.concatenate([group.select_local(advantages[group.prompt_index]) for group in groups])
         ),
         cond=Conditioning.cat([group.cond for group in groups]).to(device),
         group=torch.arange(len(groups), device=device).repeat_interleave(counts),
         seeds=tuple(
             stream_seed(seed, "train", iteration, group.prompt_index, position)
             for group in groups
-            for position in group.here
+            for position in group.local_rows
         ),
         places=np.concatenate(
-            [first[group.prompt_index] + np.array(group.here) for group in groups]
+            [first[group.prompt_index] + np.array(group.local_rows) for group in groups]
         ),
         total=total,
     )
@@ -140,7 +140,7 @@ def _require_finite(groups: Sequence[Group]) -> None:
                 )
 
 
-def keep_evidence(
+def save_failure_data(
     path: Path | None,
     groups: Sequence[Group],
     advantages: Mapping[int, np.ndarray],
@@ -155,8 +155,8 @@ def keep_evidence(
         key = f"prompt_{group.prompt_index:04d}"
         tensors |= {f"{key}/{name}": _tensor(rows) for name, rows in group.samples.items()}
         tensors |= {
-            f"{key}/rewards": _tensor(group.of_here(group.rewards)),
-            f"{key}/advantages": _tensor(group.of_here(advantages[group.prompt_index])),
+            f"{key}/rewards": _tensor(group.select_local(group.rewards)),
+            f"{key}/advantages": _tensor(group.select_local(advantages[group.prompt_index])),
         }
         tensors |= {f"{key}/cond/{name}": tensor for name, tensor in group.cond.tensors.items()}
     tensors |= {f"adapter/{name}": tensor for name, tensor in adapters.items()}

@@ -60,7 +60,7 @@ class Passes:
 
         ``what``, the active weights, must be equal on all replicas. Raises OutOfStep, GroupBroken.
         """
-        requests = replicas.exchange([what, own])
+        requests = replicas.all_gather([what, own])
         if len({name for name, _ in requests}) > 1:
             names = ", ".join(name for name, _ in requests)
             raise OutOfStep(f"replicas were asked to go through different weights: {names}")
@@ -93,26 +93,26 @@ class LockstepUpdater(Updater):
     def _gradients(
         self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
     ) -> int:
-        batches, _ = self.replicas.together(
+        batches, _ = self.replicas.run_on_all(
             lambda: list(self._micro_batches(samples, part, sigmas))
         )
         error: NonFiniteTraining | None = None
         with collective(self.replicas, "training"):
             idle = self._any_points(samples, sigmas)
-            most = max(self.replicas.exchange(len(batches)))
+            most = max(self.replicas.all_gather(len(batches)))
             total, bad = self._turns(samples, batches, most, idle, sums)
             # a diagnosis needs passes too, so all replicas run one if any has to
-            if any(self.replicas.exchange(bad is not None)):
+            if any(self.replicas.all_gather(bad is not None)):
                 diagnosis = self._diagnose(samples, *(bad or (idle, "")))
                 error = diagnosis if bad else None
 
         def outcome() -> int:
             if error is not None:
                 raise error
-            self.trained.complete(total)
+            self.trained.fill_missing_gradients(total)
             return total
 
-        _, counts = self.replicas.together(outcome)
+        _, counts = self.replicas.run_on_all(outcome)
         return sum(int(count or 0) for count in counts)
 
     def _turns(

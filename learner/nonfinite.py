@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 
-class CrossesProcesses(RuntimeError):
+class PicklableError(RuntimeError):
     """An exception that can be sent between processes, whatever its constructor's arguments."""
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -18,7 +18,7 @@ class CrossesProcesses(RuntimeError):
         return create, (type(self), *self.args), self.__dict__
 
 
-class NonFiniteTraining(CrossesProcesses):
+class NonFiniteTraining(PicklableError):
     """``what`` is not finite, first in ``module``; ``saved`` says where the data were saved."""
 
     def __init__(self, what: str, module: str | None = None, saved: str = "") -> None:

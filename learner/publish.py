@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from learner.nonfinite import CrossesProcesses
+from learner.nonfinite import PicklableError
 from policy.frozen import plain_weight
 from policy.lora import adapted_modules, adapter_state
 from policy.merging import merged_weight
@@ -27,7 +27,7 @@ Export = tuple[Manifest, list[np.ndarray], dict[str, float]]
 """(manifest, packed weights as uint8 shards, statistics of the changes since the last export)."""
 
 
-class NonFiniteWeights(CrossesProcesses):
+class NonFiniteWeights(PicklableError):
     """A merged weight of ``module`` is NaN or infinite; nothing was published."""
 
     def __init__(self, module: str, detail: str) -> None:

@@ -1,7 +1,7 @@
 """Data-parallel replicas of the learner: gradients are summed, and all take the same step.
 
 It uses torch.distributed, with NCCL on GPUs and gloo on CPUs. There are two operations, which every
-replica must call in the same order: ``add`` of tensors, and ``exchange`` of small JSON messages.
+replica must call in the same order: ``all_reduce`` of tensors, and ``all_gather`` of JSON messages.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class Replicas:
     rank = 0
     size = 1
 
-    def exchange(self, message: Any) -> list[Any]:
+    def all_gather(self, message: Any) -> list[Any]:
         """Return the messages of all replicas, by rank. A message is any JSON value."""
         return [message]
 
-    def add(self, tensors: Sequence[Tensor]) -> None:
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Replace every tensor, in place, by its sum over the replicas, bit-identical on all."""
 
     def take_times(self) -> dict[str, float]:
         """Return the seconds spent in communication since the last call, by metric name."""
         return {}
 
-    def together(self, work: Callable[[], Value]) -> tuple[Value, list[float | None]]:
+    def run_on_all(self, work: Callable[[], Value]) -> tuple[Value, list[float | None]]:
         """Run ``work`` on all replicas; return (its result here, its numeric result on each).
 
         If it raises on one replica, this method raises on all, so that none waits in vain: on that
@@ -71,7 +71,7 @@ class Replicas:
         except Exception as caught:  # any error must be reported to the others
             error, message = caught, {"error": f"{type(caught).__name__}: {caught}"}
         # in any case, as the others wait for this message before they continue
-        answers = self.exchange(message)
+        answers = self.all_gather(message)
         if error is not None:
             raise error
         for rank, other in enumerate(answers):
@@ -83,7 +83,7 @@ class Replicas:
 
     def require_alike(self, checksum: str, when: str) -> None:
         """Raise ReplicasDiffer unless all replicas pass the same ``checksum``."""
-        checksums = self.exchange(checksum)
+        checksums = self.all_gather(checksum)
         if len(set(checksums)) > 1:
             raise ReplicasDiffer(
                 f"the replicas of the learner differ {when}: checksums {', '.join(checksums)};"
@@ -102,7 +102,7 @@ class DistributedReplicas(Replicas):
         self.rank, self.size, self.device = rank, size, device
         self._times = {"time/allreduce_s": 0.0, "time/replica_wait_s": 0.0}
         # a process can be in one group only, and may still be in one that broke
-        leave()
+        leave_group()
         with self._naming("joining them"):
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
@@ -112,7 +112,7 @@ class DistributedReplicas(Replicas):
                 timeout=timedelta(seconds=timeout_s),
             )
 
-    def exchange(self, message: Any) -> list[Any]:
+    def all_gather(self, message: Any) -> list[Any]:
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(
             self.device
         )
@@ -131,7 +131,7 @@ class DistributedReplicas(Replicas):
             for part, count in zip(gathered, lengths, strict=True)
         ]
 
-    def add(self, tensors: Sequence[Tensor]) -> None:
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Sum all tensors by a single all-reduce, flattened, in their own precision."""
         with self._naming("adding gradients"), self._timed("time/allreduce_s"):
             # one call, as a LoRA has hundreds of small tensors with a network latency for each
@@ -206,7 +206,7 @@ def reach_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
         ) from None
 
 
-def leave() -> None:
+def leave_group() -> None:
     """Leave the group that this process is in, if any."""
     if dist.is_initialized():
         dist.destroy_process_group()

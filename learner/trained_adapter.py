@@ -53,7 +53,7 @@ class TrainedAdapter:
         )
         return [[name for name, p in self.parameters.items() if id(p) in ids] for ids in found]
 
-    def complete(self, total: int) -> None:
+    def fill_missing_gradients(self, total: int) -> None:
         """Give every parameter a gradient after a backward pass over ``total`` points.
 
         Missing gradients become zero if there are no points, or if none of the points is at the

@@ -17,7 +17,7 @@ from configs.schema import RunConfig
 from configs.section import Tree
 from learner.advantages import advantages
 from learner.averages import PREVIOUS, Averages, adapters_of
-from learner.batch import Group, TrainingSamples, check_groups, join_groups, keep_evidence
+from learner.batch import Group, TrainingSamples, check_groups, join_groups, save_failure_data
 from learner.export import PolicyExporter
 from learner.generator import Generator
 from learner.lockstep import LockstepUpdater, collective
@@ -156,11 +156,11 @@ class Trainer:
         equal those of a single learner with all groups up to the order of sums.
 
         If an optimizer step raises, no replica has changed. Raises NonFiniteTraining, after saving
-        the iteration's data in ``failure_dir``, ValueError for groups that cannot be trained on, and
-        NothingLearned; with several replicas also ReplicaFailed, ReplicasDiffer and GroupBroken.
+        the iteration's data in ``failure_dir``, ValueError for groups that cannot be trained on,
+        and NothingLearned; with several replicas also ReplicaFailed, ReplicasDiffer, GroupBroken.
         """
         groups = sorted(groups, key=lambda group: group.prompt_index)
-        (values, metrics), _ = self.replicas.together(
+        (values, metrics), _ = self.replicas.run_on_all(
             lambda: self._advantages(iteration, groups, elsewhere or {})
         )
         rate = learning_rate(self.config.optimizer, self.done, self.config.iterations)
@@ -171,7 +171,7 @@ class Trainer:
             else None
         )
         try:
-            samples, _ = self.replicas.together(
+            samples, _ = self.replicas.run_on_all(
                 lambda: join_groups(groups, values, self.config.seed, iteration, self.device)
             )
             metrics |= self._train(samples, rate, iteration)
@@ -261,7 +261,7 @@ class Trainer:
         name = f"iteration_{iteration:06d}{replica}{ENDING}"
         path = self.failure_dir / name if self.failure_dir is not None else None
         metadata = {"iteration": str(iteration), "seed": str(self.config.seed), "reason": reason}
-        return keep_evidence(path, groups, values, self._state.adapters(), metadata)
+        return save_failure_data(path, groups, values, self._state.adapters(), metadata)
 
     def save(self, path: str | Path, extra_state: Tree) -> None:
         """Write a checkpoint directory atomically; keep the last ``checkpoint.keep_last``.

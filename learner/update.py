@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from configs.training import Optimizer
 from learner.batch import TrainingSamples
-from learner.dealing import Dealing
 from learner.nonfinite import NonFiniteTraining, first_nonfinite_module
 from learner.objectives.base import Objective, Points
 from learner.replicas import Replicas
+from learner.step_assignment import StepAssignment
 from learner.trained_adapter import NothingLearned, TrainedAdapter
 from policy.attention import without_cudnn_attention
 from policy.families.base import Family
@@ -59,8 +59,8 @@ class Updater:
         """Take ``steps_per_iteration`` optimizer steps; return means over all training points.
 
         If anything raises, weights and optimizer are restored. The samples of all replicas are
-        distributed over the steps (``learner.dealing``), and each replica computes on its own
-        samples. ``after_step`` is called with 1, 2, ... after each step. Raises NonFiniteTraining,
+        distributed over the steps (``learner.step_assignment``), and each replica computes on its
+        own samples. ``after_step`` is called with 1, 2, ... after each step. Raises NonFiniteTraining,
         NothingLearned, ReplicaFailed and GroupBroken.
         """
         self.trained.set_rate(learning_rate)
@@ -69,7 +69,7 @@ class Updater:
         points, norms = 0, []
         self._alike = self._like_current()
         try:
-            dealt = Dealing.of(self.settings).steps_of(samples.total, shuffle_seed)
+            dealt = StepAssignment.of(self.settings).assign(samples.total, shuffle_seed)
             for step in range(int(dealt.max()) + 1):
                 part = np.flatnonzero(dealt[samples.places] == step)
                 with without_cudnn_attention(self.device):
@@ -82,7 +82,7 @@ class Updater:
                     after_step(len(norms))
             # before the check below: if one replica raised there, the others would wait for its
             # sums
-            all_sums = self.replicas.exchange(sums)
+            all_sums = self.replicas.all_gather(sums)
             self._require_learned(samples, norms, before, learning_rate)
         except BaseException:
             # also if interrupted: otherwise the weights could not be reproduced
@@ -145,7 +145,7 @@ class Updater:
         self.trained.forget_gradients()
         total = self._gradients(samples, part, sigmas, sums)
         gradients = list(self.trained.gradients().values())
-        self.replicas.add(gradients)
+        self.replicas.all_reduce(gradients)
         for gradient in gradients:
             gradient.div_(total)
         return total, self.trained.step()
@@ -154,7 +154,7 @@ class Updater:
         self, samples: TrainingSamples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
     ) -> int:
         """Compute the gradient of this replica's part; return the number of points of all."""
-        _, counts = self.replicas.together(lambda: self._accumulate(samples, part, sigmas, sums))
+        _, counts = self.replicas.run_on_all(lambda: self._accumulate(samples, part, sigmas, sums))
         return sum(int(count or 0) for count in counts)
 
     @compile_failures(COMPILE)
@@ -175,7 +175,7 @@ class Updater:
             total += len(points)
             for name, value in metrics.items():
                 sums[name] += value.item() * len(points)
-        self.trained.complete(total)
+        self.trained.fill_missing_gradients(total)
         return total
 
     def _micro_batches(

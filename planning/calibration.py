@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
-from learner.dealing import Dealing
+from learner.step_assignment import StepAssignment
 from planning.durations import Durations, Line, Summing, speed
 from planning.waiting import owners
 from policy.sampling.noise import stream_seed
@@ -139,7 +139,7 @@ def _trained_on(config: RunConfig, span: Span) -> int:
     shared = owners(prompts, config.selection.keep, learner.replicas, learner.share)
     iteration = span.unit[0] if span.unit else 0
     seed = stream_seed(config.seed, "shuffle", int(iteration))
-    return Dealing.of(config.optimizer).busiest(shared, seed)
+    return StepAssignment.of(config.optimizer).busiest(shared, seed)
 
 
 def _images(config: RunConfig, work: str, unit: Sequence[int | str]) -> int | None:

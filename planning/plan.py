@@ -41,7 +41,7 @@ from planning.resident_memory import actor_memory
 from planning.sizes import WireBytes
 from planning.stages import Stage, stages_of
 from policy.families import Family, family_for
-from policy.families.architectures import named_by, write_configs
+from policy.families.architectures import find_by_hub_id, write_configs
 from policy.types import DTYPES
 
 MOST_NODES = 64
@@ -198,7 +198,7 @@ def open_architecture(config: RunConfig) -> Iterator[tuple[Family, str]]:
     missing or unsuitable.
     """
     model = config.model
-    known = None if Path(model.path).exists() else named_by(model.path)
+    known = None if Path(model.path).exists() else find_by_hub_id(model.path)
     with tempfile.TemporaryDirectory(prefix="sol-rl-plan-") as scratch:
         if known is not None:
             path = str(write_configs(known[1], scratch))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from configs.services import Share
-from learner.dealing import Dealing
+from learner.step_assignment import StepAssignment
 
 
 def owners(prompts: int, samples: int, replicas: int, share: Share) -> np.ndarray:
@@ -24,7 +24,7 @@ class Waiting:
     """Waiting in updates with ``samples`` per prompt, dealt to optimizer steps by ``dealing``."""
 
     samples: int = 0
-    dealing: Dealing = Dealing()
+    dealing: StepAssignment = StepAssignment()
 
     def longer(self, prompts: int, replicas: int, share: Share) -> float:
         """Return the duration of an update relative to the computation of its busiest replica."""
@@ -35,7 +35,7 @@ class Waiting:
 
 @functools.lru_cache(maxsize=1024)
 def _longer(waiting: Waiting, prompts: int, replicas: int, share: Share) -> float:
-    return waiting.dealing.waiting(owners(prompts, waiting.samples, replicas, share))
+    return waiting.dealing.slowdown(owners(prompts, waiting.samples, replicas, share))
 
 
 NOBODY = Waiting()

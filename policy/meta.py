@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from configs.training import Lora
-from policy.families.architectures import build, made_in
+from policy.families.architectures import build, default_dtype
 from policy.families.base import Diffusers, Family
 from policy.lora import inject, target_modules
 from policy.precision.backends import Backend
@@ -35,7 +35,7 @@ def meta_component(family: Family, part: str, dtype: torch.dtype) -> nn.Module:
     cls: Any = getattr(transformers, name)
     settings = cls.config_class.from_dict(config)
     settings.dtype = dtype  # some models read it instead of torch's default dtype
-    with made_in(dtype), META:
+    with default_dtype(dtype), META:
         return cls(settings).eval().requires_grad_(False)
 
 

@@ -32,7 +32,7 @@ from actors.messages import (
 )
 from actors.selector import SelectorActor
 from configs.section import Tree
-from learner.dealing import Dealing
+from learner.step_assignment import StepAssignment
 from planning.durations import Durations
 from policy.precision.manifest import Manifest
 from policy.sampling.noise import stream_seed
@@ -44,7 +44,7 @@ class Token:
 
 
 TOKEN = Token()
-ONE_STEP = Dealing()
+ONE_STEP = StepAssignment()
 SAME = ProbeResult(np.zeros((1, 1), np.float32), "simulated")
 
 
@@ -191,7 +191,7 @@ class Learner(TakesTurns):
         replicas: int,
         backend: str | None,
         shards: Sequence[int],
-        dealing: Dealing = ONE_STEP,
+        dealing: StepAssignment = ONE_STEP,
         run_seed: int = 0,
         regenerating: float | None = None,
     ):
@@ -262,6 +262,6 @@ class Learner(TakesTurns):
 
 
 @functools.lru_cache(maxsize=1)
-def _steps_of(dealing: Dealing, total: int, seed: int) -> np.ndarray:
+def _steps_of(dealing: StepAssignment, total: int, seed: int) -> np.ndarray:
     """Return ``dealing.steps_of``; cached because all replicas need the same array."""
-    return dealing.steps_of(total, seed)
+    return dealing.assign(total, seed)

@@ -11,7 +11,7 @@ from cluster.driver.actor_placement import ActorPlacement
 from cluster.driver.services import ActorServices
 from cluster.runtime.transport import Handle
 from configs.schema import RunConfig
-from learner.dealing import Dealing
+from learner.step_assignment import StepAssignment
 from planning.durations import Durations
 from planning.layouts.gpus import GpuAssignment
 from planning.placement import kinds_of
@@ -133,7 +133,10 @@ class SimulatedServices(ActorServices):
         if kind == "learner":
             shard_bytes = -(-hardware.broadcast // hardware.shards)
             regenerating = float(learner.regeneration_threads) if hardware.cores else None
-            shards, dealing = [shard_bytes] * hardware.shards, Dealing.of(self.config.optimizer)
+            shards, dealing = (
+                [shard_bytes] * hardware.shards,
+                StepAssignment.of(self.config.optimizer),
+            )
             return Learner(*common, None, shards, dealing, self.config.seed, regenerating)
         if kind == "rollout":
             return Rollout(*common, self.config.explore.backend)

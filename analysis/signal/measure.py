@@ -23,8 +23,8 @@ from configs.load import ConfigError, apply, parse
 from configs.schema import RunConfig
 from configs.section import Tree
 from learner.batch import Group
+from learner.gradient_signal import gradient, mean_cosine
 from learner.selection import select
-from learner.signal import gradient, mean_cosine
 from learner.trainer import Trainer
 from planning.preflight import check_model
 from policy.precision.backends import Backend

@@ -21,7 +21,7 @@ from analysis.measuring import (
 from configs.prompts import Prompt
 from configs.schema import RunConfig
 from learner.batch import Group
-from learner.signal import gradient
+from learner.gradient_signal import gradient
 from learner.trainer import Trainer
 from policy.precision.backends import Backend
 

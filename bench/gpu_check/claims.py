@@ -46,7 +46,7 @@ PUBLISHED = "published weights"
 Check = Callable[[Results], Verdict]
 
 
-def not_here(why: str) -> Verdict:
+def not_checkable(why: str) -> Verdict:
     """Return the verdict that the claim cannot be checked on this machine."""
     return Verdict("not checkable here", why)
 
@@ -54,21 +54,23 @@ def not_here(why: str) -> Verdict:
 def verdict(results: Results, check: Check) -> Verdict:
     """Return the verdict of a check; without a GPU it can be a refutation but no confirmation."""
     result = check(results)
-    return not_here("there is no GPU") if not results.gpu and result.said != "refuted" else result
+    return (
+        not_checkable("there is no GPU") if not results.gpu and result.said != "refuted" else result
+    )
 
 
 def needs(what: str) -> Check:
     """Return a check for a claim that cannot be decided on one GPU and needs ``what``."""
-    return lambda results: not_here(f"needs {what}")
+    return lambda results: not_checkable(f"needs {what}")
 
 
-def decided(findings: list[Finding], holds: Callable[[Finding], bool]) -> Verdict:
+def decide(findings: list[Finding], holds: Callable[[Finding], bool]) -> Verdict:
     """Return confirmed if ``holds`` is true of all findings, refuted by the first counterexample.
 
     Without findings the claim is not checkable here.
     """
     if not findings:
-        return not_here("it was not measured")
+        return not_checkable("it was not measured")
     against = [each for each in findings if not holds(each)]
     shown = against[:1] or findings
     why = "; ".join(f"{each.what}: {each.value:.3g} {each.unit}" for each in shown[:4])
@@ -87,15 +89,15 @@ def tests(*files: str, capability: tuple[int, int] = (0, 0), engine: bool = Fals
     def check(results: Results) -> Verdict:
         available = str(results.machine.get("capability", "0.0")).split(".")
         if results.gpu and tuple(int(part) for part in available) < capability:
-            return not_here(f"needs compute capability {capability[0]}.{capability[1]}")
+            return not_checkable(f"needs compute capability {capability[0]}.{capability[1]}")
         if engine and not results.machine.get("transformer_engine"):
-            return not_here("needs TransformerEngine")
+            return not_checkable("needs TransformerEngine")
         ran = [each for file in files for each in results.findings("tests", file=file)]
         failed = [each for each in ran if each.value]
         if failed:
             return Verdict("refuted", f"{failed[0].what}: {failed[0].note}")
         if len(ran) < len(files):
-            return not_here("its tests did not run")
+            return not_checkable("its tests did not run")
         return Verdict("confirmed", f"{sum(each.beside['passed'] for each in ran):.0f} tests pass")
 
     return check
@@ -106,42 +108,42 @@ def bits(results: Results) -> Verdict:
 
     Without a GPU it can be refuted too: Triton's interpreter should give the same bits.
     """
-    return decided(results.findings("kernels", kind="bits"), lambda each: each.value == 0)
+    return decide(results.findings("kernels", kind="bits"), lambda each: each.value == 0)
 
 
 def compiles(results: Results) -> Verdict:
     """Check that every measured backend compiled, with the eager result up to rounding."""
     findings = results.findings("steps", form="compiled")
-    return decided(findings, lambda each: each.beside["apart"] < ROUNDING)
+    return decide(findings, lambda each: each.beside["apart"] < ROUNDING)
 
 
 def auto(results: Results) -> Verdict:
     """Check that "auto" chooses the fastest backend, within the tolerance of predictions."""
     findings = results.findings("steps", form="auto")
-    return decided(findings, lambda each: each.value >= 1 - PREDICTION)
+    return decide(findings, lambda each: each.value >= 1 - PREDICTION)
 
 
 def near_the_bound(results: Results) -> Verdict:
     """Check the speed of FP8 in its fastest form on an H200."""
     if "H200" not in str(results.machine.get("gpu")):
-        return not_here("needs an H200")
+        return not_checkable("needs an H200")
     best: dict[str, Finding] = {}
     for each in results.findings("steps", backend="fp8"):
         name = each.labels["architecture"]
         if each.labels["form"] != "auto" and (name not in best or each.value > best[name].value):
             best[name] = each
-    return decided(list(best.values()), lambda each: each.value >= GOAL * each.beside["bound"])
+    return decide(list(best.values()), lambda each: each.value >= GOAL * each.beside["bound"])
 
 
 def packing(results: Results) -> Verdict:
     """Check that packing kernels are about as fast as copying the same number of bytes."""
     findings = results.findings("kernels", kind="time")
-    return decided(findings, lambda each: each.value <= EXTRA * each.beside["expected"])
+    return decide(findings, lambda each: each.value <= EXTRA * each.beside["expected"])
 
 
 def peaks(results: Results) -> Verdict:
     """Check that every memory peak is near the planned one."""
-    return decided(results.findings("memory"), lambda each: abs(each.value - 1) <= PLAN)
+    return decide(results.findings("memory"), lambda each: abs(each.value - 1) <= PLAN)
 
 
 def predicted(results: Results) -> Verdict:
@@ -152,7 +154,7 @@ def predicted(results: Results) -> Verdict:
         for each in results.findings("steps", form=form)
         if "predicted" in each.beside
     ]
-    return decided(
+    return decide(
         findings, lambda each: abs(each.value / each.beside["predicted"] - 1) <= PREDICTION
     )
 
@@ -160,30 +162,30 @@ def predicted(results: Results) -> Verdict:
 def passes(results: Results) -> Verdict:
     """Check the cost of regenerating and training relative to the bare denoiser's passes."""
     if not results.gpu:  # small models on a CPU are not representative
-        return not_here("there is no GPU")
+        return not_checkable("there is no GPU")
     findings = [each for form in MOST for each in results.findings("lora", form=form)]
-    return decided(findings, lambda each: each.value <= MOST[each.labels["form"]])
+    return decide(findings, lambda each: each.value <= MOST[each.labels["form"]])
 
 
 def gradients(results: Results) -> Verdict:
     """Check the learner's gradients; no claim is made about torch's own choice of attention."""
     findings = results.findings("gradients", form="as trained")
-    return decided(findings, lambda each: each.value <= GRADIENT)
+    return decide(findings, lambda each: each.value <= GRADIENT)
 
 
 def decoding(results: Results) -> Verdict:
     """Refute the claim if decoding is not faster; how images rank cannot be checked here."""
     slow = [each for each in results.findings("decode") if each.value <= 1.0]
     if results.gpu and slow:
-        return decided(slow, lambda each: False)
-    return not_here(f"quicker is not enough: that it ranks as well needs {PUBLISHED}")
+        return decide(slow, lambda each: False)
+    return not_checkable(f"quicker is not enough: that it ranks as well needs {PUBLISHED}")
 
 
 def leaving(results: Results) -> Verdict:
     """Check moving weights: bits are equal, memory is released, times are those of the plan."""
     bits = results.findings("turns", form="bits")
     if not results.gpu:  # moved from host memory to host memory: only the bits are meaningful
-        return decided(bits, lambda each: each.value == 0)
+        return decide(bits, lambda each: each.value == 0)
     ways = [each for way in ("back", "out") for each in results.findings("turns", form=way)]
     behind = results.findings("turns", form="left behind")
 
@@ -192,7 +194,7 @@ def leaving(results: Results) -> Verdict:
             return each.value <= MOVING * each.beside["expected"]
         return each.value <= (LEFT if each in behind else 0)
 
-    return decided([*ways, *behind, *bits], holds)
+    return decide([*ways, *behind, *bits], holds)
 
 
 def quick_to_publish(results: Results) -> Verdict:
@@ -205,7 +207,7 @@ def quick_to_publish(results: Results) -> Verdict:
     findings = [
         Finding(f"{name}, packed and loaded", seconds, "s") for name, seconds in by_format.items()
     ]
-    return decided(findings, lambda each: each.value <= QUICK_S)
+    return decide(findings, lambda each: each.value <= QUICK_S)
 
 
 BLACKWELL = (10, 0)

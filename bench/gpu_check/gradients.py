@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bench.architectures import Case
 from bench.gpu_check.findings import Finding, Item
-from bench.gpu_check.setting import FAMILIES, NEWER, Setting, change, free, of_each
+from bench.gpu_check.setting import FAMILIES, NEWER, Setting, change, free, measure_each
 from configs.section import Tree
 from configs.training import Lora
 from policy.attention import without_cudnn_attention
@@ -37,7 +37,9 @@ def measure(setting: Setting) -> Iterator[Item]:
     def as_trained(case: Case, _: str) -> Iterator[Item]:
         yield _finding(case, setting, "as trained", without_cudnn_attention(setting.device))
 
-    yield from of_each(setting, (*FAMILIES, *(NEWER if setting.gpu else ())), LEAST_S, as_trained)
+    yield from measure_each(
+        setting, (*FAMILIES, *(NEWER if setting.gpu else ())), LEAST_S, as_trained
+    )
     for name in FAMILIES if setting.gpu else ():
         with setting.case(name) as case:
             yield _finding(case, setting, "torch's own choice", nullcontext())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bench.architectures import Case
 from bench.gpu_check.findings import Finding, Item
-from bench.gpu_check.setting import FAMILIES, Setting, autoencoder, of_each
+from bench.gpu_check.setting import FAMILIES, Setting, autoencoder, measure_each
 from bench.timing import Ratio, interleave
 from configs.training import Lora
 from policy.attention import without_cudnn_attention
@@ -45,7 +45,7 @@ def decode(setting: Setting) -> Iterator[Item]:
     """Measure seconds per image in FP32, BF16, compiled, and by a tiny decoder, alternately."""
     # the autoencoder of Large is that of Medium
     names = (name for name in setting.architectures if name != "sd3.5-large")
-    return of_each(setting, names, 5.0, partial(_decoding, setting))
+    return measure_each(setting, names, 5.0, partial(_decoding, setting))
 
 
 def _decoding(setting: Setting, case: Case, name: str) -> Iterator[Finding]:
@@ -97,7 +97,7 @@ def _tiny(case: Case, setting: Setting) -> Diffusers | None:
 
 def lora(setting: Setting) -> Iterator[Item]:
     """Measure a learner's passes relative to the same passes of the bare denoiser."""
-    return of_each(setting, FAMILIES, 10.0, partial(_passes, setting))
+    return measure_each(setting, FAMILIES, 10.0, partial(_passes, setting))
 
 
 def _passes(setting: Setting, case: Case, _: str) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ import torch
 from bench.architectures import Case
 from bench.explorer import peak_bytes
 from bench.gpu_check.findings import Finding, Item, LeftOut
-from bench.gpu_check.setting import ARCHITECTURES, NEWER, Setting, autoencoder, free, of_each
+from bench.gpu_check.setting import ARCHITECTURES, NEWER, Setting, autoencoder, free, measure_each
 from configs.training import Lora
 from planning import passes, sizes
 from policy import meta, pass_cost
@@ -29,7 +29,7 @@ def measure(setting: Setting) -> Iterator[Item]:
     if not setting.gpu:
         yield LeftOut("peaks", "only a GPU's allocator keeps its peak")
     names = (*ARCHITECTURES, *NEWER) if setting.gpu else ("sd3.5-medium", *NEWER)
-    yield from of_each(setting, names, 15.0, partial(_against_plan, setting))
+    yield from measure_each(setting, names, 15.0, partial(_against_plan, setting))
 
 
 def _against_plan(setting: Setting, case: Case, name: str) -> Iterator[Item]:

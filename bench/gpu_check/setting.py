@@ -113,7 +113,7 @@ def autoencoder(name: str, device: torch.device, dtype: torch.dtype, small: bool
         return build(part, device, dtype)
 
 
-def of_each(
+def measure_each(
     setting: Setting,
     names: Iterable[str],
     least_s: float,

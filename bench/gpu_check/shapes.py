@@ -72,13 +72,13 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-Seen = tuple[tuple[int, ...], tuple[int, ...], int, bool]
+LayerInput = tuple[tuple[int, ...], tuple[int, ...], int, bool]
 """(shape, strides, N, whether there is a bias) of a quantized layer's input."""
 
 
-def inputs_of(name: str) -> set[Seen]:
+def inputs_of(name: str) -> set[LayerInput]:
     """Return the inputs of a published model's quantized layers, for 8 images of 1024 x 1024."""
-    seen: set[Seen] = set()
+    seen: set[LayerInput] = set()
 
     def record(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         bias = module.bias is not None
@@ -98,7 +98,7 @@ def inputs_of(name: str) -> set[Seen]:
 
 
 @torch.no_grad()
-def fault(backend: Backend, seen: Seen) -> str | None:
+def fault(backend: Backend, seen: LayerInput) -> str | None:
     """Return what is wrong with a layer of this backend on such an input, or None.
 
     The input must be packed once, as contiguous rows, and multiplied once, all on the GPU.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from configs.schema import RunConfig
-from learner.dealing import Dealing
+from learner.step_assignment import StepAssignment
 from planning.assumptions import host_link, peer_link
 from planning.durations import LINK
 from planning.layouts.arms import SIMPLER, ratios
@@ -213,7 +213,7 @@ def warnings(config: RunConfig, outlook: Outlook) -> list[str]:
 def _waiting(config: RunConfig, outlook: Outlook) -> float:
     """Return the factor by which an update takes longer because replicas wait for each other."""
     numbers = outlook.choice.best.numbers if outlook.choice else configured_layout(config)
-    waiting = Waiting(config.selection.keep, Dealing.of(config.optimizer))
+    waiting = Waiting(config.selection.keep, StepAssignment.of(config.optimizer))
     replicas = numbers.groups["learner"].actors
     return waiting.longer(config.prompts.per_iteration, replicas, numbers.share)
 

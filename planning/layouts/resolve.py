@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from configs.services import Service
-from learner.dealing import Dealing
+from learner.step_assignment import StepAssignment
 from planning.assumptions import (
     ACCELERATORS,
     Assumptions,
@@ -217,7 +217,7 @@ def tasks_of(config: RunConfig, counts: Counts, device: Device, move: Mapping[st
         score=score_seconds(config, drawn, device),
         encode=_encode(config, counts, device),
         move=move,
-        waiting=Waiting(config.selection.keep, Dealing.of(config.optimizer)),
+        waiting=Waiting(config.selection.keep, StepAssignment.of(config.optimizer)),
     )
 
 

@@ -283,6 +283,6 @@ class Family(Pipeline, ABC):
         return self.spatial(latents) / vae.config.scaling_factor + vae.config.shift_factor
 
 
-def widened(velocity: Tensor) -> Tensor:
+def to_float32(velocity: Tensor) -> Tensor:
     """Convert a velocity to float32, unless it is float64."""
     return velocity if velocity.dtype == torch.float64 else velocity.float()

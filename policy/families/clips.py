@@ -58,7 +58,7 @@ class Clips(Family):
 
     def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
         """Undo the normalization by the mean and standard deviation of each channel."""
-        return joint.by_channel(vae, latents)
+        return joint.denormalize_latents(vae, latents)
 
     def pixels(self, vae: Diffusers, latents: Tensor) -> Tensor:
         """Decode latents to clips [B, F, 3, H, W]."""

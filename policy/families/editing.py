@@ -11,11 +11,11 @@ LATENTS = "image_latents"
 """Name of the conditioning tensor with the source image's packed latents [tokens, 4C]."""
 
 
-def beside(cond: Conditioning, latents: Tensor) -> Conditioning:
+def with_source_latents(cond: Conditioning, latents: Tensor) -> Conditioning:
     """Return a row of conditioning with the source image's latents added."""
     return Conditioning({**cond.tensors, LATENTS: latents})
 
 
-def followed(x: Tensor, cond: Conditioning) -> Tensor:
+def append_source_tokens(x: Tensor, cond: Conditioning) -> Tensor:
     """Append the tokens of each row's source image to the tokens [B, N, 4C]."""
     return torch.cat([x, cond.tensors[LATENTS].to(x.device, x.dtype)], dim=1)

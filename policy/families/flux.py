@@ -10,7 +10,7 @@ from torch import Tensor
 
 from configs.sections import Guidance, Model
 from policy.families import joint
-from policy.families.base import Diffusers, widened
+from policy.families.base import Diffusers, to_float32
 from policy.families.schedule import unit_timestep
 from policy.types import Conditioning
 
@@ -59,7 +59,7 @@ class Flux(joint.PackedLatents):
     ) -> Tensor:
         dtype = transformer.x_embedder.weight.dtype
         prompt = cond.tensors["prompt_embeds"].to(x.device, dtype)
-        return widened(
+        return to_float32(
             transformer(
                 hidden_states=self.image_tokens(x.to(dtype), cond),
                 timestep=unit_timestep(sigma, x),

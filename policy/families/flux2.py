@@ -9,7 +9,7 @@ from torch import Tensor
 
 from configs.sections import Guidance, Model
 from policy.families import joint
-from policy.families.base import Diffusers, Family, widened
+from policy.families.base import Diffusers, Family, to_float32
 from policy.families.schedule import unit_timestep
 from policy.types import Conditioning
 
@@ -92,7 +92,7 @@ class Flux2(Family):
             img_ids=self.stock._prepare_latent_ids(x[:1]).to(x.device),
             return_dict=False,
         )[0]
-        return widened(tokens.permute(0, 2, 1).reshape(x.shape))
+        return to_float32(tokens.permute(0, 2, 1).reshape(x.shape))
 
     @classmethod
     def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:

@@ -37,10 +37,10 @@ class FluxKontext(Flux):
         shown = pipe.image_processor.preprocess(to_pil(image), height, width)
         shown = shown.to(pipe.vae.device, pipe.vae.dtype)
         latents = self.packed(pipe._encode_vae_image(shown, generator=None))
-        return editing.beside(self.encode_prompt(pipe, prompt), latents)
+        return editing.with_source_latents(self.encode_prompt(pipe, prompt), latents)
 
     def image_tokens(self, x: Tensor, cond: Conditioning) -> Tensor:
-        return editing.followed(x, cond)
+        return editing.append_source_tokens(x, cond)
 
     def image_places(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         generated = super().image_places(device, dtype)

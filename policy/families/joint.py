@@ -121,7 +121,7 @@ class PackedLatents(Family):
         return x
 
 
-def by_channel(vae: Diffusers, latents: Tensor) -> Tensor:
+def denormalize_latents(vae: Diffusers, latents: Tensor) -> Tensor:
     """Convert latents [B, C, T, H, W] to a video autoencoder's input.
 
     This undoes the normalization by the mean and the standard deviation of each channel.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from configs.sections import Guidance, Model
 from policy.families import joint, padding
-from policy.families.base import Diffusers, Scale, widened
+from policy.families.base import Diffusers, Scale, to_float32
 from policy.families.schedule import unit_timestep
 from policy.types import Conditioning
 
@@ -73,7 +73,7 @@ class QwenImage(joint.PackedLatents):
     ) -> Tensor:
         dtype = transformer.img_in.weight.dtype
         embeds, mask = padding.trimmed(cond, x.device, dtype)
-        return widened(
+        return to_float32(
             transformer(
                 hidden_states=self.image_tokens(x.to(dtype), cond),
                 timestep=unit_timestep(sigma, x),
@@ -108,7 +108,7 @@ class QwenImage(joint.PackedLatents):
 
     def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
         """Convert latents to [B, C, 1, H/f, W/f], undoing the normalization of each channel."""
-        return joint.by_channel(vae, self.spatial(latents).unsqueeze(2))
+        return joint.denormalize_latents(vae, self.spatial(latents).unsqueeze(2))
 
     def pixels(self, vae: Diffusers, latents: Tensor) -> Tensor:
         return super().pixels(vae, latents)[:, :, 0]

@@ -72,10 +72,10 @@ class QwenImageEdit(QwenImage):
         shown = shown.to(pipe.vae.device, pipe.vae.dtype)
         latents = self.packed(pipe._encode_vae_image(shown, generator=None)[:, :, 0])
         row = padding.padded(embeds[0][: self.text_tokens], self.text_tokens)
-        return editing.beside(row, latents)
+        return editing.with_source_latents(row, latents)
 
     def image_tokens(self, x: Tensor, cond: Conditioning) -> Tensor:
-        return editing.followed(x, cond)
+        return editing.append_source_tokens(x, cond)
 
     @property
     def image_shapes(self) -> list[tuple[int, int, int]]:

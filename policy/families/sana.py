@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from configs.sections import Guidance, Model
 from policy.families import joint
-from policy.families.base import Diffusers, widened
+from policy.families.base import Diffusers, to_float32
 from policy.families.sana_native import native_state
 from policy.types import Conditioning
 
@@ -120,7 +120,7 @@ class Sana(joint.Multistep):
     ) -> Tensor:
         dtype = transformer.patch_embed.proj.weight.dtype
         timestep = self.timestep(sigma.to(x.device)) * transformer.config.timestep_scale
-        return widened(
+        return to_float32(
             transformer(
                 x.to(dtype),
                 encoder_hidden_states=cond.tensors["prompt_embeds"].to(x.device, dtype),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from configs.sections import Guidance, Model
-from policy.families.base import Diffusers, widened
+from policy.families.base import Diffusers, to_float32
 from policy.families.clips import Clips
 from policy.families.sana import PIPELINE_UNIT, Sana
 from policy.types import Conditioning
@@ -35,7 +35,7 @@ class SanaVideo(Clips, Sana):
         self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
     ) -> Tensor:
         dtype = transformer.patch_embedding.weight.dtype
-        return widened(
+        return to_float32(
             transformer(
                 x.to(dtype),
                 encoder_hidden_states=cond.tensors["prompt_embeds"].to(x.device, dtype),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from policy.families import joint
-from policy.families.base import Diffusers, Family, widened
+from policy.families.base import Diffusers, Family, to_float32
 from policy.families.schedule import TIMESTEPS
 from policy.types import Conditioning
 
@@ -73,7 +73,7 @@ class SD3(Family):
     ) -> Tensor:
         # of a layer that is never packed or adapted; other parameters may have other dtypes
         dtype = transformer.pos_embed.proj.weight.dtype
-        return widened(
+        return to_float32(
             transformer(
                 hidden_states=x.to(dtype),
                 timestep=(sigma.to(x.device, torch.float32) * TIMESTEPS).expand(len(x)),

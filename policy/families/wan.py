@@ -8,7 +8,7 @@ from torch import Tensor
 from configs.sections import Guidance, Model
 from policy.experts import EXPERTS, experts_of
 from policy.families import joint
-from policy.families.base import Diffusers, Scale, widened
+from policy.families.base import Diffusers, Scale, to_float32
 from policy.families.clips import Clips
 from policy.types import Conditioning
 
@@ -71,7 +71,7 @@ class Wan(Clips, joint.Multistep):
     ) -> Tensor:
         first: Diffusers = experts_of(transformer)[0]
         dtype = first.patch_embedding.weight.dtype
-        return widened(
+        return to_float32(
             transformer(
                 hidden_states=x.to(dtype),
                 timestep=self.timestep(sigma.to(x.device)).expand(len(x)),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from configs.sections import Guidance, Model
 from policy.families import joint, padding
-from policy.families.base import Diffusers, Family, widened
+from policy.families.base import Diffusers, Family, to_float32
 from policy.families.schedule import TIMESTEPS
 from policy.types import Conditioning
 
@@ -91,7 +91,7 @@ class ZImage(Family):
             prompts,
             return_dict=False,
         )[0]
-        return -torch.stack([widened(row) for row in outputs]).squeeze(2)
+        return -torch.stack([to_float32(row) for row in outputs]).squeeze(2)
 
     @classmethod
     def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:

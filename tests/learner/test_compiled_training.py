@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from learner.signal import gradient
+from learner.gradient_signal import gradient
 from learner.trainer import Trainer
 from policy.lora import adapter_state, load_adapter_state
 from policy.precision.compiling import CompileFailed

@@ -244,7 +244,7 @@ def test_the_rendezvous_is_open_on_its_own_address_alone():
 def test_alone_nothing_is_added_and_nobody_is_waited_for():
     alone, tensor = Replicas(), torch.tensor([0.1, -0.0, 3e38])
     before = tensor.clone()
-    alone.add([tensor])
+    alone.all_reduce([tensor])
     assert torch.equal(tensor, before)
-    assert alone.exchange({"a": 1}) == [{"a": 1}]
+    assert alone.all_gather({"a": 1}) == [{"a": 1}]
     assert alone.take_times() == {}

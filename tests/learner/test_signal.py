@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.signal import gradient, mean_cosine
+from learner.gradient_signal import gradient, mean_cosine
 from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from configs.training import Lora
-from learner.replicas import leave, open_store
+from learner.replicas import leave_group, open_store
 from planning.sizes import shards_of
 from policy.families import Family, family_for
 from policy.lora import add_adapters, trainable, use_adapter
@@ -31,7 +31,7 @@ def group() -> Iterator[None]:
     store, _ = open_store("127.0.0.1", 60)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
-    leave()
+    leave_group()
 
 
 def adapted(family: Family, dtype: torch.dtype = torch.float32) -> Any:

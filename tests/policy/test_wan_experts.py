@@ -144,7 +144,7 @@ def test_gradients_go_to_the_transformer_that_was_asked(tiny):
     cond = tiny.encoded.rows([0] * 5)
     above = sigma >= 0.875
     family.velocity(denoiser, x[above], sigma[above], cond.rows([0, 0])).sum().backward()
-    trained.complete(2)
+    trained.fill_missing_gradients(2)
     found = trained.gradients()
     moved = {name.partition(".")[0] for name, gradient in found.items() if gradient.any()}
     assert found.keys() == trained.parameters.keys() and moved == {"transformer"}
@@ -155,11 +155,11 @@ def test_gradients_go_to_the_transformer_that_was_asked(tiny):
         trained.forget_gradients()
         family.velocity(denoiser, x[above], sigma[above], cond.rows([0, 0])).sum().backward()
         trained.parameters[first].grad = None
-        trained.complete(2)
+        trained.fill_missing_gradients(2)
     trained.forget_gradients()
     with pytest.raises(RuntimeError, match="got no gradient"):
-        trained.complete(2)
-    trained.complete(0)
+        trained.fill_missing_gradients(2)
+    trained.fill_missing_gradients(0)
     assert not any(gradient.any() for gradient in trained.gradients().values())
 
 

@@ -20,7 +20,7 @@ from actors.selector import SelectorActor
 from cli.main import main
 from cluster.runtime import clock
 from configs.load import ConfigError, load, parse
-from learner.dealing import Dealing
+from learner.step_assignment import StepAssignment
 from planning.assumptions import Assumptions
 from planning.calibration import calibrate, fitted
 from planning.durations import Durations, Line, Summing, fetching
@@ -171,7 +171,7 @@ def test_replicas_share_prompts_and_wait_for_each_other():
     # samples of the busiest replica of each of the six steps of this very update
     shared = owners(PROMPTS, KEEP, 3, "prompts")
     seed = stream_seed(asked.seed, "shuffle", 0)
-    samples = Dealing.of(asked.optimizer).busiest(shared, seed)
+    samples = StepAssignment.of(asked.optimizer).busiest(shared, seed)
     assert samples > 2 * KEEP
     sums = 6 * 2 * 2 * (0.1 + 0.01)
     # the three are sent theirs one after the other, a millisecond each
@@ -196,7 +196,7 @@ def test_replicas_that_share_samples_all_work_as_long():
     found = simulate(asked, Hardware({"one": free_sums}, laid))
     # 8 samples in 6 steps: of any 8 that follow each other no step has more than 2
     shared = owners(PROMPTS, KEEP, 8, "samples")
-    samples = Dealing.of(even).busiest(shared, stream_seed(asked.seed, "shuffle", 0))
+    samples = StepAssignment.of(even).busiest(shared, stream_seed(asked.seed, "shuffle", 0))
     assert KEEP / 2 < samples <= 12
     assert found.update == pytest.approx(samples * 0.25)
     two_steps = asked.optimizer.model_copy(update={"steps_per_iteration": 2})

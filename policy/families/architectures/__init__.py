@@ -55,7 +55,7 @@ def build(
     On "meta" it needs no memory; on other devices its weights are random.
     """
     cls = _class(part)
-    with made_in(dtype), torch.device(device):
+    with default_dtype(dtype), torch.device(device):
         module = (
             cls.from_config(part["config"])
             if _library(part) == "diffusers"
@@ -65,7 +65,7 @@ def build(
 
 
 @contextmanager
-def made_in(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Set torch's default dtype to ``dtype`` within the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -75,7 +75,7 @@ def made_in(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def named_by(hub_id: str) -> tuple[str, Tree] | None:
+def find_by_hub_id(hub_id: str) -> tuple[str, Tree] | None:
     """Return (name, description) of the published model with this hub id, or None.
 
     A model may have ``variants``, other pipelines of the same architecture. The description of a
@@ -93,8 +93,8 @@ def named_by(hub_id: str) -> tuple[str, Tree] | None:
 def write_configs(model: Tree, directory: str | Path) -> Path:
     """Write a pipeline directory of configuration files for a ``Family`` to read; return its path.
 
-    ``model`` is a description from ``published`` or ``named_by``. The directory has no weights, and
-    tokenizers are empty directories.
+    ``model`` is a description from ``published`` or ``find_by_hub_id``. The directory has no
+    weights, and tokenizers are empty directories.
     """
     root = Path(directory)
     index: Tree = {"_class_name": model["pipeline"], **model.get("index", {})}

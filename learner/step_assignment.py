@@ -15,18 +15,18 @@ TRIED = 8
 
 
 @dataclass(frozen=True)
-class Dealing:
+class StepAssignment:
     """Distribution to ``steps`` optimizer steps: ``even`` or random, see ``Optimizer.deal``."""
 
     steps: int = 1
     even: bool = False
 
     @classmethod
-    def of(cls, settings: Optimizer) -> Dealing:
+    def of(cls, settings: Optimizer) -> StepAssignment:
         """Return the configured distribution."""
         return cls(settings.steps_per_iteration, settings.deal == "even")
 
-    def steps_of(self, total: int, seed: int) -> np.ndarray:
+    def assign(self, total: int, seed: int) -> np.ndarray:
         """Return the optimizer step, int [total] from 0, of each sample of an iteration.
 
         Sizes of steps differ by at most one sample. With ``even``, each ``steps`` consecutive
@@ -52,12 +52,12 @@ class Dealing:
         An update takes that long, because all replicas wait for each other after every step.
         ``owners`` has the replica, int [total], of each sample.
         """
-        dealt = self.steps_of(len(owners), seed)
+        dealt = self.assign(len(owners), seed)
         counts = np.zeros((int(dealt.max()) + 1, int(owners.max()) + 1), np.int64)
         np.add.at(counts, (dealt, owners), 1)
         return int(counts.max(axis=1).sum())
 
-    def waiting(self, owners: np.ndarray) -> float:
+    def slowdown(self, owners: np.ndarray) -> float:
         """Return the ratio of an update's duration to the computing time of its busiest replica,
         averaged over ``TRIED`` updates.
         """
