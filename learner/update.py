@@ -60,8 +60,8 @@ class Updater:
 
         If anything raises, weights and optimizer are restored. The samples of all replicas are
         distributed over the steps (``learner.step_assignment``), and each replica computes on its
-        own samples. ``after_step`` is called with 1, 2, ... after each step. Raises NonFiniteTraining,
-        NothingLearned, ReplicaFailed and GroupBroken.
+        own samples. ``after_step`` is called with 1, 2, ... after each step. Raises
+        NonFiniteTraining, NothingLearned, ReplicaFailed and GroupBroken.
         """
         self.trained.set_rate(learning_rate)
         before = self.trained.state()

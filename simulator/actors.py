@@ -263,5 +263,5 @@ class Learner(TakesTurns):
 
 @functools.lru_cache(maxsize=1)
 def _steps_of(dealing: StepAssignment, total: int, seed: int) -> np.ndarray:
-    """Return ``dealing.steps_of``; cached because all replicas need the same array."""
+    """Return ``StepAssignment.assign``; cached because all replicas need the same array."""
     return dealing.assign(total, seed)
