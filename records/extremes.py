@@ -1,8 +1,9 @@
-"""The best and the worst images of an iteration on disk: what a reward model likes and dislikes, to
-be seen by eye while a policy learns.
+"""The best and the worst images of an iteration on disk.
+
+They let people see what a reward model likes and dislikes while a policy learns.
 
 Layout below ``images/``: one directory per kept iteration, ``iteration_000012/``, with a file per
-image and ``shown.json``, which says what each shows. An iteration appears whole or not at all.
+image and ``shown.json``, which describes each image. An iteration is written atomically.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ STAGES, ENDS = get_args(Stage), get_args(End)
 DIRECTORY = re.compile(r"iteration_(\d+)")
 INDEX = "shown.json"
 NOTHING = 128
-"""Grey where an image is missing from a sheet."""
+"""Gray level of the cells of a sheet that have no image."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,17 @@ class Extreme:
     seed: int  # position among the prompt's seeds
     reward: float
     image: np.ndarray  # uint8 [3, h, w], or of a clip [F, 3, h, w]; reduced
-    other: float | None = None  # reward of the same seed in the other stage, where it has one
+    other: float | None = None  # reward of the same seed in the other stage, if it has one
 
     @property
     def file(self) -> str:
-        """Its name in the iteration's directory."""
+        """File name in the iteration's directory."""
         suffix = "png" if max(self.image.shape[-2:]) <= TINY else "jpg"
         suffix = "webp" if self.image.ndim == 4 else suffix
         return f"{self.prompt}_{self.stage}_{self.end}.{suffix}"
 
     def row(self) -> dict[str, object]:
-        """Its row of ``shown.json``."""
+        """Return the row of ``shown.json`` that describes this image."""
         height, width = self.image.shape[-2:]
         keys = ("prompt", "text", "stage", "end", "seed", "reward", "other", "file")
         return {key: getattr(self, key) for key in keys} | {"width": width, "height": height}
@@ -60,7 +61,7 @@ class Extreme:
 
 @dataclass(frozen=True)
 class KeptIteration:
-    """A kept iteration: rows of its ``shown.json``, where their files are."""
+    """A kept iteration: its directory and the rows of its ``shown.json``."""
 
     iteration: int
     directory: Path
@@ -68,7 +69,7 @@ class KeptIteration:
 
 
 def reduced(image: np.ndarray) -> np.ndarray:
-    """``image`` uint8 [3, H, W], or a clip, no larger than a page shows it."""
+    """Return ``image`` uint8 [3, H, W], or a clip, reduced to the size that a page shows."""
     if max(image.shape[-2:]) <= LARGEST_INLINE:
         return image.copy()  # a view would keep the whole batch in memory
     if image.ndim == 4:
@@ -79,23 +80,27 @@ def reduced(image: np.ndarray) -> np.ndarray:
 def save_extremes(
     directory: Path, iteration: int, shown: Sequence[Extreme], limit: int, fps: int = 16
 ) -> None:
-    """Write the images of ``iteration``, and remove those of iterations that are too many now.
+    """Write the images of ``iteration``, and remove iterations beyond ``limit`` (see ``kept``).
 
-    ``fps``: at which clips are shown.
+    ``fps``: frame rate of clips.
     """
-    with atomic.replacing_directory(directory / f"iteration_{iteration:06d}") as beside:
-        for one in shown:
-            (beside / one.file).write_bytes(_encoded(one, fps))
-        rows = [one.row() for one in shown]
-        (beside / INDEX).write_text(json.dumps(rows, ensure_ascii=False, indent=1) + "\n", "utf-8")
-    there = _directories(directory)
-    for index in there.keys() - kept(there, limit):
-        shutil.rmtree(there[index], ignore_errors=True)
+    with atomic.replacing_directory(directory / f"iteration_{iteration:06d}") as temporary:
+        for extreme in shown:
+            (temporary / extreme.file).write_bytes(_encoded(extreme, fps))
+        rows = [extreme.row() for extreme in shown]
+        (temporary / INDEX).write_text(
+            json.dumps(rows, ensure_ascii=False, indent=1) + "\n", "utf-8"
+        )
+    existing = _directories(directory)
+    for index in existing.keys() - kept(existing, limit):
+        shutil.rmtree(existing[index], ignore_errors=True)
 
 
 def kept(iterations: Iterable[int], limit: int) -> set[int]:
-    """Which of ``iterations`` stay, at most ``limit`` >= 2: the newest, and the multiples of the
-    smallest power of two of which there are few enough. No later call keeps what one has dropped.
+    """Return the iterations to keep, at most ``limit`` >= 2.
+
+    They are the newest and the multiples of the smallest power of two that leaves few enough. An
+    iteration that one call drops is kept by no later call.
     """
     known = set(iterations)
     newest, stride = max(known, default=0), 1
@@ -105,15 +110,15 @@ def kept(iterations: Iterable[int], limit: int) -> set[int]:
 
 
 def forget_from(directory: Path, iteration: int) -> None:
-    """Remove the images of ``iteration`` and of later ones: they will be made again."""
+    """Remove the images of ``iteration`` and later ones, which a resumed run writes again."""
     for index, folder in _directories(directory).items():
         if index >= iteration:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def find_extremes(directory: Path) -> list[KeptIteration]:
-    """The iterations that ``save_extremes`` has written, rising; unreadable ones are left out."""
-    found = []
+    """Return the iterations that ``save_extremes`` wrote, ascending, without unreadable ones."""
+    iterations = []
     for index, folder in sorted(_directories(directory).items()):
         try:
             rows = json.loads((folder / INDEX).read_text("utf-8"))
@@ -121,25 +126,28 @@ def find_extremes(directory: Path) -> list[KeptIteration]:
             continue
         if isinstance(rows, list):
             rows = [row for row in rows if isinstance(row, dict)]
-            found.append(KeptIteration(index, folder, rows))
-    return found
+            iterations.append(KeptIteration(index, folder, rows))
+    return iterations
 
 
 def sheet(shown: Sequence[Extreme]) -> np.ndarray:
-    """All images as one, uint8 [3, H, W]: a row per prompt; columns best explored, best
-    regenerated, worst explored, worst regenerated; stages that the arm lacks are left out. Of a
-    clip the frame in its middle.
+    """Return all images as one image uint8 [3, H, W] with a row per prompt.
+
+    Columns: best explored, best regenerated, worst explored, worst regenerated, without stages that
+    the arm lacks. A clip is represented by its middle frame.
     """
-    stages = [stage for stage in STAGES if any(one.stage == stage for one in shown)]
+    stages = [stage for stage in STAGES if any(extreme.stage == stage for extreme in shown)]
     columns = [(end, stage) for end in ENDS for stage in stages]
-    places = {(one.prompt, one.end, one.stage): _still(one.image) for one in shown}
-    prompts = sorted({one.prompt for one in shown})
-    height, width = (max(one.image.shape[axis] for one in shown) for axis in (-2, -1))
+    images = {
+        (extreme.prompt, extreme.end, extreme.stage): _still(extreme.image) for extreme in shown
+    }
+    prompts = sorted({extreme.prompt for extreme in shown})
+    height, width = (max(extreme.image.shape[axis] for extreme in shown) for axis in (-2, -1))
     cells = np.full((len(prompts), len(columns), 3, height, width), NOTHING, np.uint8)
     for (row, prompt), (column, (end, stage)) in (
         (r, c) for r in enumerate(prompts) for c in enumerate(columns)
     ):
-        image = places.get((prompt, end, stage))
+        image = images.get((prompt, end, stage))
         if image is not None:
             cells[row, column] = _enlarged(image, height, width)
     return grid(cells)
@@ -156,12 +164,12 @@ def _enlarged(image: np.ndarray, height: int, width: int) -> np.ndarray:
     return np.asarray(large).transpose(2, 0, 1)
 
 
-def _encoded(one: Extreme, fps: int) -> bytes:
-    if one.image.ndim == 4:
-        return webp_bytes(one.image, fps, TINY)
+def _encoded(extreme: Extreme, fps: int) -> bytes:
+    if extreme.image.ndim == 4:
+        return webp_bytes(extreme.image, fps, TINY)
     buffer = io.BytesIO()
-    image = to_pil(one.image)
-    if one.file.endswith("png"):
+    image = to_pil(extreme.image)
+    if extreme.file.endswith("png"):
         image.save(buffer, "PNG")
     else:
         image.save(buffer, "JPEG", quality=88)

@@ -1,8 +1,9 @@
-"""Images before and after training on disk, at fixed prompts and initial noise, and grids of them.
+"""Images of evaluations on disk, at fixed prompts and initial noise, and grids of them.
 
 Layout below ``images/``: ``prompts.json``, a list of ``{"index": int, "prompt": str}``, and one
-directory per evaluated step, ``step_000000/<prompt index>_<noise index>.png``, of clips ``.webp``,
-animated. A step appears whole or not at all. ``source_<prompt index>.png`` is what a prompt edits.
+directory per evaluated step, ``step_000000/<prompt index>_<noise index>.png``, or an animated
+``.webp`` for a clip. A step is written atomically. ``source_<prompt index>.png`` is the image that
+a prompt of an editing model edits.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from records import atomic
 STEP = re.compile(r"step_(\d+)")
 CELL = re.compile(r"(\d+)_(\d+)\.(?:png|webp)")
 LARGEST_INLINE = 256
-"""Images wider or taller than this are reduced to it before they go into a page. Clips are
-compressed with losses from there on: 33 frames of 832x480 would take 20 MB without.
+"""Images wider or taller than this are reduced to it before they are embedded in a page. Larger
+clips are compressed lossily: 33 lossless frames of 832x480 would take 20 MB.
 """
 TINY = 96
-"""Images up to this size are enlarged with hard pixels instead of being blurred."""
+"""Images up to this size are enlarged by nearest neighbor, which keeps their pixels sharp."""
 
 
 @dataclass(frozen=True)
 class StepImages:
-    """The images of one step: file by (prompt index, seed index)."""
+    """Images of one step: files by (prompt index, noise index)."""
 
     step: int
     files: dict[tuple[int, int], Path]
@@ -43,14 +44,14 @@ class StepImages:
 
 @dataclass(frozen=True)
 class RunImages:
-    """What ``images/`` holds: prompts by index in order, steps in rising order."""
+    """Content of ``images/``: prompts and source images by prompt index, and ascending steps."""
 
     prompts: dict[int, str]
     steps: list[StepImages]
     sources: dict[int, Path] = field(default_factory=dict[int, Path])
 
     def seeds(self, prompt: int) -> list[int]:
-        """Seed indices of which any step has an image, rising."""
+        """Return the noise indices of a prompt for which any step has an image, ascending."""
         return sorted(
             {noise for step in self.steps for index, noise in step.files if index == prompt}
         )
@@ -64,11 +65,11 @@ def save_images(
     fps: int = 16,
     sources: Sequence[np.ndarray | None] = (),
 ) -> Path:
-    """Write ``images`` uint8 [P, S, 3, H, W] of P ``prompts``, or clips [P, S, F, 3, H, W] at
-    ``fps`` frames per second; returns the step's directory, which replaces an older one.
+    """Write the images of one step and return its directory, which replaces an existing one.
 
-    ``sources``: what prompts edit, uint8 [3, H, W]. Raises ValueError when shapes or dtype do not
-    fit.
+    ``images``: uint8 [P, S, 3, H, W] of P ``prompts``, or clips [P, S, F, 3, H, W] at ``fps``
+    frames per second. ``sources``: the images that prompts edit, uint8 [3, H, W]. Raises ValueError
+    if shape or dtype of ``images`` is another, or there are fewer prompts than rows.
     """
     if images.ndim not in (5, 6) or images.shape[-3] != 3 or images.dtype != np.uint8:
         raise ValueError(
@@ -79,25 +80,27 @@ def save_images(
     if len(prompts) < rows:
         raise ValueError(f"{len(prompts)} prompts for images of {rows}: give a prompt per row")
     directory.mkdir(parents=True, exist_ok=True)
-    named = [{"index": index, "prompt": prompt} for index, prompt in enumerate(prompts[:rows])]
+    prompt_rows = [
+        {"index": index, "prompt": prompt} for index, prompt in enumerate(prompts[:rows])
+    ]
     atomic.write_text(
-        directory / "prompts.json", json.dumps(named, ensure_ascii=False, indent=1) + "\n"
+        directory / "prompts.json", json.dumps(prompt_rows, ensure_ascii=False, indent=1) + "\n"
     )
     for index, source in enumerate(sources):
         if source is not None:
             atomic.write_bytes(directory / f"source_{index}.png", png_bytes(source))
     final = directory / f"step_{step:06d}"
-    with atomic.replacing_directory(final) as beside:
+    with atomic.replacing_directory(final) as temporary:
         for prompt, noise in np.ndindex(*images.shape[:2]):
             image = images[prompt, noise]
             clip = image.ndim == 4
-            file = beside / f"{prompt}_{noise}.{'webp' if clip else 'png'}"
+            file = temporary / f"{prompt}_{noise}.{'webp' if clip else 'png'}"
             file.write_bytes(webp_bytes(image, fps) if clip else png_bytes(image))
     return final
 
 
 def find_images(directory: Path) -> RunImages:
-    """The images that ``save_images`` has written; prompts that cannot be read are numbered."""
+    """Return the images that ``save_images`` wrote; unreadable prompts get a number as text."""
     prompts: dict[int, str] = {}
     broken = OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError
     with contextlib.suppress(*broken):
@@ -120,65 +123,70 @@ def find_images(directory: Path) -> RunImages:
 
 
 def load_step(directory: Path, step: int) -> np.ndarray:
-    """The images of one step, uint8 [P, S, 3, H, W], of clips a frame from the middle.
+    """Return the images of one step, uint8 [P, S, 3, H, W]; the middle frame for a clip.
 
-    Raises FileNotFoundError unless all were saved, OSError for what are no images of one size.
+    Raises FileNotFoundError if an image is missing, OSError if one is unreadable or sizes differ.
     """
-    found = next((one for one in find_images(directory).steps if one.step == step), None)
-    if found is None:
+    saved = next((one for one in find_images(directory).steps if one.step == step), None)
+    if saved is None:
         raise FileNotFoundError(f"no images of step {step} in {directory}")
-    rows, columns = (sorted({key[axis] for key in found.files}) for axis in (0, 1))
+    rows, columns = (sorted({key[axis] for key in saved.files}) for axis in (0, 1))
     for row, column in itertools.product(rows, columns):
-        if (row, column) not in found.files:
+        if (row, column) not in saved.files:
             raise FileNotFoundError(
                 f"{row}_{column}.png is missing from the images of step {step} in {directory}"
             )
     try:
         return np.stack(
-            [np.stack([read_image(found.files[row, column]) for column in columns]) for row in rows]
+            [np.stack([read_image(saved.files[row, column]) for column in columns]) for row in rows]
         )
-    except (ValueError, SyntaxError) as error:  # which Pillow raises for a file that is cut
+    except (ValueError, SyntaxError) as error:  # which Pillow raises for a truncated file
         raise OSError(f"images of step {step} in {directory}: {error}") from None
 
 
 def read_image(path: Path) -> np.ndarray:
-    """The image in ``path`` as uint8 [3, H, W]; the frame in the middle of a clip."""
+    """Read an image file as uint8 [3, H, W]; of a clip, its middle frame."""
     with Image.open(path) as image:
         image.seek(getattr(image, "n_frames", 1) // 2)
         return np.ascontiguousarray(np.asarray(image.convert("RGB")).transpose(2, 0, 1))
 
 
 def to_pil(image: np.ndarray) -> Image.Image:
-    """``image`` uint8 [3, H, W] as Pillow has it."""
+    """Convert ``image`` uint8 [3, H, W] to a Pillow image."""
     return Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
 
 
 def png_bytes(image: np.ndarray) -> bytes:
-    """``image`` uint8 [3, H, W] as the bytes of a PNG file."""
+    """Encode ``image`` uint8 [3, H, W] as a PNG file."""
     buffer = io.BytesIO()
     to_pil(image).save(buffer, "PNG", optimize=True)
     return buffer.getvalue()
 
 
 def webp_bytes(clip: np.ndarray, fps: int, largest: int = LARGEST_INLINE) -> bytes:
-    """``clip`` uint8 [F, 3, H, W] as the bytes of an animated WebP file, which plays for ever.
+    """Encode ``clip`` uint8 [F, 3, H, W] as an animated WebP file that loops forever.
 
-    Lossless where no side is above ``largest``. Equal frames in a row become one that stays longer.
+    Lossless if no side exceeds ``largest``. Consecutive equal frames become one longer frame.
     """
     small = max(clip.shape[2:]) <= largest
     frames = [to_pil(frame) for frame in clip]
     return _animated(frames, [1000 // fps] * len(frames), lossless=small, quality=90)
 
 
-def _animated(frames: list[Image.Image], durations: list[int], **how: object) -> bytes:
-    """An animated WebP of frames that stay for so many milliseconds each."""
+def _animated(frames: list[Image.Image], durations: list[int], **options: object) -> bytes:
+    """Encode frames as a looping animated WebP; ``durations`` are milliseconds per frame."""
     buffer, (first, *rest) = io.BytesIO(), frames
-    first.save(buffer, "WEBP", save_all=True, append_images=rest, duration=durations, loop=0, **how)
+    first.save(
+        buffer, "WEBP", save_all=True, append_images=rest, duration=durations, loop=0, **options
+    )
     return buffer.getvalue()
 
 
 def grid(images: np.ndarray, gap: int = 2, scale: int = 1) -> np.ndarray:
-    """``images`` uint8 [R, C, 3, H, W] as one [3, H', W'] on white; scale and gap in pixels."""
+    """Arrange ``images`` uint8 [R, C, 3, H, W] in one image [3, H', W'] on white.
+
+    ``gap``: pixels between images. ``scale``: integer factor of enlargement.
+    """
     rows, columns, _, height, width = images.shape
     height, width = height * scale, width * scale
     tall, wide = rows * (height + gap) - gap, columns * (width + gap) - gap
@@ -194,24 +202,27 @@ def grid(images: np.ndarray, gap: int = 2, scale: int = 1) -> np.ndarray:
 def before_after(
     directory: Path, prompts: int = 4, noises: int = 4, height: int = 96
 ) -> Image.Image:
-    """One captioned image: a row per prompt, the first step's images left, the last step's right.
+    """Draw the images of the first step (left) and the last step (right), a row per prompt.
 
-    Each small image is about ``height`` pixels high. Raises FileNotFoundError when fewer than two
+    Each small image is about ``height`` pixels high. Raises FileNotFoundError if fewer than two
     steps were saved.
     """
-    found = find_images(directory)
-    if len(found.steps) < 2:
+    saved = find_images(directory)
+    if len(saved.steps) < 2:
         raise FileNotFoundError(
-            f"{directory} holds images of {len(found.steps)} step: before and after need two"
+            f"{directory} holds images of {len(saved.steps)} step: before and after need two"
         )
-    drawn, head, gap = sorted({index for index, _ in found.steps[0].files}), 26, 24
-    both = [
+    prompt_indices, head, gap = sorted({index for index, _ in saved.steps[0].files}), 26, 24
+    before_and_after = [
         load_step(directory, one.step)[:prompts, :noises]
-        for one in (found.steps[0], found.steps[-1])
+        for one in (saved.steps[0], saved.steps[-1])
     ]
-    rows = drawn[: min(map(len, both))]
-    scale = max(1, round(height / both[0].shape[3]))
-    strips = [[grid(step[row : row + 1], scale=scale) for step in both] for row in range(len(rows))]
+    rows = prompt_indices[: min(map(len, before_and_after))]
+    scale = max(1, round(height / before_and_after[0].shape[3]))
+    strips = [
+        [grid(step[row : row + 1], scale=scale) for step in before_and_after]
+        for row in range(len(rows))
+    ]
     _, tall, wide = strips[0][0].shape
     sheet = Image.new("RGB", (2 * wide + 3 * gap, head + len(rows) * (tall + 30) + 8), "white")
     draw = ImageDraw.Draw(sheet)
@@ -221,16 +232,16 @@ def before_after(
         draw.text((gap + column * (wide + gap), 5), title, fill="#555", font=bold)
     for row, index in enumerate(rows):
         top = head + row * (tall + 30)
-        draw.text((gap, top + 6), found.prompts[index], fill="#111", font=small)
+        draw.text((gap, top + 6), saved.prompts[index], fill="#111", font=small)
         for column in (0, 1):
             sheet.paste(to_pil(strips[row][column]), (gap + column * (wide + gap), top + 26))
     return sheet
 
 
 def data_uri(path: Path) -> tuple[str, int, int]:
-    """An image as a ``data:`` address, its width and height; a large one reduced, and as JPEG.
+    """Return an image file as a ``data:`` URL, with its width and height.
 
-    A clip as an animated WebP, which a browser plays.
+    A large image is reduced and becomes a JPEG; a clip stays an animated WebP, which browsers play.
     """
     content = path.read_bytes()
     with Image.open(io.BytesIO(content)) as image:
@@ -240,7 +251,7 @@ def data_uri(path: Path) -> tuple[str, int, int]:
             durations: list[int] = []
             for frame in ImageSequence.Iterator(image):
                 frames.append(reduced_image(frame))
-                durations.append(frame.info.get("duration", 0))  # known once it is read
+                durations.append(frame.info.get("duration", 0))  # set only once the frame is loaded
             width, height = frames[0].size
             if kind == "webp":
                 content = _animated(frames, durations, quality=75)
@@ -252,7 +263,7 @@ def data_uri(path: Path) -> tuple[str, int, int]:
 
 
 def reduced_image(image: Image.Image) -> Image.Image:
-    """``image`` no larger than a page shows it."""
+    """Return ``image`` in RGB, reduced to at most ``LARGEST_INLINE`` pixels a side."""
     small = image.convert("RGB")
     small.thumbnail((LARGEST_INLINE, LARGEST_INLINE), Image.Resampling.LANCZOS)
     return small

@@ -1,4 +1,4 @@
-"""Every metric of a run, one row each, under the names of metrics.jsonl and of Prometheus.
+"""Table of every metric of a run, with its names in metrics.jsonl and in Prometheus.
 
 Prometheus names are those of metrics.jsonl with underscores and the prefix ``sol_rl_``.
 """
@@ -25,7 +25,7 @@ PLACEHOLDER = re.compile(r"<\w+>")
 
 @dataclass(frozen=True)
 class Metric:
-    """What a name means, and how it is exported.
+    """Meaning of a metric, and how it is exported to Prometheus.
 
     ``gauge``: the newest value. ``total``: a counter whose rows hold the running total.
     ``increment``: a counter whose rows hold what one iteration added. ``text``: not a number.
@@ -33,7 +33,7 @@ class Metric:
 
     help: str
     kind: Literal["gauge", "total", "increment", "text"] = "gauge"
-    exported: str = ""  # the Prometheus name without prefix, where it does not follow from the name
+    exported: str = ""  # Prometheus name without prefix, if it is not derived from the name
 
 
 METRICS: dict[str, Metric] = {
@@ -171,13 +171,14 @@ METRICS: dict[str, Metric] = {
     ),
     "time/iteration_s": Metric("seconds of a whole iteration"),
 }
-"""Every name of metrics.jsonl; ``<scorer>`` and ``<part>`` stand for labels."""
+"""Every name in metrics.jsonl; ``<scorer>`` and ``<part>`` are placeholders for labels."""
 
 
 def known_name(name: str) -> tuple[str, str | None]:
-    """A row's name as ``METRICS`` has it, and the scorer that is its label in Prometheus.
+    """Return the key of ``METRICS`` for a name of a row, and the scorer that labels it, or None.
 
-    ``reward/eval/clip`` is (``reward/eval/<scorer>``, ``clip``); an undeclared name is itself.
+    ``reward/eval/clip`` gives (``reward/eval/<scorer>``, ``clip``). The scorer becomes a label in
+    Prometheus. An undeclared name is returned unchanged.
     """
     if name in METRICS:
         return name, None
@@ -188,13 +189,16 @@ def known_name(name: str) -> tuple[str, str | None]:
 
 
 def declared(name: str) -> bool:
-    """Whether ``METRICS`` says what a row's name means."""
+    """Return True if ``METRICS`` describes a name of a row."""
     return known_name(name)[0] in METRICS
 
 
 @cache
 def _patterns() -> list[tuple[str, re.Pattern[str]]]:
-    """The names with a placeholder, those that say most in front: ``reward/eval/<scorer>``."""
+    """Return keys with placeholders and their patterns, the most specific first.
+
+    ``reward/eval/<scorer>`` has to be tried before ``reward/<scorer>/<part>``.
+    """
     keys = sorted(
         (key for key in METRICS if PLACEHOLDER.search(key)),
         key=lambda key: -len(PLACEHOLDER.sub("", key)),
@@ -205,14 +209,14 @@ def _patterns() -> list[tuple[str, re.Pattern[str]]]:
 
 
 def exported_name(key: str) -> str:
-    """The Prometheus name of a key; a counter's without its ``_total``, which the library adds."""
+    """Return the Prometheus name of a key, without the ``_total`` that the library appends."""
     if key in METRICS and METRICS[key].exported:
         return PREFIX + METRICS[key].exported
     return PREFIX + re.sub(r"\W+", "_", key.removesuffix("/<scorer>"))
 
 
 def table() -> str:
-    """All metrics as a table in Markdown."""
+    """Return all metrics as a table in Markdown."""
     rows = [
         (
             f"`{key}`",

@@ -1,6 +1,4 @@
-"""Types of weights by name, and weights from a file that others made; reading it runs none of its
-code.
-"""
+"""Names of weight dtypes, and reading of third-party weight files without running their code."""
 
 from __future__ import annotations
 
@@ -11,20 +9,20 @@ import torch
 from records.errors import described
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What settings call a type."""
+"""Dtypes by their names in the configuration."""
 NOT_WEIGHTS = ("input_resolution", "context_length", "vocab_size")
-"""Numbers that OpenAI's CLIP keeps beside its weights."""
+"""Entries of OpenAI's CLIP state dict that are numbers rather than weights."""
 
 
 class UnreadableWeights(ValueError):
-    """The message is one line that names the file and what to give in its place."""
+    """A file holds no readable weights; the message, one line, says what to give instead."""
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
-    """The weights in ``path``: safetensors, or a torch file read with ``weights_only``.
+    """Return the weights in ``path``: safetensors, or a torch file read with ``weights_only``.
 
-    A ``state_dict`` inside is taken out, and a leading ``module.`` of every name dropped. Raises
-    UnreadableWeights.
+    A nested ``state_dict`` is unwrapped, and the prefix ``module.`` removed if every name has it.
+    Raises UnreadableWeights if the file cannot be read or holds no dictionary of tensors.
     """
     try:
         if path.suffix == ".safetensors":
@@ -32,7 +30,7 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
 
             return load_file(path)
         loaded: object = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch, zipfile and pickle each raise their own
+    except Exception as error:  # torch, zipfile and pickle each raise errors of their own
         raise UnreadableWeights(
             f"{path}: not readable as weights ({described(error, 160)}): give a"
             " safetensors file, or a torch file that holds nothing but tensors (no TorchScript"

@@ -1,4 +1,4 @@
-"""Durations and numbers as people read them."""
+"""Formatting of durations and numbers for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from records.rundir import finite
 
 
 def duration(seconds: float) -> str:
-    """``seconds`` for people: 4.2 s, 58 s, 3 min 12 s, 1 h 02 min."""
+    """Format ``seconds`` for people: 4.2 s, 58 s, 3 min 12 s, 1 h 02 min."""
     if seconds < 9.95:
         return f"{max(0.0, seconds):.1f} s"
     whole = round(seconds)
@@ -21,11 +21,11 @@ def duration(seconds: float) -> str:
 
 
 def decimals(value: float | None) -> str:
-    """Three decimals, a dash where there is no number."""
+    """Format a number with three decimals, or None as a dash."""
     return "–" if value is None else f"{value:.3f}"
 
 
 def plus_minus(metrics: Mapping[str, object], name: str) -> str:
-    """The standard error ``name`` of a row of metrics.jsonl, behind its number; or nothing."""
+    """Format the standard error ``name`` of a row of metrics.jsonl as " ± x"; empty if missing."""
     value = finite(metrics.get(name))
     return "" if value is None else f" ± {value:.3f}"

@@ -43,12 +43,9 @@ START_DEADLINE_S = 600.0
 class ActorPool(Caller):
     """Pool of actors of one service, see the module.
 
-    Three hooks may be set before the pool starts:
-
-    * ``prepare(member, key)`` runs before every task and returns quickly if nothing is to be done,
-    * ``accepts(info)`` returns why an actor that joins later does not match the others, or None,
-    * ``lost_by(error)`` returns why an error raised by a method means that the actor is lost, or
-      None.
+    Hooks to set before it starts: ``prepare(member, key)`` runs before every task; ``accepts(info)``
+    returns why an actor that joins later does not match the others, or None; ``lost_by(error)``
+    returns why an error of a method means that the actor is lost, or None.
     """
 
     def __init__(
@@ -151,7 +148,7 @@ class ActorPool(Caller):
         """
         self._outcomes.check()
         pending = PendingTask(task, call)
-        # no slot holds this task, so the task itself marks the member as busy
+        # without a slot, the task itself marks the member as busy
         await self._work(member, pending, pending)
         return await pending.future
 
@@ -251,8 +248,7 @@ class ActorPool(Caller):
         except RayError as error:
             member.answer(pending)
             if isinstance(getattr(error, "cause", None), OutOfMemoryError):
-                # the task needs as much memory on any other actor
-                pending.fail(RunFailed(cause(error)))
+                pending.fail(RunFailed(cause(error)))  # it needs as much memory elsewhere
                 return
             self._outcomes.count_failure(pending, member, cause(error))
         else:
