@@ -43,9 +43,9 @@ START_DEADLINE_S = 600.0
 class ActorPool(Caller):
     """Pool of actors of one service, see the module.
 
-    Hooks to set before it starts: ``prepare(member, key)`` runs before every task; ``accepts(info)``
-    returns why an actor that joins later does not match the others, or None; ``lost_by(error)``
-    returns why an error of a method means that the actor is lost, or None.
+    Hooks that are set before it starts: ``prepare(member, key)`` runs before every task,
+    ``accepts(info)`` returns why an actor that joins later does not match the others, and
+    ``lost_by(error)`` why an error of a method means that its actor is lost; else both return None.
     """
 
     def __init__(
@@ -148,8 +148,7 @@ class ActorPool(Caller):
         """
         self._outcomes.check()
         pending = PendingTask(task, call)
-        # without a slot, the task itself marks the member as busy
-        await self._work(member, pending, pending)
+        await self._work(member, pending, pending)  # without a slot, the task itself marks it busy
         return await pending.future
 
     async def each(self, do: Callable[[Member], Awaitable[None]]) -> None:
