@@ -67,7 +67,7 @@ class PolicyExporter:
     ) -> tuple[np.ndarray, str, float]:
         """Generate a few seeds with the packed weights of the last export on this device.
 
-        Returns (latents float32 [B, *latent], kind of arithmetic, bound) as ``recomputed`` of
+        Returns (latents float32 [B, *latent], kind of arithmetic, bound) as ``recompute`` of
         ``learner.identity``. Raises ValueError if the last export was another version.
         """
         if self._exported is None or self._exported[0].version != version or not self._backend:
