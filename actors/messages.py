@@ -2,9 +2,9 @@
 
 For each chunk the driver sends an ``ExploreChunk`` to a rollout actor and receives references to
 images and samples (``Explored``). It passes the reference to the images on to a reward actor and
-receives ``Scores``. When all chunks of a prompt are scored, the selector answers with ``SelectedSeeds``.
-Images, samples and weights are passed by reference from the actor that created them to the one that
-needs them; the driver never holds pixels.
+receives ``Scores``. When all chunks of a prompt are scored, the selector answers with
+``SelectedSeeds``. Images, samples and weights are passed by reference from the actor that created
+them to the one that needs them; the driver never holds pixels but for a few images that it shows.
 """
 
 from __future__ import annotations

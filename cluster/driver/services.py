@@ -287,9 +287,9 @@ class ActorServices:
         def spawn(name: str) -> Handle:
             self.refresh_nodes()
             node = self.places.take(name.rpartition(".")[0])
-            # ``nodes.started_actors`` finds the actor by its name. The namespace is the job's own, as a
-            # cluster may have two runs of one name. Hard affinity: on another node the actor would
-            # take room that is planned for others
+            # ``nodes.started_actors`` finds the actor by its name. The namespace is the job's own,
+            # as a cluster may have two runs of one name. Hard affinity: on another node the actor
+            # would take room that is planned for others
             return remote.options(
                 name=f"{self.config.name}/{name}",
                 namespace=f"sol-rl-{ray.get_runtime_context().get_job_id()}",
