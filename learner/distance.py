@@ -8,7 +8,10 @@ import numpy as np
 
 
 def relative_distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Return |a - b| / |b| over all elements: 0 for equal bits, infinity for non-finite ones."""
+    """Return |a - b| / |b| over all elements: 0 for equal bits.
+
+    Infinity if shapes differ, or if the result is not finite.
+    """
     if a.shape != b.shape:
         return math.inf
     if a.tobytes() == b.tobytes():

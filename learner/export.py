@@ -36,7 +36,7 @@ class PolicyExporter:
     def table(self) -> list[dict[str, object]]:
         """A row (name, shape, quantized, why, backend) per module with a weight matrix.
 
-        It describes the last export, and is empty for arms that do not explore.
+        It is for the backend in use, and empty for arms that do not explore.
         """
         if not self.config.plan.explore:
             return []

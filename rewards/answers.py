@@ -1,4 +1,4 @@
-"""A number in what a model wrote, where its prompt asked for it behind some words."""
+"""Extraction of numbers that a model was asked to write after fixed words."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import re
 from collections.abc import Sequence
 
 NUMBER = r"[\s*]*(-?[0-9]+(?:\.[0-9]+)?)"
-"""A number behind such words, which may be in bold."""
+"""A number that follows such words, possibly in Markdown bold."""
 
 
 def numbers_after(
     text: str, marks: Sequence[str], low: float, high: float, ended: bool = True
 ) -> list[float] | None:
-    """The number behind the last of each mark, or None unless each has one in [low, high].
+    """Return the number after the last occurrence of each of ``marks``.
 
-    The last one: what was asked may be repeated before the answer. ``ended``: False where the text
-    was cut off, perhaps within a number, which then does not count.
+    Returns None unless every mark is followed by a number in [low, high]. The last occurrence
+    counts because an answer may repeat the question first. ``ended`` is False if the text was cut
+    off, perhaps within a number; a number at its very end is then ignored.
     """
     if not ended:
         text = text.rstrip("0123456789.")
-    found: list[float] = []
+    numbers: list[float] = []
     for mark in marks:
-        # what stands before a mark is not part of its number
+        # without the mark there is no number: rpartition would return the whole text
         rest = text.rpartition(mark)[2] if mark in text else ""
-        number = re.match(NUMBER, rest)
-        if number is None or not low <= float(number[1]) <= high:
+        match = re.match(NUMBER, rest)
+        if match is None or not low <= float(match[1]) <= high:
             return None
-        found.append(float(number[1]))
-    return found
+        numbers.append(float(match[1]))
+    return numbers

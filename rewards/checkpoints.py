@@ -1,4 +1,4 @@
-"""A learned scorer's weights, from a file, a directory or a hub id; reading them runs no code."""
+"""Loading of scorer weights from a file, a directory or a hub id, without running their code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rewards.base import ScorerSetupError
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:]+))?")
 FILE_ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".txt")
-"""A name that ends so is a file's, not a repository's."""
+"""Endings by which a name is taken for a file rather than a repository."""
 ROOT = Path(__file__).parent.parent
 M = TypeVar("M", bound=torch.nn.Module)
 ADVICE = "docs/rewards.md says where to get it"
@@ -24,84 +24,85 @@ DAMAGED = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError),
     *(OSError, RuntimeError, TypeError, ValueError),
 )
-"""What libraries raise for descriptions of models with other values, or values of other types, than
-they know.
-"""
+"""Exceptions that libraries raise for model configurations with unknown values or wrong types."""
 
 
 def locate(source: str, names: Sequence[str]) -> Path:
-    """The file that ``source`` stands for: one that is here, or the hub's, fetched once.
+    """Return the file that ``source`` names, downloading it from the hub once if necessary.
 
     ``source`` is a file, a directory that holds one of ``names`` (the first found wins), or a hub
-    id "owner/name", or "owner/name:file" to name the file there. Paths that start with ``shapes/``
-    are found in the shipped tree as well.
+    id "owner/name", or "owner/name:file" to name the file there. A path that starts with
+    ``shapes/`` is also looked up in the shipped tree.
 
-    Raises ScorerSetupError, one line that says what was looked for.
+    Raises ScorerSetupError, in one line that says what was looked for.
     """
-    here = local(source, names)
-    if here is not None:
-        return here
+    path = local(source, names)
+    if path is not None:
+        return path
     repo, _, file = source.partition(":")
     return _download(repo, (file,) if file else names)
 
 
 def repository(source: str, names: Sequence[str]) -> str | None:
-    """The hub's repository that ``source`` names; None for a path. Raises as ``local`` does."""
+    """Return the hub repository that ``source`` names; None for a path. Raises like ``local``."""
     return source.partition(":")[0] if local(source, names) is None else None
 
 
 def local(source: str, names: Sequence[str]) -> Path | None:
-    """As ``locate`` without a network: None for a hub id. Raises ScorerSetupError for no file."""
-    path = Path(os.path.expanduser(source))  # Path's own raises where there is no such user
+    """Return the local file that ``source`` names, without network access; None for a hub id.
+
+    Otherwise as ``locate``. Raises ScorerSetupError if ``source`` is neither.
+    """
+    path = Path(os.path.expanduser(source))  # Path.expanduser raises if there is no such user
     if not path.is_absolute() and not os.path.exists(path) and source.startswith("shapes/"):
         path = ROOT / path
     try:
-        return _here(path, names) or _hub_id(source)
-    except OSError as error:  # a right that is missing, a name too long, links in a circle
+        return _existing_file(path, names) or _require_hub_id(source)
+    except OSError as error:  # no permission, a name too long, a loop of links
         raise ScorerSetupError(
             f"{source!r} cannot be read ({error.strerror or error}): give another path; {ADVICE}"
         ) from None
 
 
-def _here(path: Path, names: Sequence[str]) -> Path | None:
+def _existing_file(path: Path, names: Sequence[str]) -> Path | None:
     if path.is_file():
         return path
     if path.is_dir():
-        found = next((path / name for name in names if (path / name).is_file()), None)
-        if found is None:
+        file = next((path / name for name in names if (path / name).is_file()), None)
+        if file is None:
             raise ScorerSetupError(
                 f"{str(path)!r} holds none of {', '.join(names)}: give the file itself; {ADVICE}"
             )
-        return found
+        return file
     return None
 
 
-def _hub_id(source: str) -> None:
-    """Raises ScorerSetupError where ``source`` names no repository of the hub."""
+def _require_hub_id(source: str) -> None:
+    """Raise ScorerSetupError unless ``source`` has the form of a hub id."""
     if (
         HUB_ID.fullmatch(source) is None
         or source.startswith("shapes/")
         or source.endswith(FILE_ENDINGS)
         and ":" not in source
     ):
-        made = "build it with `make shapes-clip`" if source.startswith("shapes/") else ADVICE
+        advice = "build it with `make shapes-clip`" if source.startswith("shapes/") else ADVICE
         raise ScorerSetupError(
             f"there is no checkpoint {source!r}: give a file, a directory, or a hub id owner/name;"
-            f" {made}"
+            f" {advice}"
         )
 
 
 def fetch(repo: str, name: str) -> Path | None:
-    """A file of the hub's ``repo``, or of the local cache; None: the repository has no such file.
+    """Return a file of the hub's ``repo`` or of the local cache; None if ``repo`` has no such file.
 
-    Raises ScorerSetupError where that is not known, as without a network.
+    Raises ScorerSetupError if that cannot be determined, for example without a network.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(repo, name))
-    # LocalEntryNotFoundError, an EntryNotFoundError, is that of a hub which did not answer
+    # LocalEntryNotFoundError, although an EntryNotFoundError, means that the hub did not answer
     except Exception as error:
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return None
@@ -113,7 +114,7 @@ def fetch(repo: str, name: str) -> Path | None:
 
 
 def _download(repo: str, names: Sequence[str]) -> Path:
-    """The first of ``names`` that the hub's ``repo`` has, from the local cache if it is there."""
+    """Return the first of ``names`` that ``repo`` has, from the local cache or else the hub."""
     from huggingface_hub import hf_hub_download
 
     why = ""
@@ -130,22 +131,26 @@ def _download(repo: str, names: Sequence[str]) -> Path:
 
 
 def pretrained(kind: Any, place: str | Path, **settings: object) -> Any:
-    """transformers' model of class ``kind``; where weights are missing it would make some up and go
-    on: here ValueError is raised. Raises ScorerSetupError for weights that are not finite.
+    """Load a transformers model of class ``kind`` with all of its weights.
+
+    Raises ValueError if weights are missing, which transformers would silently initialize, and
+    ScorerSetupError if weights are not finite.
     """
-    model, told = kind.from_pretrained(
+    model, loading_info = kind.from_pretrained(
         place, use_safetensors=True, output_loading_info=True, **settings
     )
-    # buffers are computed where a file lacks them
-    absent = sorted({name for name, _ in model.named_parameters()} & set(told["missing_keys"]))
-    if absent:
-        raise ValueError(f"{len(absent)} weights are missing, the first: {absent[0]}")
+    # only parameters count: buffers that a file lacks are computed
+    missing = sorted(
+        {name for name, _ in model.named_parameters()} & set(loading_info["missing_keys"])
+    )
+    if missing:
+        raise ValueError(f"{len(missing)} weights are missing, the first: {missing[0]}")
     require_finite(model.state_dict(), place)
     return model
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
-    """As ``records.weights.read_state``. Raises ScorerSetupError."""
+    """Read weights as ``records.weights.read_state``, but raise ScorerSetupError."""
     try:
         return weights.read_state(path)
     except weights.UnreadableWeights as error:
@@ -153,10 +158,11 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
 
 
 def load_weights(make: Callable[[], M], state: dict[str, torch.Tensor], path: Path, what: str) -> M:
-    """The model that ``make`` builds, with ``state`` in it. Raises ScorerSetupError where a name, a
-    shape or a type differs, and for a weight that is no finite number.
+    """Return the model that ``make`` builds, with the weights ``state``.
+
+    Raises ScorerSetupError if a name, a shape or a type differs, or a weight is not finite.
     """
-    with torch.device("meta"):  # a description of another model may be of one without end
+    with torch.device("meta"):  # a wrong configuration may describe a model of any size
         own = make().state_dict()
     scalars = {
         name for name in own.keys() & state.keys() if own[name].numel() == 1 == state[name].numel()
@@ -189,7 +195,7 @@ def load_weights(make: Callable[[], M], state: dict[str, torch.Tensor], path: Pa
 
 
 def require_finite(state: Mapping[str, torch.Tensor], path: str | Path) -> None:
-    """Raises ScorerSetupError for a weight that is infinite or no number: no score would be one."""
+    """Raise ScorerSetupError if a weight is infinite or NaN, since no score would be finite."""
     for name, value in state.items():
         if value.is_floating_point() and not torch.isfinite(value).all():
             raise ScorerSetupError(

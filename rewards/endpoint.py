@@ -1,4 +1,4 @@
-"""A judge's endpoint: OpenAI's chat completions, as vLLM, SGLang and the clouds speak them."""
+"""Client of a judge's endpoint: OpenAI's chat completions, as served by vLLM, SGLang and clouds."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from rewards.base import BuiltIn, ScorerError, ScorerSetupError, Settings, requi
 from rewards.server import post, require_seconds, require_url
 
 ANSWER_BYTES = 2**20
-"""Of a chat completion, at most: a rating with alternatives takes a few thousand."""
+"""Most bytes of a chat completion: a rating with alternatives takes a few thousand."""
 TOP = 20
-"""Log-probabilities per token that OpenAI gives at most."""
+"""Most log-probabilities per token that OpenAI returns."""
 EDITED = (
     "The prompt asks for an edit of this image:",
     "What the prompt does not ask to change should be as it is there. What came of it:",
 )
-"""Before and after an image that was to be edited."""
+"""Texts before and after the source image of an edit."""
 LEAST_MASS = 0.5
-"""Less probability than this on what was asked for is an answer in words."""
+"""Least total probability of the requested tokens; below it, the judge answered in words."""
 T = TypeVar("T")
 
 
 class NoVerdict(ValueError):
-    """An answer that holds no rating or ranking. Says what it was."""
+    """An answer holds no rating or ranking; the message quotes it."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The choice that a completion holds, and the tokens that were paid for."""
+    """First choice of a chat completion, and the tokens that were paid for."""
 
     choice: Any
     tokens_in: int
@@ -46,13 +46,13 @@ class Answer:
 
 @dataclass(eq=False)
 class Judge(BuiltIn):
-    """A scorer that asks an endpoint, whose base is ``url``: ``http://host:8000/v1``.
+    """Base class of scorers that query an endpoint at ``url``, such as ``http://host:8000/v1``.
 
-    At most ``in_flight`` requests of this actor are under way. What may pass is tried again
-    ``retries`` times, after pauses that double, or after what the endpoint says in Retry-After. The
-    newest ``cache`` verdicts are remembered. ``key_env`` names the environment variable that holds
-    the key. Prices are per million tokens. Images and key go to ``url`` and nowhere else, and in
-    plain http leave this machine only with ``plain_http``, as in ``HttpScorer``.
+    An actor has at most ``in_flight`` requests in progress. A failure that may be temporary is
+    retried ``retries`` times, with exponential backoff or after the delay in Retry-After. The
+    newest ``cache`` verdicts are cached. ``key_env`` names the environment variable that holds the
+    API key. Prices are per million tokens. Images and key are sent to ``url`` only, and leave this
+    machine over plain http only with ``plain_http``, as in ``HttpScorer``.
     """
 
     url: str
@@ -68,7 +68,7 @@ class Judge(BuiltIn):
     plain_http: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ScorerSetupError for such settings, and where the key's variable is not set."""
+        """Raise ScorerSetupError if settings are invalid or the API key's variable is not set."""
         self.check(vars(self))
         if self.key_env is not None and not os.environ.get(self.key_env):
             raise ScorerSetupError(
@@ -79,7 +79,7 @@ class Judge(BuiltIn):
 
     @staticmethod
     def check(settings: Settings) -> None:
-        """Raises ScorerSetupError for settings with which no judge can be asked."""
+        """Raise ScorerSetupError if settings of the requests are invalid."""
         require_url(settings["url"], settings["plain_http"])
         require_seconds("timeout_s", settings["timeout_s"])
         for name, least in (("in_flight", 1), ("retries", 0), ("cache", 0)):
@@ -99,11 +99,12 @@ class Judge(BuiltIn):
     def ask(
         self, content: Sequence[Mapping[str, Any]], seed: int, form: Mapping[str, Any]
     ) -> Answer:
-        """The answer to one message of images and text; ``form`` says what it may look like.
+        """Send one message of images and text, and return the answer.
 
-        Raises NoVerdict where the answer is no completion, ScorerError where none comes.
+        ``form``: request fields that constrain the answer. Raises NoVerdict if the answer is not a
+        chat completion, and ScorerError if there is no answer.
         """
-        told = {
+        request = {
             "model": self.model,
             "messages": [{"role": "user", "content": list(content)}],
             "temperature": self.temperature,
@@ -111,11 +112,11 @@ class Judge(BuiltIn):
             **form,
         }
         url = f"{self.url.rstrip('/')}/chat/completions"
-        body = json.dumps(told).encode()
+        body = json.dumps(request).encode()
         answer = post(url, body, self._headers, self.timeout_s, self.retries, ANSWER_BYTES)
         try:
-            read = json.loads(answer)
-            choice, usage = read["choices"][0], read.get("usage") or {}
+            completion = json.loads(answer)
+            choice, usage = completion["choices"][0], completion.get("usage") or {}
             tokens = (int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
             return Answer(choice, *tokens)
         except (
@@ -130,18 +131,18 @@ class Judge(BuiltIn):
 
 
 def image_part(image: np.ndarray) -> Tree:
-    """An image uint8 [3, H, W] as part of a message."""
+    """Return an image uint8 [3, H, W] as a part of a message."""
     encoded = base64.b64encode(png_bytes(image)).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
 
 
 def text_part(text: str) -> Tree:
-    """Text as part of a message."""
+    """Return text as a part of a message."""
     return {"type": "text", "text": text}
 
 
 def source_parts(source: np.ndarray | None) -> list[Tree]:
-    """What stands before images that are edits of ``source``, uint8 [3, H, W]; None: nothing."""
+    """Return the parts that precede an edit of ``source``, uint8 [3, H, W]; none if it is None."""
     if source is None:
         return []
     before, after = EDITED
@@ -149,12 +150,12 @@ def source_parts(source: np.ndarray | None) -> list[Tree]:
 
 
 def one_token() -> Tree:
-    """The form of an answer of one token, with its most likely alternatives."""
+    """Return request fields for an answer of one token with its most likely alternatives."""
     return {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP}
 
 
 def json_object(name: str, field: str, schema: Mapping[str, Any]) -> Tree:
-    """The form of an answer that is a JSON object with one ``field``."""
+    """Return request fields for an answer that is a JSON object with one ``field``."""
     whole = {
         "type": "object",
         "properties": {field: dict(schema)},
@@ -166,7 +167,7 @@ def json_object(name: str, field: str, schema: Mapping[str, Any]) -> Tree:
 
 
 def written(choice: Any, field: str) -> Any:
-    """A ``field`` of the JSON object that was written. Raises NoVerdict for prose."""
+    """Return a ``field`` of the JSON object in an answer. Raises NoVerdict for prose."""
     try:
         return json.loads(choice["message"]["content"])[field]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -174,7 +175,7 @@ def written(choice: Any, field: str) -> Any:
 
 
 def text_of(choice: Any) -> tuple[str, bool]:
-    """What was written, and whether it came to an end. Raises NoVerdict."""
+    """Return an answer's text, and False if it was cut off. Raises NoVerdict without a text."""
     try:
         return str(choice["message"]["content"] or ""), choice.get("finish_reason") != "length"
     except (KeyError, TypeError, AttributeError):
@@ -182,26 +183,32 @@ def text_of(choice: Any) -> tuple[str, bool]:
 
 
 def expected(choice: Any, values: Mapping[str, float], what: str) -> float:
-    """Mean of ``values`` under the first token's distribution, over tokens that are their names;
-    ``what`` they stand for is said of an answer in words. Raises NoVerdict.
+    """Return the expectation of ``values`` under the distribution of an answer's first token.
+
+    ``values`` maps tokens to numbers; other tokens are ignored. ``what`` describes the tokens in
+    messages. Raises NoVerdict without log-probabilities, or if the tokens of ``values`` have less
+    than ``LEAST_MASS`` together.
     """
     try:
         tokens = choice["logprobs"]["content"][0]["top_logprobs"]
-        pairs = [(str(one["token"]).strip(), math.exp(one["logprob"])) for one in tokens]
+        pairs = [
+            (str(alternative["token"]).strip(), math.exp(alternative["logprob"]))
+            for alternative in tokens
+        ]
     except (KeyError, IndexError, TypeError, OverflowError):
         raise NoVerdict(
             "the answer has no log-probabilities: use read = 'json' with this endpoint"
         ) from None
-    found = [(values[token], mass) for token, mass in pairs if token in values]
-    mass = math.fsum(mass for _, mass in found)
+    matches = [(values[token], mass) for token, mass in pairs if token in values]
+    mass = math.fsum(mass for _, mass in matches)
     if not mass >= LEAST_MASS:
         likely = max(pairs, key=lambda pair: pair[1])[0] if pairs else ""
         raise NoVerdict(f"the judge answers {likely!r} rather than a number: {mass:.0%} on {what}")
-    return math.fsum(value * share for value, share in found) / mass
+    return math.fsum(value * share for value, share in matches) / mass
 
 
 def outcome(ask: Callable[[], T]) -> T | NoVerdict:
-    """What came of a question. No answer is no verdict either: others' need not be lost."""
+    """Call ``ask`` and return its result, or NoVerdict if it fails, so that others are not lost."""
     try:
         return ask()
     except NoVerdict as error:
@@ -211,6 +218,7 @@ def outcome(ask: Callable[[], T]) -> T | NoVerdict:
 
 
 def _short(choice: Any) -> str:
+    """Return the beginning of an answer, for messages."""
     message = choice.get("message") if isinstance(choice, dict) else None
     text = message.get("content") if isinstance(message, dict) else choice
     return " ".join(str(text).split())[:60]

@@ -1,4 +1,4 @@
-"""GenEval (arXiv 2310.11513): are the objects that a prompt names there, as it wants them?"""
+"""GenEval scorer (arXiv 2310.11513): how far an image shows the objects that its prompt names."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 WEIGHTS = ("model.safetensors",)
 ALIASES = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard"}
-"""COCO's names that GenEval spells otherwise."""
+"""COCO's names and GenEval's names for the same classes."""
 MOST_OBJECTS = 16
-"""Of one class; the most certain stay."""
+"""Most objects of one class that are kept: those with the highest scores."""
 GREY = 0x99
-"""What hides the surroundings of an object whose color is asked for."""
+"""Gray level that hides the surroundings of an object whose color is classified."""
 TEMPLATES = (
     "a photo of a {c} {name}",
     "a photo of a {c}-colored {name}",
@@ -47,17 +47,17 @@ WANTED = (
     "give a directory with config.json, preprocessor_config.json and model.safetensors, or a hub id"
 )
 UNUSABLE = (*DAMAGED, StrictDataclassError)
-"""What transformers raises for files that it can make no model of."""
+"""Exceptions that transformers raises for files that describe no valid model."""
 
 
 class GenEvalScorer(BuiltIn):
-    """How far an image fulfils its prompt's GenEval metadata, in [0, 1]; 1: GenEval calls it right.
+    """Share of its prompt's GenEval metadata that an image fulfils, in [0, 1]; 1 if correct.
 
-    Objects are found by transformers' Mask2Former, a model of the benchmark's architecture with
-    weights of its authors' own training, not the benchmark's; colors are told by CLIP ViT-L/14 as
-    there. ``strict``: GenEval's own 0 or 1 in place of the share. ``parts["correct"]`` always has
-    it. ``threshold``: least certainty of an object, ``counting_threshold`` where the tag is
-    "counting".
+    Objects are detected by transformers' Mask2Former, which has the benchmark's architecture, but
+    weights of its authors' own training rather than the benchmark's. Colors are classified by CLIP
+    ViT-L/14, as in the benchmark. ``strict`` returns GenEval's own verdict, 0 or 1, instead of the
+    share; ``parts["correct"]`` always holds the verdict. ``threshold`` is the least score of an
+    object, ``counting_threshold`` the same for prompts with the tag "counting".
     """
 
     paths = {"detector": WEIGHTS, "clip": ClipScore.paths["checkpoint"]}
@@ -86,14 +86,14 @@ class GenEvalScorer(BuiltIn):
 
     @staticmethod
     def check(settings: Settings) -> None:
-        """Raises ScorerSetupError for a threshold that is no share, and as other scorers do."""
+        """Raise ScorerSetupError if a threshold is not in [0, 1] or a common setting is invalid."""
         PairedScorer.check(settings)
         for name in ("threshold", "counting_threshold"):
             require_share(name, settings[name])
 
     @classmethod
     def model_bytes(cls, settings: Settings) -> int | None:
-        """Bytes of both models; None where the detector's configuration is not on this machine."""
+        """Return the bytes of both models; None if the detector's files are not on this machine."""
         from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation
 
         try:
@@ -104,21 +104,21 @@ class GenEvalScorer(BuiltIn):
         colors = ClipScore.model_bytes({**clip, "dtype": settings.get("dtype", "fp32")})
         if path is None or colors is None:
             return None
-        made: Any = Mask2FormerForUniversalSegmentation
+        model_class: Any = Mask2FormerForUniversalSegmentation
         try:
             with torch.device("meta"):
-                model: torch.nn.Module = made(Mask2FormerConfig.from_pretrained(path.parent))
+                model: torch.nn.Module = model_class(Mask2FormerConfig.from_pretrained(path.parent))
         except UNUSABLE as error:
             raise ScorerSetupError(
                 f"{path.parent}: its config.json makes no Mask2Former"
                 f" ({first_line(error)[:200]}): {WANTED}"
             ) from None
-        return colors + sum(each.numel() * 4 for each in model.parameters())
+        return colors + sum(parameter.numel() * 4 for parameter in model.parameters())
 
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> np.ndarray:
-        """uint8 [B, 3, H, W] -> float32 [B]. Raises ValueError for a prompt without metadata."""
+        """Score uint8 [B, 3, H, W] as float32 [B]. Raises ValueError if a prompt lacks metadata."""
         require_images(images, prompts, metadata)
         rows = zip(prompts, metadata, strict=True)
         entries = [wanted(prompt, row, self.names) for prompt, row in rows]
@@ -126,27 +126,27 @@ class GenEvalScorer(BuiltIn):
             self.counting_threshold if row.get("tag") == "counting" else self.threshold
             for row in metadata
         ]
-        found = [
+        detected = [
             objects
             for first in range(0, len(images), self.batch_size)
             for objects in self.detect(images[first : first + self.batch_size], least[first:])
         ]
         outcomes = [
             assess(entry, objects, partial(self.color_names, image))
-            for image, entry, objects in zip(images, entries, found, strict=True)
+            for image, entry, objects in zip(images, entries, detected, strict=True)
         ]
-        self.parts = {"correct": np.array([each.correct for each in outcomes], np.float32)}
-        shares = np.array([each.share for each in outcomes], np.float32)
+        self.parts = {"correct": np.array([outcome.correct for outcome in outcomes], np.float32)}
+        shares = np.array([outcome.share for outcome in outcomes], np.float32)
         return self.parts["correct"] if self.strict else shares
 
     # ---- objects
 
     @torch.inference_mode()
     def detect(self, images: np.ndarray, least: Sequence[float]) -> list[Objects]:
-        """uint8 [B, 3, H, W] -> what is in each, at a certainty above ``least`` of its place.
+        """Return the objects in each image of uint8 [B, 3, H, W] that score above ``least``[i].
 
-        An object is a pair of a query and a class, as certain as the class times the mean of its
-        mask where it is above one half.
+        An object is a pair of a query and a class. Its score is the probability of the class times
+        the mean of the query's mask probabilities over the mask, where they exceed one half.
         """
         inputs = self.processor(
             list(images), return_tensors="pt", input_data_format="channels_first"
@@ -163,47 +163,49 @@ class GenEvalScorer(BuiltIn):
         ]
 
     def _objects(self, logits: torch.Tensor, masks: torch.Tensor, least: float) -> Objects:
-        """class logits [Q, C + 1] and mask logits [Q, H, W] -> objects by class."""
-        certain = logits.softmax(-1)[:, :-1]
-        best, places = certain.flatten().topk(len(certain))
-        queries, classes = places // certain.shape[1], places % certain.shape[1]
+        """Return objects by class, given class logits [Q, C + 1] and mask logits [Q, H, W]."""
+        probabilities = logits.softmax(-1)[:, :-1]
+        best, places = probabilities.flatten().topk(len(probabilities))
+        queries, classes = places // probabilities.shape[1], places % probabilities.shape[1]
         inside = masks > 0
         sizes = inside.flatten(1).sum(1)
         means = (masks.sigmoid() * inside).flatten(1).sum(1) / (sizes + 1e-6)
         scores = best * means[queries]
-        found: dict[str, list[Found]] = {}
-        for at in scores.argsort(descending=True).tolist():
-            group = found.setdefault(self.names[int(classes[at])], [])
-            query, score = int(queries[at]), float(scores[at])
+        objects: dict[str, list[Found]] = {}
+        for index in scores.argsort(descending=True).tolist():
+            group = objects.setdefault(self.names[int(classes[index])], [])
+            query, score = int(queries[index]), float(scores[index])
             if score > least and sizes[query] and len(group) < MOST_OBJECTS:
                 group.append(_found(inside[query].cpu().numpy(), score))
-        return {name: group for name, group in found.items() if group}
+        return {name: group for name, group in objects.items() if group}
 
     # ---- colors
 
     @torch.inference_mode()
     def color_names(self, image: np.ndarray, name: str, group: Sequence[Found]) -> list[str]:
-        """The color of each object in uint8 [3, H, W]: CLIP's choice for what its mask shows."""
-        crops = [self.colors.pixels(_alone(image, each)[None]) for each in group]
+        """Classify the color of each object in an image uint8 [3, H, W] by CLIP, masked."""
+        crops = [self.colors.pixels(_alone(image, detection)[None]) for detection in group]
         pixels = torch.cat(crops).to(self.device, self.colors.dtype)
-        seen = torch.nn.functional.normalize(self.colors.model.encode_image(pixels).float(), dim=-1)
-        return [COLORS[int(place)] for place in (seen @ self._classifier(name).T).argmax(1)]
+        features = torch.nn.functional.normalize(
+            self.colors.model.encode_image(pixels).float(), dim=-1
+        )
+        return [COLORS[int(color)] for color in (features @ self._classifier(name).T).argmax(1)]
 
     def _classifier(self, name: str) -> torch.Tensor:
-        """float32 [colors, D]: the normalized mean over TEMPLATES."""
+        """Return text features float32 [colors, D], each the normalized mean over TEMPLATES."""
         if name not in self._texts:
             texts = [form.format(c=color, name=name) for color in COLORS for form in TEMPLATES]
             tokens = self.colors.tokenise(texts).to(self.device)
-            each = torch.nn.functional.normalize(
+            features = torch.nn.functional.normalize(
                 self.colors.model.encode_text(tokens).float(), dim=-1
             )
-            mean = each.unflatten(0, (len(COLORS), len(TEMPLATES))).mean(1)
+            mean = features.unflatten(0, (len(COLORS), len(TEMPLATES))).mean(1)
             self._texts[name] = torch.nn.functional.normalize(mean, dim=-1)
         return self._texts[name]
 
 
 def _load(source: str) -> tuple[Mask2FormerForUniversalSegmentation, Any]:
-    """The detector and what makes its inputs. Raises ScorerSetupError."""
+    """Load the detector and its image processor. Raises ScorerSetupError."""
     from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation
 
     path = local(source, WEIGHTS)
@@ -222,9 +224,9 @@ def _load(source: str) -> tuple[Mask2FormerForUniversalSegmentation, Any]:
 
 
 def _upsampled(masks: torch.Tensor, used: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """Mask logits [Q, h, w] at an image's own size, without what its inputs were padded by.
+    """Upsample mask logits [Q, h, w] to an image's own size, without the padding of its inputs.
 
-    ``used`` bool [H', W']: where the inputs show the image.
+    ``used``, bool [H', W'], is True for the input pixels that show the image.
     """
     whole = torch.nn.functional.interpolate(masks[None], used.shape, mode="bilinear")
     height, width = int(used.any(1).sum()), int(used.any(0).sum())
@@ -239,7 +241,7 @@ def _found(mask: np.ndarray, score: float) -> Found:
 
 
 def _alone(image: np.ndarray, found: Found) -> np.ndarray:
-    """uint8 [3, h, w]: the object's box, with grey outside of its mask."""
+    """Crop an object's box as uint8 [3, h, w], with gray outside its mask."""
     left, top, right, bottom = (round(edge) for edge in found.box)
     shown = image if found.mask is None else np.where(found.mask, image, np.uint8(GREY))
     return np.ascontiguousarray(shown[:, top:bottom, left:right])

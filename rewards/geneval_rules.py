@@ -1,8 +1,8 @@
-"""What a GenEval prompt asks of an image, and how far the objects found in it fulfil that.
+"""Rules of GenEval (arXiv 2310.11513): comparison of detected objects with a prompt's metadata.
 
-GenEval (arXiv 2310.11513) goes by the objects that a detector finds. A prompt's metadata
-has ``tag``; ``include``, a list of {class, count, color, position}, where color and position may be
-missing and position is [relation, index of an earlier entry]; and ``exclude``, of {class, count}.
+The metadata of a prompt has ``tag``; ``include``, a list of {class, count, color, position}, of
+which color and position are optional and position is [relation, index of an earlier entry]; and
+``exclude``, a list of {class, count}.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ COLORS = (
 )  # fmt: skip
 RELATIONS = ("left of", "right of", "above", "below")
 MARGIN = 0.1
-"""Share of both objects' sizes by which centres must differ before they count as apart."""
+"""Least offset of the centers of two objects that counts, as a share of the sum of their sizes."""
 SLANT = 0.5
-"""Least share of the distance in a direction: a diagonal neighbour is both beside and above."""
+"""Least share of the distance along an axis for a relation to hold.
+
+A diagonal neighbor is both beside and above.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,14 +38,14 @@ class Found:
 
 
 Objects = Mapping[str, Sequence[Found]]
-"""What was found by class, the most certain first."""
+"""Detected objects by class, in descending order of score."""
 ColorsOf = Callable[[str, Sequence[Found]], list[str]]
-"""From a class and objects of it: the color of each."""
+"""Function that returns the color of each of several objects of a class."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """An entry of ``include``. ``above``: 1 + the most that may be there, None: any number."""
+    """Entry of ``include``. ``above``: the least number that is too many; None: no limit."""
 
     name: str
     count: int
@@ -54,20 +57,20 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``correct``: GenEval's own verdict. ``share``: how much of it is fulfilled, 1 if correct."""
+    """Result for one image: GenEval's verdict, and the share that is fulfilled (1 if correct)."""
 
     correct: bool
     share: float
 
 
 def wanted(prompt: str, metadata: Metadata, classes: Iterable[str]) -> list[Wanted]:
-    """What a prompt asks for. Raises ValueError for metadata that is not GenEval's."""
+    """Parse a prompt's metadata. Raises ValueError if it is not GenEval's."""
     known = set(classes)
     limits = {row["class"]: row["count"] for row in _rows(prompt, metadata, "exclude", known)}
     rows = _rows(prompt, metadata, "include", known)
     if not rows:
         raise ValueError(f"prompt {prompt!r} has no GenEval metadata: 'include' is missing")
-    found = []
+    entries = []
     for index, row in enumerate(rows):
         relation, target = row.get("position") or (None, -1)
         color = row.get("color")
@@ -76,10 +79,10 @@ def wanted(prompt: str, metadata: Metadata, classes: Iterable[str]) -> list[Want
         if relation is not None and not 0 <= target < index:
             raise ValueError(f"prompt {prompt!r}: 'position' refers to {target}, no earlier entry")
         name = row["class"]
-        found.append(Wanted(name, row["count"], color, relation, target, limits.get(name)))
-    # what is only excluded is wanted no times
-    others = limits.keys() - {entry.name for entry in found}
-    return [*found, *(Wanted(name, 0, above=limits[name]) for name in sorted(others))]
+        entries.append(Wanted(name, row["count"], color, relation, target, limits.get(name)))
+    # a class that is only excluded becomes an entry with count 0
+    others = limits.keys() - {entry.name for entry in entries}
+    return [*entries, *(Wanted(name, 0, above=limits[name]) for name in sorted(others))]
 
 
 def _rows(prompt: str, metadata: Metadata, key: str, known: set[str]) -> list[dict]:
@@ -92,18 +95,19 @@ def _rows(prompt: str, metadata: Metadata, key: str, known: set[str]) -> list[di
 
 
 def assess(entries: Sequence[Wanted], objects: Objects, colors_of: ColorsOf) -> Outcome:
-    """Compare what was found with what is wanted.
+    """Compare detected objects with the entries of a prompt.
 
-    The verdict is GenEval's: of each class the ``count`` most certain objects are looked at; they
-    must be there, all have the color, and all stand so to those of the entry that they refer to,
-    which must be right itself; and no excluded number is reached. The share is the mean over
-    entries of how near the number is; color and position count half of theirs.
+    The verdict is GenEval's. Of each class, the ``count`` objects with the highest scores are
+    considered. They must exist, all have the entry's color, and all have its relation to the
+    objects of the entry that it refers to, which must itself be fulfilled; and no excluded count
+    may be reached. The share is the mean over entries of how close the count is, halved if an entry
+    has a color or a position and is not fulfilled.
     """
     groups: list[Sequence[Found] | None] = []
     correct, shares = True, []
     for entry in entries:
-        there = objects.get(entry.name, ())
-        group = list(there)[: entry.count]
+        detected = objects.get(entry.name, ())
+        group = list(detected)[: entry.count]
         ok = (
             len(group) == entry.count
             and _colored(entry, group, colors_of)
@@ -111,13 +115,13 @@ def assess(entries: Sequence[Wanted], objects: Objects, colors_of: ColorsOf) -> 
         )
         groups.append(group if ok else None)
         plain = entry.color is None and entry.relation is None
-        shares.append(_nearness(entry, len(there)) * (1.0 if ok or plain else 0.5))
-        correct &= ok and not (entry.above is not None and len(there) >= entry.above)
+        shares.append(_nearness(entry, len(detected)) * (1.0 if ok or plain else 0.5))
+        correct &= ok and not (entry.above is not None and len(detected) >= entry.above)
     return Outcome(correct, 1.0 if correct else sum(shares) / len(shares))
 
 
 def _nearness(entry: Wanted, count: int) -> float:
-    """1 for the wanted number, less by 1 / number for each that is missing or too many."""
+    """Return 1 for the wanted count, less 1 / count for each object missing or in excess."""
     missing = max(0, entry.count - count)
     surplus = 0 if entry.above is None else max(0, count - (entry.above - 1))
     return max(0.0, 1.0 - (missing + surplus) / max(1, entry.count))
@@ -139,7 +143,7 @@ def _placed(
 
 
 def relations(one: Found, other: Found) -> set[str]:
-    """Where ``one`` is, seen from ``other``: up to two of RELATIONS, none where they overlap."""
+    """Return the RELATIONS of ``one`` to ``other``: up to two, none if they overlap."""
     offsets, apart = [], []
     for low, high in ((0, 2), (1, 3)):
         offset = (one.box[low] + one.box[high] - other.box[low] - other.box[high]) / 2

@@ -1,7 +1,7 @@
 """Human Preference Score v3 (arXiv 2508.03789): Qwen2-VL-7B with a head for mean and deviation.
 
-The authors' package ``hpsv3`` runs it. That needs transformers 4.45.2, unlike the rest,
-so its actors have an environment of their own (docs/rewards.md).
+It runs in the authors' package ``hpsv3``, which needs transformers 4.45.2, unlike the rest of
+Sol-RL; its actors therefore have an environment of their own (docs/rewards.md).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ FILES = ("HPSv3.safetensors",)
 
 
 class HPSv3(BuiltIn):
-    """The mean of the score's distribution; its deviation is the part ``sigma``.
+    """Mean of the predicted score distribution; its deviation is the part ``sigma``.
 
-    ``config`` is the package's own file of settings, for another place of the base model.
+    ``config`` is a configuration file of the package, for a base model in another location.
     """
 
     paths: ClassVar[Mapping[str, tuple[str, ...]]] = {"checkpoint": FILES}
@@ -55,9 +55,9 @@ class HPSv3(BuiltIn):
 
     @staticmethod
     def check(settings: Settings) -> None:
-        """Raises ScorerSetupError for settings that can be seen to be wrong without the model."""
+        """Raise ScorerSetupError if settings are invalid, as far as known without the model."""
         require_count("batch_size", settings["batch_size"], 1)
-        # other files are read by unpickling
+        # the package reads other files by unpickling, which can run code
         if settings["checkpoint"].endswith((".pt", ".pth", ".bin", ".ckpt")):
             raise ScorerSetupError(
                 f"checkpoint is {settings['checkpoint']!r}: only safetensors are read"
@@ -65,25 +65,25 @@ class HPSv3(BuiltIn):
 
     @classmethod
     def model_bytes(cls, settings: Settings) -> int | None:
-        """The size of the file, if it is here: it holds all weights in the dtype they run in."""
+        """Return the size of the local file, which holds all weights in the dtype they run in."""
         file = local(settings.get("checkpoint", "MizzenAI/HPSv3"), FILES)
         return file.stat().st_size if file else None
 
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> np.ndarray:
-        """uint8 [B, 3, H, W] -> float32 [B]. Raises ScorerError for another form of answer."""
+        """Score uint8 [B, 3, H, W] as float32 [B]. Raises ScorerError for an unexpected result."""
         require_images(images, prompts, metadata)
         import torch
 
-        shown = [to_pil(image) for image in images]
-        found: list[np.ndarray] = []
+        pil_images = [to_pil(image) for image in images]
+        batches: list[np.ndarray] = []
         with torch.inference_mode():
-            for first in range(0, len(shown), self._batch_size):
+            for first in range(0, len(pil_images), self._batch_size):
                 rows = slice(first, first + self._batch_size)
-                answer = self._model.reward(shown[rows], list(prompts[rows]))
-                found.append(answer.float().cpu().numpy())
-        scores = np.concatenate(found)
+                result = self._model.reward(pil_images[rows], list(prompts[rows]))
+                batches.append(result.float().cpu().numpy())
+        scores = np.concatenate(batches)
         if scores.shape != (len(images), 2):
             raise ScorerError(
                 f"hpsv3 answered {list(scores.shape)} for {len(images)} images: mean and deviation"

@@ -1,7 +1,7 @@
-"""ImageReward (arXiv 2304.05977) on transformers' BLIP: the released weights, renamed.
+"""ImageReward (arXiv 2304.05977) on transformers' BLIP, with the released weights renamed.
 
-The package of the paper pins libraries that cannot be installed beside open_clip, so its code is
-not used; `make parity` compares the two.
+The paper's package pins libraries that cannot be installed together with open_clip, so its code is
+not used; `make parity` compares the two implementations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOKENS = 35  # of a prompt, [CLS] and [SEP] included
 FILES, WORD_FILES = ("ImageReward.pt", "ImageReward.safetensors"), ("vocab.txt",)
 WORDS = 30522  # of bert-base-uncased
 HEAD = ((0, 1024), (2, 128), (4, 64), (6, 16), (7, 1))
-"""(place among the released layers, width); the places between are dropout."""
+"""(index among the released layers, width); the indices in between are dropout layers."""
 VISION = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -61,12 +61,12 @@ RENAMES = (
     (r"mlp\.layers\.", "mlp."),
     (r"blip\.", ""),
 )
-"""Beginnings of the released names, and what stands there here: the first that fits."""
+"""Patterns of prefixes of the released names, and their replacements; the first match applies."""
 UNUSED = re.compile(r"blip\.(vision_proj|text_proj)\.|.*\.position_ids$")
 
 
 class BlipReward(torch.nn.Module):
-    """BLIP's image encoder, its text encoder that attends to the image, a head on [CLS]."""
+    """BLIP's image encoder, its text encoder with cross-attention to it, and a head on [CLS]."""
 
     def __init__(self, vision: Tree, text: Tree) -> None:
         super().__init__()
@@ -74,48 +74,51 @@ class BlipReward(torch.nn.Module):
         from transformers.models.blip.modeling_blip import BlipVisionModel
         from transformers.models.blip.modeling_blip_text import BlipTextModel
 
-        seen = BlipVisionConfig(
+        vision_config = BlipVisionConfig(
             **{**VISION, "patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-6, **vision}
         )
-        read = BlipTextConfig(
+        text_config = BlipTextConfig(
             **{
                 **TEXT,
-                "encoder_hidden_size": seen.hidden_size,
+                "encoder_hidden_size": vision_config.hidden_size,
                 "layer_norm_eps": 1e-12,
-                "is_decoder": True,  # what makes the layers that attend to the image
+                "is_decoder": True,  # creates the cross-attention layers
                 **text,
             }
         )
-        self.visual_encoder = BlipVisionModel(seen)
-        self.text_encoder = BlipTextModel(read, add_pooling_layer=False)
-        widths = [read.hidden_size, *(width for _, width in HEAD)]
+        self.visual_encoder = BlipVisionModel(vision_config)
+        self.text_encoder = BlipTextModel(text_config, add_pooling_layer=False)
+        widths = [text_config.hidden_size, *(width for _, width in HEAD)]
         self.mlp = torch.nn.ModuleDict(
             {str(place): torch.nn.Linear(widths[i], width) for i, (place, width) in enumerate(HEAD)}
         )
-        self.image_size = int(seen.image_size)  # pyright: ignore[reportArgumentType]
+        self.image_size = int(vision_config.image_size)  # pyright: ignore[reportArgumentType]
 
     def forward(self, pixels: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Pixels [B, 3, S, S], ids and mask [B, 35] -> raw rewards [B]."""
-        seen = self.visual_encoder(pixel_values=pixels).last_hidden_state
-        everything = torch.ones(seen.shape[:-1], dtype=torch.long, device=seen.device)
-        read = self.text_encoder(
+        """Return raw rewards [B] of pixels [B, 3, S, S] and prompts, ids and mask [B, 35]."""
+        image_states = self.visual_encoder(pixel_values=pixels).last_hidden_state
+        image_mask = torch.ones(
+            image_states.shape[:-1], dtype=torch.long, device=image_states.device
+        )
+        hidden = self.text_encoder(
             input_ids=ids,
             attention_mask=mask,
-            encoder_hidden_states=seen,
-            encoder_attention_mask=everything,
-            is_decoder=False,  # words see the words after them
+            encoder_hidden_states=image_states,
+            encoder_attention_mask=image_mask,
+            is_decoder=False,  # bidirectional attention: no causal mask
         ).last_hidden_state[:, 0]
-        for layer in self.mlp.values():  # one after another, without activations between
-            read = layer(read)
-        return read[:, 0]
+        for layer in self.mlp.values():  # linear layers in sequence, without activations
+            hidden = layer(hidden)
+        return hidden[:, 0]
 
 
 class ImageReward(PairedScorer):
-    """Learned human preference, about zero mean and unit deviation over the authors' data.
+    """Learned human preference, with about zero mean and unit deviation over the authors' data.
 
     ``vocabulary``: vocab.txt of bert-base-uncased, as a file, a directory or a hub id.
-    ``architecture``: tables ``vision`` and ``text`` of transformers' BlipVisionConfig and
-    BlipTextConfig, over the released ones. Keep ``dtype`` fp32: lower ones move the scores.
+    ``architecture``: tables ``vision`` and ``text`` that override values of the released
+    BlipVisionConfig and BlipTextConfig of transformers. Keep ``dtype`` fp32: lower precision
+    changes the scores.
     """
 
     paths = {"checkpoint": FILES, "vocabulary": WORD_FILES}
@@ -139,23 +142,23 @@ class ImageReward(PairedScorer):
 
     @staticmethod
     def check(settings: Settings) -> None:
-        """Also refuses other tables than vision and text in ``architecture``."""
+        """Raise ScorerSetupError also if ``architecture`` has tables other than vision and text."""
         PairedScorer.check(settings)
         _check_tables(settings["architecture"] or {})
 
     @classmethod
     def network(cls, settings: Settings) -> BlipReward:
-        """The model that ``architecture`` describes. Raises ScorerSetupError for other tables."""
+        """Build the model of ``architecture``. Raises ScorerSetupError for other tables."""
         _check_tables(tables := settings.get("architecture") or {})
         return BlipReward(tables.get("vision", {}), tables.get("text", {}))
 
     def pixels(self, images: np.ndarray) -> torch.Tensor:
-        """uint8 [B, 3, H, W] -> float32 [B, 3, S, S]."""
+        """Preprocess uint8 [B, 3, H, W] to float32 [B, 3, S, S]."""
         crop = crop_square(images, self.model.image_size)
         return normalize(to_float(crop))
 
     def score(self, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
-        """The normalized reward of each image for its prompt."""
+        """Return the normalized reward of each image for its prompt."""
         words = self.tokenise(
             prompts, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"
         )
@@ -175,7 +178,10 @@ def _check_tables(architecture: Settings) -> None:
 
 
 def renamed(state: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
-    """The released names as ``BlipReward`` has them. Raises ScorerSetupError for another file."""
+    """Rename released weights to the names of ``BlipReward``.
+
+    Raises ScorerSetupError if ``state`` is not from an ImageReward checkpoint.
+    """
     if not any(name.startswith(SEEN) for name in state):
         raise ScorerSetupError(
             f"{path}: no ImageReward checkpoint: no name in it starts with {SEEN!r}"
@@ -184,18 +190,17 @@ def renamed(state: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tenso
 
 
 def _rename(name: str) -> str:
-    for pattern, ours in RENAMES:
-        if found := re.match(pattern, name):
-            return found.expand(ours) + name[found.end() :]
+    for pattern, replacement in RENAMES:
+        if match := re.match(pattern, name):
+            return match.expand(replacement) + name[match.end() :]
     return name
 
 
 def bert_tokenizer(vocabulary: str) -> BertTokenizer:
-    """bert-base-uncased's tokenizer from its vocab.txt. Raises ScorerSetupError where that is
-    another vocabulary.
+    """Return the tokenizer of bert-base-uncased, built from its vocab.txt.
 
-    The words are read here: transformers, asked for a name that it cannot find offline, answers
-    with a vocabulary of five words.
+    The file is read explicitly, because transformers returns a tokenizer of five words for a name
+    that it cannot find offline. Raises ScorerSetupError if the vocabulary is another.
     """
     from transformers import BertTokenizer
 
@@ -207,5 +212,5 @@ def bert_tokenizer(vocabulary: str) -> BertTokenizer:
             " vocab.txt"
         )
     return BertTokenizer(
-        vocab={word: place for place, word in enumerate(words)}, do_lower_case=True
+        vocab={word: index for index, word in enumerate(words)}, do_lower_case=True
     )

@@ -15,7 +15,7 @@ BYTES_PER_KB = 1000.0
 
 
 def jpeg_kilobytes(images: np.ndarray, quality: int) -> np.ndarray:
-    """Size in kB (1000 bytes) of each image uint8 [B, 3, H, W] as a JPEG file: float32 [B]."""
+    """Return the JPEG size in kB (1000 bytes) of each image of uint8 [B, 3, H, W]: float32 [B]."""
     sizes = []
     for image in images:
         buffer = io.BytesIO()
@@ -25,7 +25,7 @@ def jpeg_kilobytes(images: np.ndarray, quality: int) -> np.ndarray:
 
 
 class JpegIncompressibility(BuiltIn):
-    """Reward = JPEG size in kB: detail pays. ``quality`` is Pillow's, 1 to 95."""
+    """JPEG size in kB, which rewards detail. ``quality`` is Pillow's, 1 to 95."""
 
     sign = 1.0
 
@@ -35,7 +35,7 @@ class JpegIncompressibility(BuiltIn):
 
     @staticmethod
     def check(settings: Settings) -> None:
-        """Raises ScorerSetupError for a quality that Pillow does not have."""
+        """Raise ScorerSetupError unless ``quality`` is an integer from 1 to 95."""
         require_count("quality", quality := settings["quality"], 1)
         if quality > 95:
             raise ScorerSetupError(f"quality is {quality}: use 1 to 95")
@@ -43,11 +43,11 @@ class JpegIncompressibility(BuiltIn):
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> np.ndarray:
-        """uint8 [B, 3, H, W] -> float32 [B]; prompts and metadata are not looked at."""
+        """Score uint8 [B, 3, H, W] as float32 [B]; prompts and metadata are ignored."""
         return np.float32(self.sign) * jpeg_kilobytes(images, self.quality)
 
 
 class JpegCompressibility(JpegIncompressibility):
-    """Reward = minus the JPEG size in kB: flat images pay."""
+    """Negative JPEG size in kB, which rewards flat images."""
 
     sign = -1.0

@@ -1,4 +1,4 @@
-"""Can the requested text be read in the image? Edit distance to what RapidOCR reads there."""
+"""OCR scorer: how much of the requested text RapidOCR reads in an image, by edit distance."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ QUOTES = (
     "\u00ab([^\u00bb]+)\u00bb",
     "\u300c([^\u300d]+)\u300d",
 )
-# an apostrophe inside a word is no quote
+# an apostrophe inside a word is not a quotation mark
 SINGLE = (r"(?<!\w)'([^']+)'(?!\w)", r"(?<!\w)\u2018([^\u2019]+)\u2019(?!\w)")
 QUOTED = re.compile("|".join((*QUOTES, *SINGLE)))
 
 
 class OcrScorer(BuiltIn):
-    """Share of the wanted text that is read, in [0, 1]: 1 - edits / length, over all quoted pieces
-    of the prompt.
+    """Share of the requested text that is read in an image, in [0, 1]: 1 - edits / length.
 
-    Letter case and white space do not count. A piece is looked for anywhere in what is read, so
-    that more text around it does not matter. A row of metadata with the key "text" says what is
-    wanted in place of the prompt's quotes.
+    Edits and lengths are summed over all quoted pieces of the prompt, or over the metadata's
+    "text", a string or a list, if there is one. Letter case and white space are ignored. A piece is
+    matched anywhere in the recognized text, so that text around it does not matter.
     """
 
     @classmethod
     def model_bytes(cls, settings: Settings) -> int | None:
-        """Not known: the weights are within RapidOCR's wheel."""
+        """Return None: the weights are part of RapidOCR's wheel."""
         return None
 
     def __init__(self, threads: int = 1) -> None:
@@ -44,7 +43,7 @@ class OcrScorer(BuiltIn):
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> np.ndarray:
-        """uint8 [B, 3, H, W] -> float32 [B]. Raises ValueError for a prompt without a text."""
+        """Score uint8 [B, 3, H, W] as float32 [B]. Raises ValueError if a prompt has no text."""
         require_images(images, prompts, metadata)
         wanted = [wanted_text(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)]
         return np.array(
@@ -56,16 +55,16 @@ class OcrScorer(BuiltIn):
         )
 
     def read(self, image: np.ndarray) -> str:
-        """All text in uint8 [3, H, W], lines in reading order, with spaces between."""
-        blue_first = np.ascontiguousarray(image[::-1].transpose(1, 2, 0))
-        lines, _ = self._engine(blue_first)
+        """Recognize all text in uint8 [3, H, W]; lines in reading order are joined by spaces."""
+        bgr = np.ascontiguousarray(image[::-1].transpose(1, 2, 0))
+        lines, _ = self._engine(bgr)
         return " ".join(str(line[1]) for line in lines or ())
 
 
 def wanted_text(prompt: str, metadata: Metadata) -> list[str]:
-    """The pieces of text that an image must show. Raises ValueError when there are none."""
-    told = metadata.get("text")
-    pieces = [told] if isinstance(told, str) else list(told or [])
+    """Return the pieces of text that an image must show. Raises ValueError if there are none."""
+    text = metadata.get("text")
+    pieces = [text] if isinstance(text, str) else list(text or [])
     pieces = pieces or ["".join(groups) for groups in QUOTED.findall(prompt)]
     pieces = [piece for piece in pieces if plain(piece)]
     if not pieces:
@@ -77,22 +76,22 @@ def wanted_text(prompt: str, metadata: Metadata) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """Letters as they are compared: one case, no white space."""
+    """Normalize text for comparison: one case, no white space."""
     return "".join(text.casefold().split())
 
 
 def share_read(wanted: Sequence[str], read: str) -> float:
-    """1 - edits / length over all pieces; edits are those to the nearest stretch of ``read``."""
+    """Return 1 - edits / length over all pieces, each compared with its nearest substring."""
     lengths = [len(plain(piece)) for piece in wanted]
     edits = [nearest(plain(piece), plain(read)) for piece in wanted]
     return 1.0 - sum(edits) / sum(lengths)
 
 
 def nearest(piece: str, text: str) -> int:
-    """Least number of edits from ``piece`` to any stretch of ``text``, the empty one included.
+    """Return the least edit distance from ``piece`` to a substring of ``text``, possibly empty.
 
     An edit is an insertion, deletion or replacement of a letter. Sellers' algorithm: a row per
-    letter of the piece; the first row is zero, since a stretch may begin anywhere.
+    letter of the piece; the first row is zero, since a substring may begin anywhere.
     """
     row = [0] * (len(text) + 1)
     for i, letter in enumerate(piece, 1):

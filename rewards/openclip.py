@@ -1,4 +1,4 @@
-"""CLIPScore and HPSv2: the cosine of open_clip's features, and how each resizes an image."""
+"""CLIPScore and HPSv2: cosine similarity of open_clip features, with the resizing of each."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ SIZES = (
     "context_length",
 )
 MOST, MOST_LAYERS = 2**20, 1000
-"""Beyond what any model has, and few enough that to build one comes to an end."""
+"""Limits above those of any real model, yet low enough that building one terminates."""
 
 
 class OpenClipScorer(PairedScorer):
-    """Cosine of the two towers of an open_clip CLIP; without the logit scale.
+    """Cosine similarity of the image and text features of an open_clip model, without logit scale.
 
     ``checkpoint``: a file, a directory or a hub id of open_clip weights. ``architecture``: a name
-    that open_clip knows, or a table as in its model configurations (embed_dim, vision_cfg,
-    text_cfg); by default what ``open_clip_config.json`` says, beside the weights or on the hub.
-    Without one a path is of the scorer's own architecture, ``default``, and so is the repository
-    ``published``; another repository is refused.
+    that open_clip knows, or a table like its model configurations (embed_dim, vision_cfg,
+    text_cfg); by default that of ``open_clip_config.json``, next to the weights or on the hub. If
+    that file is missing, a local checkpoint is assumed to have the scorer's own architecture,
+    ``default``, like the repository ``published``, and any other repository is refused.
     """
 
     default = ""
     published = ""
-    resizes: ClassVar[dict[str, str]] = {}  # open_clip's settings of resizing that it follows
+    resizes: ClassVar[dict[str, str]] = {}  # open_clip's resize settings that the scorer implements
     paths = {"checkpoint": FILES}
 
     def __init__(
@@ -68,27 +68,27 @@ class OpenClipScorer(PairedScorer):
         device: str | None = None,
     ) -> None:
         super().__init__(batch_size, dtype, device)
-        described = self._description(checkpoint, architecture is not None)
+        description = self._description(checkpoint, architecture is not None)
         path = locate(checkpoint, self.paths["checkpoint"])
-        cfg = _config(architecture or described.get("model_cfg") or self.default)
+        cfg = _config(architecture or description.get("model_cfg") or self.default)
         what = str(architecture or self.default)
         self.model = load_weights(partial(_build, cfg), read_state(path), path, what)
         self.model.to(self.device, self.dtype).eval()
         self.tokenise = _tokenizer(cfg, path)
-        told = described.get("preprocess_cfg", {})
-        self.mean, self.std = told.get("mean", CLIP_MEAN), told.get("std", CLIP_STD)
+        preprocess = description.get("preprocess_cfg", {})
+        self.mean, self.std = preprocess.get("mean", CLIP_MEAN), preprocess.get("std", CLIP_STD)
         self.size = int(cfg["vision_cfg"].get("image_size", 224))
 
     @classmethod
     def network(cls, settings: Settings) -> torch.nn.Module | None:
-        """The two towers, asking no hub; a description beside a local checkpoint counts.
+        """Build the model without network access, by the description next to a local checkpoint.
 
-        None where a checkpoint of the shipped tree has not been built.
+        None if a checkpoint of the shipped tree has not been built.
         """
         wanted, source = settings.get("architecture"), str(settings.get("checkpoint", ""))
         try:
             path = local(source, cls.paths["checkpoint"])
-        except ScorerSetupError:  # not on this machine: then it has the scorer's own architecture
+        except ScorerSetupError:  # not on this machine: assume the scorer's own architecture
             path = None
             if not wanted and source.startswith("shapes/"):
                 return None
@@ -97,39 +97,39 @@ class OpenClipScorer(PairedScorer):
         return _build(_config(wanted or cls.default))
 
     def _description(self, checkpoint: str, architecture_given: bool) -> Tree:
-        """open_clip's description of a checkpoint; empty without one, and of the published one."""
+        """Return open_clip's description of a checkpoint; empty for none and for ``published``."""
         names = self.paths["checkpoint"]
         repo = repository(checkpoint, names)
         if repo == self.published:
             return {}
         file = locate(checkpoint, names).with_name(CONFIG) if repo is None else fetch(repo, CONFIG)
-        told = _read_description(file) if file is not None and file.is_file() else {}
-        if repo is not None and not told.get("model_cfg") and not architecture_given:
+        description = _read_description(file) if file is not None and file.is_file() else {}
+        if repo is not None and not description.get("model_cfg") and not architecture_given:
             raise ScorerSetupError(
                 f"{repo!r} has no {CONFIG} that says what it was trained as: set architecture, or"
                 f" use {self.published}"
             )
         for key, own in self.resizes.items():
-            if (wanted := told.get("preprocess_cfg", {}).get(key, own)) != own:
+            if (wanted := description.get("preprocess_cfg", {}).get(key, own)) != own:
                 raise ScorerSetupError(
                     f"{checkpoint!r}: its {CONFIG} has {key} = {wanted!r}; this scorer makes"
                     f" images with {own!r} only"
                 )
-        return told
+        return description
 
     def score(self, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
-        """Cosine in [-1, 1] of each image and its prompt."""
-        once, places = distinct(prompts)
+        """Return the cosine similarity, in [-1, 1], of each image and its prompt."""
+        unique, places = distinct(prompts)
         image = self.model.encode_image(pixels.to(self.device, self.dtype))
-        text = self.model.encode_text(self.tokenise(once).to(self.device))
+        text = self.model.encode_text(self.tokenise(unique).to(self.device))
         return cosine(image, text[torch.tensor(places, device=self.device)])
 
 
 class ClipScore(OpenClipScorer):
-    """CLIPScore (arXiv 2104.08718), the plain cosine: without its factor 2.5 and clipping at zero.
+    """CLIPScore (arXiv 2104.08718) as plain cosine: without its factor 2.5 and clipping at zero.
 
-    Images as open_clip's own validation transform makes them: shorter side bicubic, centre crop,
-    normalize.
+    Images are preprocessed like in open_clip's validation transform: shorter side resized
+    bicubically, center crop, normalization.
     """
 
     default = "ViT-L-14-quickgelu"
@@ -138,7 +138,7 @@ class ClipScore(OpenClipScorer):
     resizes = {"interpolation": "bicubic", "resize_mode": "shortest"}
 
     def pixels(self, images: np.ndarray) -> torch.Tensor:
-        """uint8 [B, 3, H, W] -> float32 [B, 3, S, S]."""
+        """Preprocess uint8 [B, 3, H, W] to float32 [B, 3, S, S]."""
         crop = crop_square(images, self.size)
         return normalize(to_float(crop), self.mean, self.std)
 
@@ -146,7 +146,7 @@ class ClipScore(OpenClipScorer):
 class HPSv2(OpenClipScorer):
     """Human Preference Score v2 (arXiv 2306.09341): the raw cosine of a fine-tuned ViT-H/14.
 
-    Its images are not CLIP's: the longer side is resized, and the rest is padded with black.
+    Unlike in CLIP, the longer side is resized, and the rest is padded with black.
     """
 
     default = "ViT-H-14"
@@ -155,67 +155,72 @@ class HPSv2(OpenClipScorer):
     paths = {"checkpoint": ("HPS_v2.1_compressed.pt", "HPS_v2_compressed.pt", *FILES)}
 
     def pixels(self, images: np.ndarray) -> torch.Tensor:
-        """uint8 [B, 3, H, W] -> float32 [B, 3, S, S]."""
+        """Preprocess uint8 [B, 3, H, W] to float32 [B, 3, S, S]."""
         return normalize(pad_square(images, self.size), self.mean, self.std)
 
 
 def _read_description(file: Path) -> Tree:
-    """What open_clip_config.json says. Raises ScorerSetupError for another form of it."""
+    """Read open_clip_config.json. Raises ScorerSetupError if it is malformed."""
     try:
-        told = dict(json.loads(file.read_text(encoding="utf-8")))
+        description = dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, RecursionError, TypeError, ValueError) as error:
         raise ScorerSetupError(f"{file}: no JSON object ({error}): remove it, or fix it") from None
     for key in ("model_cfg", "preprocess_cfg"):
-        if not isinstance(told.get(key, {}), dict):
-            raise ScorerSetupError(f"{file}: {key} = {str(told[key])[:80]}: a table is expected")
+        if not isinstance(description.get(key, {}), dict):
+            raise ScorerSetupError(
+                f"{file}: {key} = {str(description[key])[:80]}: a table is expected"
+            )
     for key in ("mean", "std"):
-        values = told.get("preprocess_cfg", {}).get(key, CLIP_STD)
+        values = description.get("preprocess_cfg", {}).get(key, CLIP_STD)
         if not _is_colour(values) or (key == "std" and not all(values)):
             raise ScorerSetupError(
                 f"{file}: {key} = {str(values)[:80]}: a finite number for each of three colours is"
                 " expected"
             )
-    return told
+    return description
 
 
 def _is_colour(values: object) -> bool:
     return (
         isinstance(values, list | tuple)
         and len(values) == 3
-        and all(type(each) in (int, float) and abs(each) <= MOST for each in values)
+        and all(type(value) in (int, float) and abs(value) <= MOST for value in values)
     )
 
 
 def _config(wanted: str | Tree) -> Tree:
-    """The model configuration of a name or a table. Raises ScorerSetupError for no plain CLIP."""
+    """Return the model configuration of a name or a table.
+
+    Raises ScorerSetupError unless it describes a plain CLIP.
+    """
     import open_clip
 
-    found = open_clip.get_model_config(wanted) if isinstance(wanted, str) else dict(wanted)
-    if found is None:
+    config = open_clip.get_model_config(wanted) if isinstance(wanted, str) else dict(wanted)
+    if config is None:
         raise ScorerSetupError(
             f"architecture = {wanted!r}: open_clip has no such model; `open_clip.list_models()`"
             " names all"
         )
     for key in ("vision_cfg", "text_cfg"):
-        if not isinstance(found.get(key, {}), dict):
-            raise ScorerSetupError(f"architecture: {key} = {str(found[key])[:80]}: no table")
-    sizes = {"embed_dim": found.get("embed_dim", 1)}
-    sizes |= {key: found.get("vision_cfg", {}).get(key, 1) for key in SIZES}
-    sizes |= {f"text {key}": found.get("text_cfg", {}).get(key, 1) for key in SIZES}
+        if not isinstance(config.get(key, {}), dict):
+            raise ScorerSetupError(f"architecture: {key} = {str(config[key])[:80]}: no table")
+    sizes = {"embed_dim": config.get("embed_dim", 1)}
+    sizes |= {key: config.get("vision_cfg", {}).get(key, 1) for key in SIZES}
+    sizes |= {f"text {key}": config.get("text_cfg", {}).get(key, 1) for key in SIZES}
     for key, size in sizes.items():
         if type(size) is not int or not 1 <= size <= (MOST_LAYERS if "layers" in key else MOST):
             raise ScorerSetupError(
                 f"architecture: {key} = {str(size)[:80]}: a whole number from 1 up is expected, as"
                 " models have it"
             )
-    lacking = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if key not in found]
-    if lacking or found.get("custom_text") or "hf_model_name" in found.get("text_cfg", {}):
-        why = f"lacks {', '.join(lacking)}" if lacking else "has a text tower of its own"
+    missing = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if key not in config]
+    if missing or config.get("custom_text") or "hf_model_name" in config.get("text_cfg", {}):
+        why = f"lacks {', '.join(missing)}" if missing else "has a text tower of its own"
         raise ScorerSetupError(
             f"architecture {why}: only a plain CLIP works here, such as {{embed_dim, vision_cfg,"
             " text_cfg}"
         )
-    return found
+    return config
 
 
 def _build(cfg: Tree) -> open_clip.CLIP:
@@ -223,7 +228,7 @@ def _build(cfg: Tree) -> open_clip.CLIP:
 
     try:
         return open_clip.CLIP(**{key: value for key, value in cfg.items() if key != "custom_text"})
-    # what open_clip computes with values that are of another type, or do not go together
+    # raised for values of a wrong type, or values that do not fit together
     except DAMAGED as error:
         raise ScorerSetupError(
             f"architecture: open_clip cannot build it: {first_line(error)}: fix {cfg}"
@@ -231,7 +236,7 @@ def _build(cfg: Tree) -> open_clip.CLIP:
 
 
 def _tokenizer(cfg: Tree, path: Path) -> SimpleTokenizer | HFTokenizer:
-    """CLIP's own tokenizer, or one beside the checkpoint where its configuration says so."""
+    """Return CLIP's own tokenizer, or the one next to the checkpoint if ``cfg`` names one."""
     from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 
     length = int(cfg["text_cfg"].get("context_length", 77))
@@ -248,15 +253,15 @@ def _tokenizer(cfg: Tree, path: Path) -> SimpleTokenizer | HFTokenizer:
         Tokenizer.from_file(str(path.with_name("tokenizer.json")))
         tokenizer = HFTokenizer(str(path.parent), context_length=length)
         tokenizer(["a"])
-        found = len(tokenizer.tokenizer)
+        size = len(tokenizer.tokenizer)
     except Exception as error:  # tokenizers raises Exception itself
         raise ScorerSetupError(
             f"{path.parent}: tokenizer.json and tokenizer_config.json make no tokenizer"
             f" ({first_line(error)[:200]}): give a directory with both"
         ) from None
-    if found != (wanted := int(cfg["text_cfg"].get("vocab_size", 49408))):
+    if size != (wanted := int(cfg["text_cfg"].get("vocab_size", 49408))):
         raise ScorerSetupError(
-            f"{path.parent}: the tokenizer has {found} words, the model {wanted}: they do not"
+            f"{path.parent}: the tokenizer has {size} words, the model {wanted}: they do not"
             " belong together"
         )
     return tokenizer

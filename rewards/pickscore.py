@@ -1,4 +1,4 @@
-"""PickScore (arXiv 2305.01569): a ViT-H/14 tuned on people's choices, on transformers' CLIP."""
+"""PickScore (arXiv 2305.01569): a CLIP ViT-H/14, fine-tuned on human choices, in transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rewards.paired import PairedScorer, cosine, distinct
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer
 
-SCALE = 26.0  # brings the usual range, about 17 to 26, near 1, as reward training has it
+SCALE = 26.0  # divisor that brings the usual range, about 17 to 26, near 1, as in reward training
 FILES = ("model.safetensors", "pytorch_model.bin")
 ARCHITECTURE: Tree = {
     "projection_dim": 1024,
@@ -43,11 +43,11 @@ ARCHITECTURE: Tree = {
 
 
 class PickScore(PairedScorer):
-    """exp(logit scale) x cosine / 26. ``architecture``: a table of transformers' CLIPConfig, by
-    default ViT-H/14.
+    """exp(logit scale) x cosine / 26 of a CLIP model of transformers.
 
-    Images as transformers' image processor on Pillow makes them; words by CLIP's vocabulary,
-    which open_clip ships.
+    ``architecture``: a table of transformers' CLIPConfig, by default ViT-H/14. Images are
+    preprocessed as by transformers' Pillow image processor; prompts are tokenized with CLIP's
+    vocabulary, which open_clip ships.
     """
 
     paths = {"checkpoint": FILES}
@@ -81,7 +81,7 @@ class PickScore(PairedScorer):
 
     @classmethod
     def network(cls, settings: Settings) -> torch.nn.Module:
-        """transformers' CLIPModel. Raises ScorerSetupError for a table that is none."""
+        """Build transformers' CLIPModel. Raises ScorerSetupError if ``architecture`` is invalid."""
         from transformers import CLIPConfig, CLIPModel
 
         try:
@@ -93,15 +93,19 @@ class PickScore(PairedScorer):
             ) from None
 
     def pixels(self, images: np.ndarray) -> torch.Tensor:
-        """uint8 [B, 3, H, W] -> float32 [B, 3, S, S]."""
+        """Preprocess uint8 [B, 3, H, W] to float32 [B, 3, S, S]."""
         crop = crop_square(images, self.size, "floor")
         return normalize(to_float(crop))
 
     def score(self, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
-        """Scaled cosine of each image and its prompt."""
-        once, places = distinct(prompts)
+        """Return the scaled cosine similarity of each image and its prompt."""
+        unique, places = distinct(prompts)
         words = self.tokenise(
-            once, padding="max_length", truncation=True, max_length=self.length, return_tensors="pt"
+            unique,
+            padding="max_length",
+            truncation=True,
+            max_length=self.length,
+            return_tensors="pt",
         )
         image = self.model.get_image_features(
             pixel_values=pixels.to(self.device, self.dtype)
@@ -115,12 +119,12 @@ class PickScore(PairedScorer):
 
 
 def clip_tokenizer() -> CLIPTokenizer:
-    """CLIP's tokenizer over the vocabulary that open_clip's wheel carries: no download."""
+    """Return CLIP's tokenizer with the vocabulary in open_clip's wheel, without a download."""
     from open_clip.tokenizer import SimpleTokenizer
     from transformers import CLIPTokenizer
 
     shipped = SimpleTokenizer()
-    # open_clip spells these two otherwise
+    # open_clip spells these two tokens differently
     ends = {shipped.sot_token_id: "<|startoftext|>", shipped.eot_token_id: "<|endoftext|>"}
     vocabulary = {ends.get(place, word): place for word, place in shipped.encoder.items()}
     merges: Any = [pair for pair, _ in sorted(shipped.bpe_ranks.items(), key=lambda item: item[1])]

@@ -1,4 +1,4 @@
-"""Scores from a reward server over HTTP (docs/rewards.md). No answer of it can run code."""
+"""Scorer that queries a reward server over HTTP (docs/rewards.md); no answer can run code."""
 
 from __future__ import annotations
 
@@ -32,25 +32,26 @@ from rewards.base import (
 )
 
 TYPES = {"npz": "application/x-npz", "json": "application/json"}
-AGAIN = (408, 425, 429)  # worth another try besides the 5xx: timed out, too early, too many
-PAUSE_S = 0.5  # before the second try; doubles with every further one
+AGAIN = (408, 425, 429)  # retried like 5xx: request timeout, too early, too many requests
+PAUSE_S = 0.5  # before the first retry; doubles with every further one
 ANSWER_BYTES = 65536, 64
-"""An answer may have so many bytes, and so many more per image: a score takes a few dozen."""
+"""Most bytes of an answer: a constant, and a number per image, whose score takes a few dozen."""
 PIECE = 65536
 HERE = ("localhost", "::1")
 
 
 @dataclass(eq=False)
 class HttpScorer(BuiltIn):
-    """POSTs images and prompts to ``url`` and takes the scores of the answer.
+    """Scorer that posts images and prompts to ``url`` and reads the scores from the answer.
 
-    ``encoding`` npz sends raw pixels, json sends PNG in base64. An answer that does not come within
-    ``timeout_s``, a broken connection and a 5xx are tried again ``retries`` times; keep (retries +
-    1) x timeout_s below the deadline of the service that asks. ``batch_size`` 0 sends all at once.
-    With ``clips``, in npz only, whole clips [B, F, 3, H, W] go out, not single frames.
+    ``encoding`` npz sends raw pixels, json sends PNG in base64. A timeout after ``timeout_s``, a
+    broken connection and a status 5xx, 408, 425 or 429 are retried ``retries`` times; keep (retries
+    + 1) x timeout_s below the deadline of the reward service. ``batch_size`` 0 sends all images in
+    one request. With ``clips``, in npz only, whole clips [B, F, 3, H, W] are sent instead of single
+    frames.
 
-    Images go to ``url`` and nowhere else: no redirect is followed, and plain http leaves this
-    machine only with ``plain_http``. No more of an answer is read than scores can take.
+    Images are sent to ``url`` only: no redirect is followed, and plain http to another machine
+    needs ``plain_http``. An answer longer than scores can be is rejected.
     """
 
     compares: ClassVar[bool | None] = None
@@ -68,7 +69,7 @@ class HttpScorer(BuiltIn):
 
     @staticmethod
     def check(settings: Settings) -> None:
-        """Raises ScorerSetupError for settings with which no server can be asked."""
+        """Raise ScorerSetupError if settings are invalid."""
         require_url(settings["url"], settings["plain_http"])
         require_one_of("encoding", settings["encoding"], TYPES)
         if settings["clips"] and settings["encoding"] != "npz":
@@ -80,7 +81,10 @@ class HttpScorer(BuiltIn):
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> np.ndarray:
-        """uint8 [B, 3, H, W] -> float32 [B], NaN where the server says null. Raises ScorerError."""
+        """Score uint8 [B, 3, H, W] as float32 [B], NaN for null.
+
+        Raises ScorerError if the server does not answer or the answer is invalid.
+        """
         require_images(images, prompts, metadata, self.clips)
         size = self.batch_size or max(1, len(images))
         parts = [
@@ -106,11 +110,11 @@ class HttpScorer(BuiltIn):
 def post(
     url: str, body: bytes, headers: Mapping[str, str], timeout_s: float, retries: int, most: int
 ) -> bytes:
-    """What ``url`` answers, up to ``most`` bytes, all of it within ``timeout_s``.
+    """Post ``body`` to ``url`` and return the answer: up to ``most`` bytes, within ``timeout_s``.
 
-    What may pass is tried again, after pauses that double; where the answer says in Retry-After how
-    many seconds to wait, so long, up to ``timeout_s``. No redirect is followed, and plain http
-    passes no proxy. Raises ScorerError.
+    Failures that may be temporary are retried with exponential backoff, or after the seconds in
+    Retry-After, up to ``timeout_s``, if they are longer. No redirect is followed, and plain http
+    uses no proxy. Raises ScorerError if no attempt succeeds.
     """
     request = urllib.request.Request(url, body, dict(headers))
     problem, pause = "", 0.0
@@ -135,7 +139,10 @@ def post(
 
 
 def _read(request: urllib.request.Request, timeout_s: float, most: int) -> bytes:
-    """The body of the answer. Raises OSError, ScorerError."""
+    """Send a request and return the body of the answer.
+
+    Raises OSError if the request fails, ScorerError if the answer is too long.
+    """
     body, deadline = b"", time.monotonic() + timeout_s
     with _opener(request.type == "http").open(request, timeout=timeout_s) as answer:
         while piece := answer.read1(PIECE):
@@ -154,12 +161,12 @@ def _read(request: urllib.request.Request, timeout_s: float, most: int) -> bytes
 def _opener(plain: bool) -> urllib.request.OpenerDirector:
     handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
     if plain:
-        handlers.append(urllib.request.ProxyHandler({}))  # it would read the images
+        handlers.append(urllib.request.ProxyHandler({}))  # a proxy could read the images
     return urllib.request.build_opener(*handlers)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect is an error: its target gets no images."""
+    """Handler that turns a redirect into an error, so that its target receives no images."""
 
     def redirect_request(self, *_: object) -> None:
         return None
@@ -171,7 +178,7 @@ def require_url(url: object, plain_http: object) -> None:
         raise ScorerSetupError(f"url is {url!r}: give http://host:port/path or https://...")
     if not isinstance(plain_http, bool):
         raise ScorerSetupError(f"plain_http is {plain_http!r}: use true or false")
-    if url.startswith("http://") and not plain_http and not _is_here(_host(url) or ""):
+    if url.startswith("http://") and not plain_http and not _is_this_machine(_host(url) or ""):
         raise ScorerSetupError(
             f"url is {url!r}: images would go to another machine unencrypted: use https://, or"
             " set plain_http = true on a network of your own"
@@ -179,7 +186,7 @@ def require_url(url: object, plain_http: object) -> None:
 
 
 def require_seconds(name: str, value: object) -> None:
-    """Raise ScorerSetupError unless a setting is a positive time."""
+    """Raise ScorerSetupError unless a setting is a positive, finite number of seconds."""
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
@@ -188,8 +195,8 @@ def require_seconds(name: str, value: object) -> None:
         raise ScorerSetupError(f"{name} is {value!r}: use a positive time in seconds")
 
 
-def _is_here(host: str) -> bool:
-    """Whether a URL's host is this machine, by its name or number alone."""
+def _is_this_machine(host: str) -> bool:
+    """Return True if a URL's host is a name or address of this machine; nothing is resolved."""
     try:
         return host in HERE or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -197,7 +204,7 @@ def _is_here(host: str) -> bool:
 
 
 def _host(url: str) -> str | None:
-    """The host of a URL; None where there is none, or no number for a port."""
+    """Return the host of a URL; None if it has none or its port is invalid."""
     try:
         parts = urllib.parse.urlsplit(url)
         return parts.hostname if parts.port != 0 else None
@@ -208,9 +215,10 @@ def _host(url: str) -> str | None:
 def encode(
     encoding: str, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
 ) -> bytes:
-    """The body of a request for images uint8 [B, 3, H, W].
+    """Encode a request for images uint8 [B, 3, H, W].
 
-    The images that prompts edit go out once each, as ``sources``; metadata then says which.
+    Each image that prompts edit is sent once, in ``sources``; ``image`` in a row of metadata is its
+    index there.
     """
     sources: dict[int, np.ndarray] = {}
     rows: list[Metadata] = []
@@ -220,14 +228,14 @@ def encode(
             sources.setdefault(id(source), source)
             row = {**row, "image": list(sources).index(id(source))}
         rows.append(row)
-    told: dict[str, object] = {"prompts": list(prompts), "metadata": rows}
+    request: dict[str, object] = {"prompts": list(prompts), "metadata": rows}
     pixels = list(sources.values())
     if encoding == "json":
         sent = {"images": images, **({"sources": pixels} if pixels else {})}
-        in_text = {name: [_png(image) for image in some] for name, some in sent.items()}
-        return json.dumps(told | in_text).encode()
+        in_text = {name: [_png(image) for image in group] for name, group in sent.items()}
+        return json.dumps(request | in_text).encode()
     buffer = io.BytesIO()
-    text = np.frombuffer(json.dumps(told).encode(), np.uint8)
+    text = np.frombuffer(json.dumps(request).encode(), np.uint8)
     if pixels:
         np.savez(buffer, images=images, request=text, sources=np.stack(pixels))
     else:
@@ -236,7 +244,10 @@ def encode(
 
 
 def decode(body: bytes, count: int) -> np.ndarray:
-    """The scores float32 [count] of an answer, NaN for null. Raises ScorerError for another."""
+    """Decode the scores float32 [count] of an answer, NaN for null.
+
+    Raises ScorerError if the answer is anything else.
+    """
     try:
         scores = json.loads(body)["scores"]
         values = [float("nan") if score is None else score for score in scores]
@@ -257,7 +268,7 @@ def decode(body: bytes, count: int) -> np.ndarray:
 
 
 def _number(value: float) -> float:
-    """A whole number may have more digits than a float holds."""
+    """Convert to float; an integer beyond its range becomes infinity."""
     try:
         return float(value)
     except OverflowError:

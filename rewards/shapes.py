@@ -1,9 +1,9 @@
-"""Reward by rule, in [0, 1]: does an image show the scene that its caption asks for?
+"""Rule-based reward in [0, 1]: how well an image shows the scene that its caption describes.
 
-A pixel is a mix of a grey and one palette colour, so its deviation from its own mean tells which
-colour and how much of it. Connected regions of one colour are objects. An object's shape is read by
-laying the four outlines over it at equal area and centroid, and comparing (intersection over
-union). Expected and found objects are then matched one to one.
+A pixel is a mix of a gray and one palette color, so its deviation from its own mean gives the color
+and its share. Connected regions of one color are objects. The shape of an object is the one of four
+outlines of equal area and centroid that overlaps it best (intersection over union). Expected and
+detected objects are then matched one to one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shapes.grammar import COLOURS, RELATIONS, SHAPES, Scene, parse
 from shapes.render import CROSS_ARM, DIRECTIONS, PALETTE, SIZE, distance
 
 PARTS = ("objects", "colours", "shapes", "counts", "positions")
-SMALLEST = 8.0  # pixels; a smaller region is debris, the smallest true object has 20
-MOST = 6  # objects looked at; the largest ones
+SMALLEST = 8.0  # pixels; smaller regions are debris, the smallest real object has 20
+MOST = 6  # largest objects that are considered; others are debris
 WINDOW = 22  # pixels around an object that are compared with an outline
 DEBRIS = 24.0  # pixels of debris that make the clean factor zero
-# of each outline of radius 1: its area, and how far its centroid lies below its box's centre
+# of each outline of radius 1: its area, and how far its centroid lies below the center of its box
 _AREA = np.array([np.pi, 4 * 0.92**2, 2.0, 8 * CROSS_ARM - 4 * CROSS_ARM**2], dtype=np.float32)
 _DROP = np.array([0.0, 0.0, 1 / 3, 0.0], dtype=np.float32)
 _TINT = PALETTE - PALETTE.mean(1, keepdims=True)  # [6, 3]
@@ -31,29 +31,29 @@ _TINT = PALETTE - PALETTE.mean(1, keepdims=True)  # [6, 3]
 
 @dataclass(frozen=True)
 class Regions:
-    """The objects found, all images in one list. Lengths in pixels."""
+    """Detected objects of all images in one list. Lengths are in pixels."""
 
-    owner: np.ndarray  # [R], index of the image that it is in
+    owner: np.ndarray  # [R], index of the image that contains it
     centre: np.ndarray  # [R, 2], (x, y)
-    colour: np.ndarray  # [R, 6], how well it matches each colour, 0..1
-    shape: np.ndarray  # [R, 4], how well it matches each shape, 0..1
-    inside: np.ndarray  # [R], 0 where it touches the image's edge, else 1
+    colour: np.ndarray  # [R, 6], match with each color, 0..1
+    shape: np.ndarray  # [R, 4], match with each shape, 0..1
+    inside: np.ndarray  # [R], 0 if it touches the image's edge, else 1
     debris: np.ndarray  # [B], covered area that belongs to no object
 
 
 class ShapesScorer(BuiltIn):
-    """Scores images against shapes captions.
+    """Scorer of images against captions of shapes.
 
-    Called with uint8 [B, 3, H, W] (any size, read at 32x32), B prompts and B metadata rows; a row
-    with the key "objects" is a ``Scene.metadata``, any other row leaves the scene to be parsed from
-    the prompt. Returns float32 [B] in [0, 1]::
+    It takes uint8 [B, 3, H, W] (any size, resized to 32x32), B prompts and B metadata rows; a row
+    with the key "objects" is a ``Scene.metadata``, for any other row the scene is parsed from the
+    prompt. It returns float32 [B] in [0, 1]::
 
         mean over expected objects of colour * (0.1 + 0.9 shape)  *  counts  *  (0.3 + 0.7
         positions)  *  clean
 
-    ``parts`` then holds float32 [B] for each of ``PARTS`` and "strict": 1 where every object has
-    its colour and shape best, the count is exact and the relation holds. Raises ValueError for
-    other inputs and for prompts outside the grammar.
+    ``parts`` then holds float32 [B] for each of ``PARTS`` and for "strict", which is 1 if every
+    object matches its color and shape, the count is exact and the relation holds. Raises ValueError
+    for other inputs and for prompts outside the grammar.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class ShapesScorer(BuiltIn):
 
 
 def to_size(images: np.ndarray) -> np.ndarray:
-    """float32 [B, 3, 32, 32] by averaging areas."""
+    """Resize uint8 [B, 3, H, W] to float32 [B, 3, 32, 32] by averaging areas."""
     out = images.astype(np.float32)
     for axis in (2, 3):
         length = images.shape[axis]
@@ -94,9 +94,9 @@ def to_size(images: np.ndarray) -> np.ndarray:
 
 
 def connected(kind: np.ndarray) -> np.ndarray:
-    """Labels int32 [B, H, W], unique over the batch, equal for 4-connected pixels of equal kind.
+    """Label connected components: int32 [B, H, W], equal for 4-connected pixels of equal kind.
 
-    -1 where ``kind`` [B, H, W] < 0.
+    Labels are unique over the batch; -1 where ``kind`` [B, H, W] < 0.
     """
     edge = np.full((kind.shape[0], kind.shape[1] + 2, kind.shape[2] + 2), -1, dtype=np.int8)
     edge[:, 1:-1, 1:-1] = kind
@@ -115,18 +115,20 @@ def connected(kind: np.ndarray) -> np.ndarray:
             np.copyto(one, np.minimum(one, two), where=same)
         flat = label.reshape(-1)
         inner = flat[edge.reshape(-1) >= 0]
-        flat[edge.reshape(-1) >= 0] = flat[inner]  # jump to the label of one's label
+        flat[edge.reshape(-1) >= 0] = flat[
+            inner
+        ]  # pointer jumping: take the label of the pixel that the label names
         if np.array_equal(before, label):
             return np.where(edge >= 0, label, -1)[:, 1:-1, 1:-1]
 
 
 def find_regions(image: np.ndarray) -> Regions:
-    """The objects of float images [B, 3, 32, 32] in 0..255."""
+    """Detect the objects in float images [B, 3, 32, 32] of values 0..255."""
     tint = image - image.mean(1, keepdims=True)
     along = np.einsum("bchw,kc->kbhw", tint, _TINT)
     length = np.linalg.norm(_TINT, axis=1)[:, None, None, None]
     kind = (along / length).argmax(0)
-    # how much of the pixel the colour covers that explains it best
+    # share of the pixel that its best-matching color covers
     cover = np.clip((along / length**2).max(0), 0, 1.2)
     label = connected(np.where(cover > 0.5, kind, -1))
     names, which = np.unique(label, return_inverse=True)
@@ -148,7 +150,7 @@ def find_regions(image: np.ndarray) -> Regions:
 def measure(
     image: np.ndarray, cover: np.ndarray, masks: np.ndarray, owner: np.ndarray, debris: np.ndarray
 ) -> Regions:
-    """What the regions ``masks`` [R, 32, 32] of images ``owner`` [R] look like."""
+    """Measure the properties of the regions ``masks`` [R, 32, 32] of images ``owner`` [R]."""
     padded: np.ndarray = np.pad(masks, ((0, 0), (1, 1), (1, 1)))
     near = (
         padded[:, :-2, 1:-1]
@@ -160,7 +162,7 @@ def measure(
     soft = np.where(near, np.minimum(cover[owner], 1), 0)  # with the half-covered rim
     area = soft.sum((1, 2))
     axis = np.arange(SIZE, dtype=np.float32) + 0.5
-    # no matrix product: its order of sums, so its last bits, would depend on the batch's size
+    # no matrix product: its order of summation, and so its last bits, would depend on batch size
     x, y = (soft.sum(1) * axis).sum(1) / area, (soft.sum(2) * axis).sum(1) / area
     centre = np.stack([x, y], -1)
     core = masks * (cover[owner] > 0.8)
@@ -174,7 +176,7 @@ def measure(
 
 
 def shape_scores(soft: np.ndarray, area: np.ndarray, centre: np.ndarray) -> np.ndarray:
-    """How well each region [R, 32, 32] matches each outline, [R, 4]: its overlap, and its lead."""
+    """Return the match of regions [R, 32, 32] with outlines: [R, 4], by overlap and lead."""
     overlap = overlaps(soft, area, centre)
     if not len(overlap):
         return overlap
@@ -184,7 +186,7 @@ def shape_scores(soft: np.ndarray, area: np.ndarray, centre: np.ndarray) -> np.n
 
 
 def overlaps(soft: np.ndarray, area: np.ndarray, centre: np.ndarray) -> np.ndarray:
-    """Intersection over union [R, 4] with the outlines of equal area and centroid."""
+    """Return intersection over union [R, 4] with the outlines of equal area and centroid."""
     start = np.clip(np.rint(centre - WINDOW / 2), 0, SIZE - WINDOW).astype(np.int64)
     grid = np.arange(WINDOW)
     columns, rows = start[:, 0, None] + grid, start[:, 1, None] + grid
@@ -205,7 +207,7 @@ def overlaps(soft: np.ndarray, area: np.ndarray, centre: np.ndarray) -> np.ndarr
 
 
 def grade(scene: Scene, regions: Regions, index: int) -> tuple[float, ...]:
-    """(total, *PARTS, strict) of image ``index``."""
+    """Return (total, *PARTS, strict) of image ``index``."""
     found = np.flatnonzero(regions.owner == index)
     wanted, shown = len(scene.things), len(found)
     clean = max(0.0, 1 - float(regions.debris[index]) / DEBRIS)
@@ -231,7 +233,10 @@ def grade(scene: Scene, regions: Regions, index: int) -> tuple[float, ...]:
 
 
 def best_match(value: np.ndarray) -> tuple[int, ...]:
-    """The column or -1 for each row of ``value`` [expected, found]: greatest sum, ties to first."""
+    """Assign rows of ``value`` [expected, detected] to distinct columns with the greatest sum.
+
+    Returns the column of each row, or -1. The first of equally good assignments is used.
+    """
     wanted, shown = value.shape
     padded = np.concatenate([value, np.zeros((wanted, max(0, wanted - shown)))], axis=1)
     choices = np.array(list(itertools.permutations(range(padded.shape[1]), wanted)))
@@ -240,7 +245,10 @@ def best_match(value: np.ndarray) -> tuple[int, ...]:
 
 
 def place_score(scene: Scene, regions: Regions, match: Sequence[int]) -> float:
-    """How clearly the first object lies on its side of the second; else the share wholly inside."""
+    """Return how clearly the relation of the first object to the second holds, in [0, 1].
+
+    Without a relation, return the share of expected objects that are entirely inside the image.
+    """
     if scene.relation is None:
         return sum(float(regions.inside[j]) for j in match if j >= 0) / len(match)
     if min(match) < 0:

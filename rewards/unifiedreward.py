@@ -1,8 +1,8 @@
-"""UnifiedReward (arXiv 2503.05236): a Qwen2.5-VL that writes how good an image is.
+"""UnifiedReward (arXiv 2503.05236): a Qwen2.5-VL that writes a rating of an image.
 
-It is asked in the words that it was trained with, and answers greedily; the score is the number
-that it writes. That has decimals, as the ratings it learned from are means over people, so that the
-probabilities of one digit would say less than the number does.
+It is prompted with the text that it was trained with and decoded greedily; the score is the number
+that it writes. The number has decimals, because the ratings it was trained on are means over
+people; the probabilities of a single digit would carry less information.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ PUBLISHED = "CodeGoat24/UnifiedReward-2.0-qwen-7b"
 PARAMETERS = {PUBLISHED: 8_292_166_656, "CodeGoat24/UnifiedReward-qwen-7b": 8_292_166_656}
 HIGHEST = 5.0
 SIDE = 28
-"""Pixels of a token's side: smaller images would be one token, enlarged."""
+"""Pixels per side of a vision token: a smaller image would be enlarged to one token."""
 ASKED = 230
-"""Tokens of the question, beside the image's."""
+"""Tokens of the question, in addition to those of the image."""
 
 
 class UnifiedReward(BuiltIn):
-    """The mean of the numbers that a ``form`` asks for, over 5, as flow_grpo has it.
+    """Mean of the ratings that a ``form`` asks for, divided by 5 as in flow_grpo.
 
-    ``form``: ``axes``, of UnifiedReward 2.0 (alignment, coherence, style, each a part too),
-    ``elements``, of the first version, or ``final``, flow_grpo's. An image is shown in its own
-    size, or with ``max_pixels`` at most. ``new_tokens``: an answer is cut off there.
+    ``form``: ``axes``, of UnifiedReward 2.0 (alignment, coherence, style; each is also a part),
+    ``elements``, of the first version, or ``final``, of flow_grpo. An image keeps its size, or is
+    reduced to ``max_pixels``. ``new_tokens`` is the most tokens of an answer.
     """
 
     paths = {"checkpoint": WEIGHTS}
@@ -74,37 +74,40 @@ class UnifiedReward(BuiltIn):
         model, self.processor = _load(checkpoint, DTYPES[dtype])
         self.model = model.to(self.device).eval()
         if max_pixels is not None:
-            shown = self.processor.image_processor
-            shown.size = {**dict(shown.size), "longest_edge": max_pixels}
-        told = self.model.generation_config
-        told.do_sample, told.temperature, told.top_p, told.top_k = False, None, None, None
-        if told.eos_token_id is None:
-            told.eos_token_id = self.processor.tokenizer.eos_token_id
-        ends = told.eos_token_id
+            image_processor = self.processor.image_processor
+            image_processor.size = {**dict(image_processor.size), "longest_edge": max_pixels}
+        generation = self.model.generation_config
+        generation.do_sample, generation.temperature, generation.top_p, generation.top_k = (
+            False,
+            None,
+            None,
+            None,
+        )
+        if generation.eos_token_id is None:
+            generation.eos_token_id = self.processor.tokenizer.eos_token_id
+        ends = generation.eos_token_id
         self._ends = torch.tensor(ends if isinstance(ends, list) else [ends], device=self.device)
         self.parts: dict[str, np.ndarray] = {}
 
     @staticmethod
     def check(settings: Settings) -> None:
-        """Raises ScorerSetupError for a value that is none, and for a directory of another model
-        or without some of its files.
-        """
+        """Raise ScorerSetupError for an invalid value, or another or incomplete checkpoint."""
         _check_values(settings)
         _files(settings["checkpoint"])
 
     @classmethod
     def model_bytes(cls, settings: Settings) -> int | None:
-        """By the shapes in the files, if they are here; of a published model by its name.
+        """Count by the shapes in local files, or by the name of a published model; else None.
 
-        Raises ScorerSetupError for values that ``check`` refuses.
+        Raises ScorerSetupError if ``check`` refuses the values.
         """
         from safetensors import safe_open
 
-        told = cls.told(settings)
-        checkpoint, width = told["checkpoint"], DTYPES[told["dtype"]].itemsize
+        options = cls.told(settings)
+        checkpoint, width = options["checkpoint"], DTYPES[options["dtype"]].itemsize
         try:
             files = _files(checkpoint)
-        except ScorerSetupError:  # it may be where the run will be
+        except ScorerSetupError:  # it may exist on the nodes of the run
             return None
         if files is None:
             count = PARAMETERS.get(checkpoint)
@@ -119,32 +122,33 @@ class UnifiedReward(BuiltIn):
 
     @classmethod
     def effort(cls, settings: Settings, height: int, width: int) -> Effort:
-        """Two operations per parameter and token that it reads; per token that a batch writes, its
-        weights once through the memory. Nothing where its size is not known.
+        """Return two operations per parameter and input token, and the bytes of decoding.
+
+        Each token that a batch generates reads all weights once. Zero if the size is unknown.
         """
-        held, told = cls.model_bytes(settings) or 0, cls.told(settings)
-        pixels = min(height * width, told["max_pixels"] or math.inf)
-        flops = 2 * held / DTYPES[told["dtype"]].itemsize * (ASKED + pixels / SIDE**2)
-        passes = FORMS[told["form"]].tokens / told["batch_size"]
-        return Effort(flops, told["dtype"], passes * held)
+        weight_bytes, options = cls.model_bytes(settings) or 0, cls.told(settings)
+        pixels = min(height * width, options["max_pixels"] or math.inf)
+        flops = 2 * weight_bytes / DTYPES[options["dtype"]].itemsize * (ASKED + pixels / SIDE**2)
+        passes = FORMS[options["form"]].tokens / options["batch_size"]
+        return Effort(flops, options["dtype"], passes * weight_bytes)
 
     @classmethod
     def told(cls, settings: Settings) -> Settings:
-        """All settings, those that are not given too. Raises ScorerSetupError."""
+        """Complete settings with their defaults. Raises ScorerSetupError if a value is invalid."""
         try:
-            whole = inspect.signature(cls).bind(**settings)
+            bound = inspect.signature(cls).bind(**settings)
         except TypeError as error:
             raise ScorerSetupError(f"settings = {dict(settings)}: {error}") from None
-        whole.apply_defaults()
-        _check_values(whole.arguments)
-        return whole.arguments
+        bound.apply_defaults()
+        _check_values(bound.arguments)
+        return bound.arguments
 
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> np.ndarray:
-        """uint8 [B, 3, H, W] -> float32 [B], NaN where the model wrote no number.
+        """Score uint8 [B, 3, H, W] as float32 [B], NaN if the model wrote no number.
 
-        Raises ScorerError where it wrote none at all, and for images that are too small.
+        Raises ScorerError if it wrote none for any image, or the images are too small.
         """
         require_images(images, prompts, metadata)
         if min(images.shape[2:]) < SIDE:
@@ -154,35 +158,35 @@ class UnifiedReward(BuiltIn):
             )
         answers = self.answers(images, prompts)
         marks, low = list(self.form.marks.values()), self.form.low
-        found = [numbers_after(text, marks, low, HIGHEST, ended) for text, ended in answers]
-        if answers and not any(found):
+        ratings = [numbers_after(text, marks, low, HIGHEST, ended) for text, ended in answers]
+        if answers and not any(ratings):
             raise ScorerError(
                 f"the model writes no score: {' '.join(answers[0][0].split())[:80]!r}"
             )
-        each = np.array([row or [np.nan] * len(marks) for row in found], np.float32)
-        each = each.reshape(-1, len(marks)) / np.float32(HIGHEST)
+        scores = np.array([row or [np.nan] * len(marks) for row in ratings], np.float32)
+        scores = scores.reshape(-1, len(marks)) / np.float32(HIGHEST)
         if len(marks) > 1:
-            self.parts = dict(zip(self.form.marks, each.T.copy(), strict=True))
-        return each.mean(1)
+            self.parts = dict(zip(self.form.marks, scores.T.copy(), strict=True))
+        return scores.mean(1)
 
     def answers(self, images: np.ndarray, prompts: Sequence[str]) -> list[tuple[str, bool]]:
-        """What the model writes of each image, and whether it came to an end."""
-        asked = [self._asked(prompt) for prompt in prompts]
-        # of about the same length together, so that fewer places are filled up, and in an order of
-        # the images alone: asked again in another order, it computes the same batches
+        """Return the text that the model writes about each image, and False if it was cut off."""
+        questions = [self._asked(prompt) for prompt in prompts]
+        # sorted by length, for less padding, and then by content, so that the batches, and with
+        # them the results, do not depend on the order in which the images come
         order = sorted(
-            range(len(asked)),
-            key=lambda row: (len(asked[row]), content_key(images[row], asked[row], {})),
+            range(len(questions)),
+            key=lambda row: (len(questions[row]), content_key(images[row], questions[row], {})),
         )
-        found: dict[int, tuple[str, bool]] = {}
+        answers: dict[int, tuple[str, bool]] = {}
         for first in range(0, len(order), self.batch_size):
             rows = order[first : first + self.batch_size]
-            texts = self._written([images[row] for row in rows], [asked[row] for row in rows])
-            found |= dict(zip(rows, texts, strict=True))
-        return [found[row] for row in range(len(asked))]
+            texts = self._generate([images[row] for row in rows], [questions[row] for row in rows])
+            answers |= dict(zip(rows, texts, strict=True))
+        return [answers[row] for row in range(len(questions))]
 
     def _asked(self, prompt: str) -> str:
-        """The prompt of one image in the model's own template."""
+        """Return the prompt for one image in the model's chat template."""
         added = self.processor.tokenizer.added_tokens_decoder.values()
         plain = without_tokens(prompt, [str(token) for token in added if token.special])
         text = self.form.prompt.replace("{prompt}", plain)
@@ -192,28 +196,29 @@ class UnifiedReward(BuiltIn):
         )
 
     @torch.inference_mode()
-    def _written(self, images: list[np.ndarray], asked: list[str]) -> list[tuple[str, bool]]:
+    def _generate(self, images: list[np.ndarray], questions: list[str]) -> list[tuple[str, bool]]:
         inputs = self.processor(
-            text=asked,
+            text=questions,
             images=[to_pil(image) for image in images],
             padding=True,
             padding_side="left",
             return_tensors="pt",
         ).to(self.device)
         inputs["pixel_values"] = inputs["pixel_values"].to(self.model.dtype)
-        ids, shown = inputs["input_ids"], inputs["attention_mask"].bool()
-        # the checkpoint may ask for a penalty on tokens that were there: what fills a row up is a
-        # token that all rows begin with, so that a row's answer is that of the row alone
-        inputs["input_ids"] = ids.masked_fill(~shown, int(ids[shown][0]))
-        made = self.model.generate(**inputs, max_new_tokens=self.new_tokens)[:, ids.shape[1] :]
-        ended = torch.isin(made, self._ends).any(1).tolist()
-        texts = self.processor.batch_decode(made, skip_special_tokens=True)
+        ids, attended = inputs["input_ids"], inputs["attention_mask"].bool()
+        # the checkpoint may set a repetition penalty, which counts padding too: pad with the token
+        # that all rows begin with, so that a row's answer does not depend on the others
+        inputs["input_ids"] = ids.masked_fill(~attended, int(ids[attended][0]))
+        generated = self.model.generate(**inputs, max_new_tokens=self.new_tokens)[:, ids.shape[1] :]
+        ended = torch.isin(generated, self._ends).any(1).tolist()
+        texts = self.processor.batch_decode(generated, skip_special_tokens=True)
         return list(zip(texts, ended, strict=True))
 
 
 def without_tokens(text: str, tokens: Sequence[str]) -> str:
-    """``text`` in which none of ``tokens`` is spelled, such as that of an image: a space stands
-    behind its first character. Tokens have two characters or more, and no space.
+    """Return ``text`` with special tokens, such as an image's, broken by a space.
+
+    The space follows the first character. Tokens have at least two characters and no space.
     """
     for token in tokens:
         while token in text:
@@ -232,8 +237,9 @@ def _check_values(settings: Settings) -> None:
 
 
 def _files(checkpoint: str) -> list[Path] | None:
-    """The files with weights; None for a hub id. Raises ScorerSetupError where one is missing, or
-    the directory is another model's.
+    """Return the files with weights; None for a hub id.
+
+    Raises ScorerSetupError if a file is missing or the directory holds another model.
     """
     found = local(checkpoint, WEIGHTS)
     if found is None:
@@ -258,16 +264,16 @@ def _files(checkpoint: str) -> list[Path] | None:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        read = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ScorerSetupError(f"{file} cannot be read: {first_line(error)}") from None
-    if not isinstance(read, dict):
+    if not isinstance(content, dict):
         raise ScorerSetupError(f"{file} is no table")
-    return read
+    return content
 
 
 def _load(checkpoint: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The model and what makes its inputs. Raises ScorerSetupError."""
+    """Load the model and its processor. Raises ScorerSetupError."""
     from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
     found = local(checkpoint, WEIGHTS)
@@ -275,7 +281,7 @@ def _load(checkpoint: str, dtype: torch.dtype) -> tuple[Any, Any]:
     try:
         model = pretrained(Qwen2_5_VLForConditionalGeneration, place, dtype=dtype)
         processor: Any = AutoProcessor.from_pretrained(place)
-        # without its file transformers makes an empty tokenizer, and goes on
+        # without its file, transformers silently creates an empty tokenizer
         known = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
         if known != model.config.image_token_id or not processor.chat_template:
             raise ValueError("its tokenizer or its chat template is missing")

@@ -1,4 +1,4 @@
-"""How UnifiedReward is asked: the words that its versions were trained with."""
+"""Prompts with which the versions of UnifiedReward were trained."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Form:
-    """How the model is asked, and what it writes a number from ``low`` to 5 behind."""
+    """Prompt, and the marks by part after which the model writes a number from ``low`` to 5."""
 
     prompt: str
     marks: Mapping[str, str]
-    tokens: int  # of an answer, for plans; not measured
+    tokens: int  # length of an answer, for plans; not measured
     low: float = 1.0
 
 
@@ -26,8 +26,8 @@ _RATED = (
 )
 _TASK = "Your task is provided as follows:\nText Caption: [{prompt}]"
 FORMS = {
-    # github.com/CodeGoat24/UnifiedReward, inference_qwen/UnifiedReward-2.0-inference; read as in
-    # Pref-GRPO, from 0
+    # github.com/CodeGoat24/UnifiedReward, inference_qwen/UnifiedReward-2.0-inference; numbers are
+    # accepted from 0, as in Pref-GRPO
     "axes": Form(
         "You are presented with a generated image and its associated text caption. Your task is to"
         " analyze the image across multiple dimensions in relation to the caption. Specifically:\n"
@@ -58,4 +58,4 @@ FORMS = {
         8,
     ),
 }
-"""Input formats of the published models, word for word; both repositories are under MIT."""
+"""Verbatim prompts of the published models; both repositories are under the MIT license."""

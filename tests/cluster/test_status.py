@@ -203,7 +203,7 @@ def test_a_board_that_is_lost_while_it_is_asked_is_a_line(ray_here, monkeypatch)
         ray.kill(board(), no_restart=True)
         return {"a#1": STATE}
 
-    monkeypatch.setattr("cluster.jobs.live_runs.states", lost)
+    monkeypatch.setattr("cluster.jobs.live_runs.run_states", lost)
     why = said(RunFailed, lambda: scale("a", {"rollout": 2}))
     assert why.startswith("the run's board was lost (") and why.endswith("see `sol-rl status`")
 

@@ -160,7 +160,7 @@ def test_the_doctor_travels_with_the_files_of_a_run(monkeypatch, given):
 def test_what_status_asks_may_be_refused_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(
         dashboard,
-        "client_of",
+        "job_client",
         lambda address: Refusing(RuntimeError("Request failed with status code 502: bad gateway")),
     )
     assert main(["status", "--address", HERE]) == 2
@@ -200,7 +200,7 @@ def test_files_that_are_here_and_do_not_travel_are_refused(
     monkeypatch.chdir(here)
     monkeypatch.setattr(
         jobs,
-        "client_of",
+        "job_client",
         lambda address: pytest.fail("asked before the configuration was looked at"),
     )
     assert main(["submit", "quickstart", "--set", "run_root=/data", "--set", override]) == 2

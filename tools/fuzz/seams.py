@@ -17,7 +17,7 @@ STARTS = (
     "cluster.driver.offline:join_or_start_ray",
     "analysis.compare.runner:_Child.run",
     "analysis.fidelity.measure:measure",
-    "analysis.signal.measure:Measuring.run",
+    "analysis.signal.measure:GradientMeasurement.run",
     "analysis.tune.command:measure",
     "ray:init",
 )
