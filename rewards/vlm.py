@@ -1,9 +1,9 @@
-"""A vision-language model as judge: any endpoint that speaks OpenAI's chat completions.
+"""Vision-language model as a judge, on any endpoint that implements OpenAI's chat completions.
 
-The image and a rubric go out, a number comes back: the expected rating under the log-probabilities
-of the answer's first token (as in VQAScore, arXiv 2404.01291, with ratings for its "Yes"), the
-``score`` of a JSON object that the endpoint is made to write, or what stands in a text behind words
-that a reward model was trained to write. What is none of these is a failure.
+An image and a rubric are sent. The score is read from the answer in one of three ways: the expected
+rating under the log-probabilities of its first token (as in VQAScore, arXiv 2404.01291, with
+ratings instead of "Yes"); the ``score`` of a JSON object that the request enforces; or numbers in a
+text that follow words that a reward model was trained to write. Any other answer is a failure.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from rewards.endpoint import (
 
 READ = ("logprobs", "json", "text")
 TEXT_TOKENS = 512
-"""Of an answer in a text, at most."""
+"""Most tokens of an answer in a text."""
 RUBRIC = (
     "You judge images that were made from a prompt. Look at what the prompt asks for: objects,"
     " their number, colours, places and style; then at how well the image is made. Rate the image"
@@ -57,12 +57,12 @@ ASKED = {
     "text": "",
 }
 Vote = tuple[float, int, int]
-"""Rating in [0, 1], tokens in, tokens out."""
+"""Rating in [0, 1], input tokens, output tokens."""
 
 
 @dataclass(frozen=True)
 class Rating:
-    """One image's: mean of the votes in [0, 1], their deviation, tokens that were paid for."""
+    """Rating of one image: mean of the votes in [0, 1], their deviation, tokens paid for."""
 
     score: float
     spread: float
@@ -72,11 +72,12 @@ class Rating:
 
 @dataclass(eq=False)
 class VlmScorer(Judge):
-    """A rating of each image, from ``low`` to ``high``, as a number in [0, 1].
+    """Judge that rates each image from ``low`` to ``high``; the score is scaled to [0, 1].
 
-    ``rubric`` may name ``{prompt}``, ``{low}`` and ``{high}``. Of a text the numbers behind each of
-    ``after`` are read, whose mean is the rating. ``votes`` requests per image, with seeds of their
-    own, are averaged; more than half of them must hold a rating. The rest is as in ``Judge``.
+    ``rubric`` may contain ``{prompt}``, ``{low}`` and ``{high}``. With ``read`` "text", the rating
+    is the mean of the numbers that follow each of the words ``after``. ``votes`` requests per
+    image, each with its own seed, are averaged; more than half of them must yield a rating. Other
+    settings are those of ``Judge``.
     """
 
     rubric: str = RUBRIC
@@ -88,11 +89,11 @@ class VlmScorer(Judge):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._known = Remembered[Rating](self.cache)
+        self._cache = Remembered[Rating](self.cache)
 
     @staticmethod
     def check(settings: Settings) -> None:
-        """Raises ScorerSetupError for settings with which no judge can be asked."""
+        """Raise ScorerSetupError if settings are invalid."""
         Judge.check(settings)
         require_one_of("read", settings["read"], READ)
         require_count("votes", settings["votes"], 1)
@@ -124,19 +125,19 @@ class VlmScorer(Judge):
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> np.ndarray:
-        """uint8 [B, 3, H, W] -> float32 [B] in [0, 1], NaN where the judge gave no rating.
+        """Score uint8 [B, 3, H, W] as float32 [B] in [0, 1], NaN for an image without a rating.
 
-        Raises ScorerError where it gave none at all, or does not answer.
+        Raises ScorerError if no image has a rating.
         """
         require_images(images, prompts, metadata)
         keys = [content_key(*row) for row in zip(images, prompts, metadata, strict=True)]
-        known = {key: rating for key in keys if (rating := self._known.get(key)) is not None}
-        fresh = {key: row for row, key in enumerate(keys) if key not in known}
-        found, problem = self._ask(images, prompts, metadata, fresh)
-        rated = known | found
+        cached = {key: rating for key in keys if (rating := self._cache.get(key)) is not None}
+        fresh = {key: row for row, key in enumerate(keys) if key not in cached}
+        new, problem = self._ask(images, prompts, metadata, fresh)
+        rated = cached | new
         if problem and not rated:
             raise ScorerError(f"{self.url} {self.model}: {problem}")
-        self._known.keep(found)
+        self._cache.keep(new)
         self.parts = self._parts([rated.get(key) for key in keys], set(fresh), keys)
         scores = [rated[key].score if key in rated else math.nan for key in keys]
         return np.asarray(scores, np.float32)
@@ -148,9 +149,9 @@ class VlmScorer(Judge):
         metadata: Sequence[Metadata],
         fresh: dict[bytes, int],
     ) -> tuple[dict[bytes, Rating], str]:
-        """(ratings of the rows of ``fresh``, by content; the first thing that went wrong)."""
+        """Return (ratings of the rows of ``fresh`` by content key, the first problem or "")."""
         with ThreadPoolExecutor(self.in_flight) as pool:
-            asked = {
+            pending = {
                 key: [
                     pool.submit(
                         outcome,
@@ -164,7 +165,7 @@ class VlmScorer(Judge):
             }
         rated: dict[bytes, Rating] = {}
         problem = ""
-        for key, votes in asked.items():
+        for key, votes in pending.items():
             try:
                 rated[key] = _mean([vote.result() for vote in votes])
             except NoVerdict as error:
@@ -172,9 +173,12 @@ class VlmScorer(Judge):
         return rated, problem
 
     def _vote(self, image: np.ndarray, source: np.ndarray | None, prompt: str, vote: int) -> Vote:
-        """Raises NoVerdict, or ScorerError where the endpoint does not answer."""
+        """Request one rating.
+
+        Raises NoVerdict if the answer has none, ScorerError if the endpoint does not answer.
+        """
         text = self.rubric.replace("{low}", str(self.low)).replace("{high}", str(self.high))
-        # the prompt last: what is in braces there stays as it is
+        # the prompt is inserted last, so that braces in it are not replaced
         text = text.replace("{prompt}", prompt) + ASKED[self.read]
         number = {"type": "number", "minimum": self.low, "maximum": self.high}
         form = {
@@ -188,23 +192,23 @@ class VlmScorer(Judge):
         return score, answer.tokens_in, answer.tokens_out
 
     def _rating(self, choice: Any) -> float:
-        """From ``low`` to ``high``. Raises NoVerdict."""
+        """Read a rating from ``low`` to ``high``. Raises NoVerdict if there is none."""
         if self.read == "logprobs":
             ratings = {str(value): value for value in range(self.low, self.high + 1)}
             return expected(choice, ratings, f"{self.low} to {self.high}")
         if self.read == "json":
-            return self._written(choice)
+            return self._score_from_json(choice)
         text, ended = text_of(choice)
-        found = numbers_after(text, self.after, self.low, self.high, ended)
-        if found is None:
+        numbers = numbers_after(text, self.after, self.low, self.high, ended)
+        if numbers is None:
             raise NoVerdict(
                 f"the judge writes no number from {self.low} to {self.high} behind"
                 f" {' and '.join(self.after)}: {' '.join(text.split())[:60]!r}"
             )
-        return sum(found) / len(found)
+        return sum(numbers) / len(numbers)
 
-    def _written(self, choice: Any) -> float:
-        """The ``score`` of the JSON object that was written."""
+    def _score_from_json(self, choice: Any) -> float:
+        """Read the ``score`` of a JSON object. Raises NoVerdict if it is no number in range."""
         value = written(choice, "score")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise NoVerdict(f"the judge's score is {value!r}, which is no number")
@@ -215,11 +219,11 @@ class VlmScorer(Judge):
     def _parts(
         self, rows: Sequence[Rating | None], fresh: set[bytes], keys: Sequence[bytes]
     ) -> dict[str, np.ndarray]:
-        """float32 [B] each: deviation of the votes, and what was paid for each image now."""
+        """Return float32 [B] each: deviation of the votes, tokens and cost of this call."""
         paid: list[tuple[int, int]] = []
         for row, key in zip(rows, keys, strict=True):
             paid.append((row.tokens_in, row.tokens_out) if row and key in fresh else (0, 0))
-            fresh.discard(key)  # once, where an image is there twice
+            fresh.discard(key)  # an image that occurs twice is paid for once
         tokens = np.asarray(paid, np.float64).reshape(-1, 2)
         cost = tokens @ np.array([self.price_in, self.price_out]) / 1e6
         spread = np.array([row.spread if row else math.nan for row in rows], np.float32)
@@ -231,7 +235,7 @@ class VlmScorer(Judge):
 
 
 def _mean(votes: Sequence[Vote | NoVerdict]) -> Rating:
-    """Raises NoVerdict unless more than half of the votes hold a rating."""
+    """Average votes. Raises NoVerdict unless more than half of them hold a rating."""
     good = [vote for vote in votes if not isinstance(vote, NoVerdict)]
     bad = [vote for vote in votes if isinstance(vote, NoVerdict)]
     if 2 * len(good) <= len(votes):

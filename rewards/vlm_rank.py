@@ -1,8 +1,8 @@
-"""A vision-language model that compares a prompt's images, two or several at a time.
+"""Vision-language model as a judge that compares a prompt's images, two or several at a time.
 
-A judge that gives most images the same rating still tells which of two is better. One call shows it
-``size`` images of a prompt; many calls on lists that are drawn anew become one score per image by
-the model of Bradley and Terry.
+A judge that gives most images the same rating can still tell which of two is better. One request
+shows it ``size`` images of a prompt; the results of many requests, on randomly drawn lists of
+images, are converted to one score per image by the Bradley-Terry model.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ ASKED = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """float64 [k, k]: how surely the image at i of a list is better than that at j; its cost."""
+    """Result for a list of k images.
+
+    ``wins``, float64 [k, k]: probability that image i of the list is better than image j.
+    """
 
     wins: np.ndarray
     tokens_in: int
@@ -65,16 +68,16 @@ class Verdict:
 
 @dataclass(eq=False)
 class VlmRankScorer(Judge):
-    """For each image of a prompt the chance to win against an average one of them, in (0, 1).
+    """Judge that scores an image by its chance, in (0, 1), to beat an average one of its prompt.
 
-    Every image is in ``rounds`` lists of ``size`` images, beside others each time. ``read``:
-    ``json`` asks for the ranking of a list; ``logprobs``, of two images only, takes the
-    probabilities of "1" and "2" as a draw of that proportion. Lists and the order in them are
-    drawn from the images' content, so neither the order in which they come nor a retry changes
-    them. A list without a verdict counts for nothing; an image that is in no other has no score.
+    Every image is in ``rounds`` lists of ``size`` images, which each round redraws. ``read``:
+    ``json`` requests the ranking of a list; ``logprobs``, for two images only, uses the
+    probabilities of "1" and "2" as fractions of a win. Lists and the order in them are seeded by
+    the images' content, so they depend neither on the order of the batch nor on retries. A list
+    without a verdict is ignored; an image that is only in such lists has no score.
 
-    Scores compare images of one prompt and no others: the mean over a prompt's images is near one
-    half, however good they are. The rest is as in ``Judge``.
+    Scores are comparable within one prompt only: their mean over a prompt's images is near one
+    half, however good the images are. Other settings are those of ``Judge``.
     """
 
     compares: ClassVar[bool | None] = True
@@ -88,11 +91,11 @@ class VlmRankScorer(Judge):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._known = Remembered[Verdict](self.cache)
+        self._cache = Remembered[Verdict](self.cache)
 
     @staticmethod
     def check(settings: Settings) -> None:
-        """Raises ScorerSetupError for settings with which no judge can be asked."""
+        """Raise ScorerSetupError if settings are invalid."""
         Judge.check(settings)
         require_one_of("read", settings["read"], READ)
         require_count("size", settings["size"], 2)
@@ -106,9 +109,10 @@ class VlmRankScorer(Judge):
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> np.ndarray:
-        """uint8 [N, 3, H, W], all of one prompt -> float32 [N]; NaN where no list had a verdict.
+        """Score uint8 [N, 3, H, W], all of one prompt, as float32 [N]; NaN without a verdict.
 
-        Raises ScorerError where the judge gave none at all, or does not answer.
+        Raises ScorerError if no list has a verdict, or unless there are at least two images, all of
+        one prompt.
         """
         require_images(images, prompts, metadata)
         if len(set(prompts)) > 1 or len(images) < 2:
@@ -136,33 +140,36 @@ class VlmRankScorer(Judge):
         keys: Sequence[bytes],
         lists: Sequence[np.ndarray],
     ) -> list[tuple[np.ndarray, Verdict]]:
-        """Lists with their verdicts, without those that have none. Raises ScorerError where none
-        has one.
-        """
+        """Return the lists that have a verdict, with it. Raises ScorerError if no list has one."""
         by_name = {b"".join(keys[row] for row in rows): rows for rows in lists}
-        known = {name: found for name in by_name if (found := self._known.get(name)) is not None}
+        cached = {
+            name: verdict for name in by_name if (verdict := self._cache.get(name)) is not None
+        }
         with ThreadPoolExecutor(self.in_flight) as pool:
-            asked = {
+            pending = {
                 name: pool.submit(outcome, partial(self._ask, images[rows], source, prompt))
                 for name, rows in by_name.items()
-                if name not in known
+                if name not in cached
             }
-        answers = {name: answer.result() for name, answer in asked.items()}
-        fresh = {name: found for name, found in answers.items() if isinstance(found, Verdict)}
-        if not (known or fresh):
+        answers = {name: answer.result() for name, answer in pending.items()}
+        new = {name: verdict for name, verdict in answers.items() if isinstance(verdict, Verdict)}
+        if not (cached or new):
             problem = next(iter(answers.values()))
             raise ScorerError(f"{self.url} {self.model}: {problem}")
-        self._known.keep(fresh)
-        self._count_cost(list(fresh.values()), len(images))
-        verdicts = known | fresh
+        self._cache.keep(new)
+        self._count_cost(list(new.values()), len(images))
+        verdicts = cached | new
         return [(by_name[name], verdict) for name, verdict in verdicts.items()]
 
     def _ask(self, images: np.ndarray, source: np.ndarray | None, prompt: str) -> Verdict:
-        """The verdict on a list of images uint8 [k, 3, H, W]. Raises NoVerdict, ScorerError."""
+        """Request the verdict on a list of images uint8 [k, 3, H, W].
+
+        Raises NoVerdict if the answer has none, ScorerError if the endpoint does not answer.
+        """
         content = source_parts(source)
         for number, image in enumerate(images, 1):
             content += [text_part(f"Image {number}:"), image_part(image)]
-        # the prompt last: what is in braces there stays as it is
+        # the prompt is inserted last, so that braces in it are not replaced
         content.append(text_part(self.rubric.replace("{prompt}", prompt) + ASKED[self.read]))
         if self.read == "logprobs":
             answer = self.ask(content, 0, one_token())
@@ -173,7 +180,7 @@ class VlmRankScorer(Judge):
         return Verdict(wins, answer.tokens_in, answer.tokens_out)
 
     def _count_cost(self, verdicts: Sequence[Verdict], images: int) -> None:
-        """What was paid for now, shared among the images."""
+        """Divide the tokens and cost of this call's requests equally among the images."""
         paid = [sum(v.tokens_in for v in verdicts), sum(v.tokens_out for v in verdicts)]
         cost = (paid[0] * self.price_in + paid[1] * self.price_out) / 1e6
         self.parts = {
@@ -188,7 +195,7 @@ def _ranking_form(count: int) -> Tree:
 
 
 def _ranking(choice: Any, count: int) -> np.ndarray:
-    """int [count], best first, of what was written. Raises NoVerdict."""
+    """Read a ranking as indices, int [count], best first. Raises NoVerdict if it is invalid."""
     ranking = written(choice, "ranking")
     whole = isinstance(ranking, list) and all(type(number) is int for number in ranking)
     if not whole or sorted(ranking) != list(range(1, count + 1)):
@@ -197,6 +204,6 @@ def _ranking(choice: Any, count: int) -> np.ndarray:
 
 
 def _better_of_two(choice: Any) -> np.ndarray:
-    """float64 [2, 2] from the probabilities of "1" and "2". Raises NoVerdict."""
+    """Return wins float64 [2, 2] from the probabilities of "1" and "2". Raises NoVerdict."""
     share = expected(choice, {"1": 1.0, "2": 0.0}, "1 and 2")
     return np.array([[0.0, share], [1.0 - share, 0.0]])
