@@ -29,7 +29,7 @@ COMMAND = """
 import json, sys
 from cluster.runtime import reexec
 from configs.load import parse
-reexec.begin()
+reexec.reexec()
 config = parse(json.load(open(sys.argv[1])))
 reexec.fork_template(config)
 from cluster.driver.train import train

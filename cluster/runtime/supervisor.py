@@ -259,7 +259,7 @@ class Supervisor:
 
     def _node_lost(self, member: Member, incarnation: int, why: asyncio.Future[str]) -> None:
         """Replace the actor immediately, even if idle, so that the next task need not wait."""
-        member.alarm.wake()  # whoever waits for answers of this member, whichever actor it has now
+        member.alarm.wake()  # all waiters for answers of this member
         if not why.cancelled() and member.handle and member.incarnation == incarnation:
             self.on_node_lost(member, incarnation, why.result())
 

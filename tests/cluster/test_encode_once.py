@@ -38,7 +38,8 @@ def test_what_a_run_asks_for(tiny_sd3_dir, tmp_path):
 def test_a_prompt_that_was_not_asked_for_ends_the_run(tmp_path):
     pool: Any = None
     a, b = [Prompt("a")], [Prompt("b")]
-    once = CachedEncoderClient(pool, Model(path="x"), {group_key(a): "there"})  # type: ignore[dict-item]
+    known = {group_key(a): "there"}
+    once = CachedEncoderClient(pool, Model(path="x"), known)  # type: ignore[arg-type]
     assert asyncio.run(once.encode(0, [a])) == ["there"]
     with pytest.raises(RunFailed, match=r"prompts.encode_once: \['b'\] was not encoded"):
         asyncio.run(once.encode(0, [a, b]))
