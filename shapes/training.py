@@ -1,7 +1,8 @@
 """Rectified flow training shared by the tiny models: times, losses, learning rates, averages.
 
 x_t = (1 - t) x0 + t eps, target eps - x0 (Liu et al. 2022; Esser et al. 2024). Once the share
-``Course.fp4_from`` of the time has passed, every second step runs in NVFP4, with an additional loss
+``TrainingSchedule.fp4_from`` of the time has passed, every second step runs in NVFP4, with an
+additional loss
 that pulls its velocity towards that of the unquantized model.
 """
 

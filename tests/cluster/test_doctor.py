@@ -28,13 +28,13 @@ def test_nobody_listens(monkeypatch, capsys):
 
 NODES = """
 import json, sys
-from cluster.jobs.doctor import of_cluster
+from cluster.jobs.doctor import check_cluster
 from configs.load import load
 from planning.doctor import json_of
 from tests.cluster.nodes import Machines
 
 with Machines({"num_cpus": 4}, {"num_cpus": 2}, {"num_cpus": 2}):
-    print(json.dumps(json_of(of_cluster(load("quickstart", ["run_root=" + sys.argv[1]])))))
+    print(json.dumps(json_of(check_cluster(load("quickstart", ["run_root=" + sys.argv[1]])))))
 """
 
 

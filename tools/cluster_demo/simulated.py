@@ -93,7 +93,8 @@ class Demo:
     def sol_rl(self, *arguments: str, settings: Sequence[str] = ()) -> str:
         """Run a ``sol-rl`` command, print it and its output, and return the output.
 
-        ``settings`` are passed as ``--set`` options and not printed. Raises Failed if the exit code
+        ``settings`` are passed as ``--set`` options and not printed. Raises DemoError if the exit
+        code
         is not 0.
         """
         self.tell(f"$ {shlex.join(['sol-rl', *arguments])}{' --set ...' if settings else ''}")
@@ -137,7 +138,7 @@ class Demo:
         return "".join(f"\n  {line}" for line in lines[-3:])
 
     def wait(self, job: str, ready: Callable[[], bool], what: str) -> None:
-        """Wait until ``ready()``. Raises Failed if the job ends first."""
+        """Wait until ``ready()``. Raises DemoError if the job ends first."""
         while not ready():
             status = self.status_of(job)
             if status in ENDED and not ready():
@@ -150,7 +151,7 @@ class Demo:
             time.sleep(1)
 
     def finish(self, job: str) -> None:
-        """Wait until the job has ended. Raises Failed unless it succeeded."""
+        """Wait until the job has ended. Raises DemoError unless it succeeded."""
         while (status := self.status_of(job)) not in ENDED:
             time.sleep(1)
         if status != "SUCCEEDED":

@@ -26,7 +26,7 @@ class InvariantViolation(AssertionError):
 
 @contextlib.contextmanager
 def time_limit() -> Iterator[None]:
-    """Raise Wrong inside the block if it takes longer than ``LONGEST_S`` seconds."""
+    """Raise InvariantViolation inside the block if it takes longer than ``LONGEST_S`` seconds."""
 
     def on_alarm(*_: object) -> None:
         raise InvariantViolation(f"no answer within {LONGEST_S} s")
@@ -93,7 +93,7 @@ def allowed_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def finite(tree: object, where: str = "") -> None:
-    """Raise Wrong if an accepted configuration contains a number that is not finite."""
+    """Raise InvariantViolation if an accepted configuration has a number that is not finite."""
     if isinstance(tree, float) and not math.isfinite(tree):
         raise InvariantViolation(f"{where} = {tree} was accepted")
     if isinstance(tree, dict):
