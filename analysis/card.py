@@ -53,7 +53,7 @@ def write_card(
         (out / IMAGE).unlink(missing_ok=True)
         drawn = False
     else:
-        with atomic.replacing(out / IMAGE) as beside:
+        with atomic.replace_file(out / IMAGE) as beside:
             sheet.save(beside, "PNG", optimize=True)
         drawn = True
     declared = {"license": licence} if licence else licence_of(config.model)

@@ -133,11 +133,11 @@ def explore_images(
     cond: Conditioning,
     seeds: list[int],
     steps: int,
-    upto: int | None = None,
+    stop_after: int | None = None,
 ) -> np.ndarray:
     """Return the proxy images of seeds, computed in the same chunks as in a run.
 
-    ``upto`` is passed to ``sample``. With ``explore.paths``, the paths are those of the first
+    ``stop_after`` is passed to ``sample``. With ``explore.paths``, the paths are those of the first
     iteration; raises ConfigError if these cannot be explored in ``steps`` steps.
     """
     size, guided = config.explore.chunk_size, Guided.of(config.guidance, "explore")
@@ -149,7 +149,7 @@ def explore_images(
             fewer_steps(path.steps, steps, path.window)
     return np.concatenate(
         [
-            explorer.explore(cond, part, steps, solver, guided, upto, path, start)[0]
+            explorer.explore(cond, part, steps, solver, guided, stop_after, path, start)[0]
             for part in parts
         ]
     )

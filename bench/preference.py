@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rewards.preference import chances, drawn_lists, wins_of
+from rewards.preference import count_wins, random_lists, win_probabilities
 
 IMAGES, KEPT = 96, 12
 SHAPES = ((2, 3), (4, 1), (4, 3), (8, 1), (8, 3), (8, 6))
@@ -24,12 +24,12 @@ def simulate_prompt(size: int, rounds: int, error: float, seed: int) -> tuple[in
     """Simulate one prompt; return (requests, share of the largest contrast)."""
     rng = np.random.default_rng(seed)
     quality = rng.normal(size=IMAGES)
-    lists = drawn_lists(IMAGES, size, rounds, seed)
+    lists = random_lists(IMAGES, size, rounds, seed)
     wins = np.zeros((IMAGES, IMAGES))
     for rows in lists:
         observed = quality[rows] + error * rng.normal(size=len(rows))
-        wins += wins_of(rows[np.argsort(-observed)], IMAGES)
-    return len(lists), contrast(quality, chances(wins)) / contrast(quality, quality)
+        wins += count_wins(rows[np.argsort(-observed)], IMAGES)
+    return len(lists), contrast(quality, win_probabilities(wins)) / contrast(quality, quality)
 
 
 def contrast(worth: np.ndarray, scores: np.ndarray) -> float:

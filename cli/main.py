@@ -13,7 +13,7 @@ from typing import Protocol
 from cli.common import DONE, RUN_FAILED, STOPPED, USER_ERROR
 from configs.load import ConfigError
 from records.errors import RunFailed, Stopped
-from records.output import drop_unread
+from records.output import redirect_broken_streams
 
 COMMANDS = (
     "train",
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.own_process = arguments is None  # else the process is a test's or another program's
     code = _exit_code(options.command, options)
     # otherwise Python would fail to flush the closed streams at exit, and change the exit code
-    drop_unread()
+    redirect_broken_streams()
     return code
 
 
@@ -76,7 +76,7 @@ def _exit_code(command: Command, options: argparse.Namespace) -> int:
         return _report(STOPPED, str(error) or "stopped")
     except OSError as error:
         # only output was left to do, and its reader has closed the stream
-        if error.errno in (errno.EPIPE, errno.EIO) and drop_unread():
+        if error.errno in (errno.EPIPE, errno.EIO) and redirect_broken_streams():
             return DONE
         raise
 

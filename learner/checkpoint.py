@@ -90,7 +90,7 @@ def write(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _clear_unfinished(path.parent)
-        with atomic.replacing_directory(path) as beside:
+        with atomic.replace_directory(path) as beside:
             digests = {}
             for name, tensors in files.items():
                 data = _bytes_of(tensors)
@@ -164,7 +164,7 @@ def prune(root: str | Path, keep_last: int) -> None:
         raise ValueError(f"keep_last is {keep_last}: the last checkpoint must stay")
     for old in _whole(Path(root))[:-keep_last]:
         # renamed first, so that a kill cannot leave an incomplete directory under this name
-        doomed = atomic.unfinished(old)
+        doomed = atomic.temporary_path(old)
         os.rename(old, doomed)
         shutil.rmtree(doomed)
 

@@ -116,16 +116,17 @@ class PackedPolicy:
         steps: int,
         solver: str,
         guided: Guided | None = None,
-        upto: int | None = None,
+        stop_after: int | None = None,
         path: PathPlan | None = None,
         start: int | None = None,
         eager: bool = False,
     ) -> Tensor:
         """Sample the latents of one prompt at B seeds: float32 [B, *latent] on the CPU.
 
-        ``cond`` has one row, and all seeds are sampled in one batch. ``upto`` is as in ``sample``.
-        With ``path`` the latents are the ends of its paths and its solver is used instead of
-        ``solver``; ``start`` is as in ``sample_ends``. ``eager`` bypasses the compiled graphs.
+        ``cond`` has one row, and all seeds are sampled in one batch. ``stop_after`` is as in
+        ``sample``. With ``path`` the latents are the ends of its paths and its solver is used
+        instead of ``solver``; ``start`` is as in ``sample_ends``. ``eager`` bypasses the compiled
+        graphs.
         Raises RuntimeError if no version is loaded or the latents are not finite, ValueError if
         ``cond`` has more than one row, and CompileFailed if compilation fails.
         """
@@ -139,7 +140,9 @@ class PackedPolicy:
             denoiser = self.transformer if eager else self._denoiser
             inputs = (self.family, denoiser, cond.repeat(len(seeds)), seeds)
             if path is None:
-                latents = sample(*inputs, steps, solver, guided=guided, full=self.full, upto=upto)
+                latents = sample(
+                    *inputs, steps, solver, guided=guided, full=self.full, stop_after=stop_after
+                )
             else:
                 latents = sample_ends(*inputs, path, steps, start, guided)
         if not bool(torch.isfinite(latents).all()):
@@ -206,7 +209,7 @@ class Explorer(PackedPolicy):
         steps: int,
         solver: str,
         guided: Guided | None = None,
-        upto: int | None = None,
+        stop_after: int | None = None,
         path: PathPlan | None = None,
         start: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -215,7 +218,7 @@ class Explorer(PackedPolicy):
         Returns (images as from ``Family.decode``, latents float32 [B, *latent]). The arguments are
         those of ``latents``.
         """
-        latents = self.latents(cond, seeds, steps, solver, guided, upto, path, start)
+        latents = self.latents(cond, seeds, steps, solver, guided, stop_after, path, start)
         with torch.no_grad(), compile_failures("explore.compile"):
             images = self.family.decode(self._decoder, latents)
         return images.numpy(), latents.numpy()

@@ -73,7 +73,7 @@ def _save(file: Path, state: Mapping[str, Tensor], lora: Lora) -> None:
         ),
     }
     tensors = {PREFIX + key: value.float().contiguous() for key, value in state.items()}
-    with atomic.replacing(file) as beside:
+    with atomic.replace_file(file) as beside:
         # save_file does not raise OSError if it is not permitted to write
         beside.write_bytes(save(tensors, metadata=metadata))
 

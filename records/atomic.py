@@ -11,9 +11,9 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replace_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path for a file, which replaces ``path`` if the context succeeds."""
-    beside = unfinished(path)
+    beside = temporary_path(path)
     try:
         yield beside
         _flush(beside)
@@ -26,13 +26,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def replacing_directory(path: Path) -> Iterator[Path]:
+def replace_directory(path: Path) -> Iterator[Path]:
     """Yield an empty temporary directory, which replaces ``path`` if the context succeeds.
 
     As a directory cannot be renamed over another, an existing ``path`` is first renamed to
     ``<name>.replaced``; between the two renames readers may use that one.
     """
-    beside, replaced = unfinished(path), path.with_name(f"{path.name}.replaced")
+    beside, replaced = temporary_path(path), path.with_name(f"{path.name}.replaced")
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
@@ -52,7 +52,7 @@ def replacing_directory(path: Path) -> Iterator[Path]:
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file atomically: a reader sees the old content or the new one, also after a kill."""
-    with replacing(path) as beside:
+    with replace_file(path) as beside:
         beside.write_bytes(data)
 
 
@@ -66,7 +66,7 @@ def write_json(path: Path, value: object) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
-def unfinished(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """Return this process's temporary name for a file that is to become ``path``."""
     return path.with_name(f".{path.name}.unfinished-{os.getpid()}")
 

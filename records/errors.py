@@ -28,7 +28,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def described(error: BaseException, most: int | None = None) -> str:
+def error_summary(error: BaseException, most: int | None = None) -> str:
     """Return an error's type and the first line of its message, cut to ``most`` characters."""
     lines = str(error).strip().splitlines()[:1]
     return ": ".join([type(error).__name__, *(line[:most] for line in lines)])

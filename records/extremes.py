@@ -21,14 +21,14 @@ import numpy as np
 from PIL import Image
 
 from records import atomic
-from records.images import LARGEST_INLINE, TINY, grid, reduced_image, to_pil, webp_bytes
+from records.images import MAX_INLINE_SIDE, MAX_TINY_SIDE, grid, reduced_image, to_pil, webp_bytes
 
 Stage = Literal["explored", "regenerated"]
 End = Literal["best", "worst"]
 STAGES, ENDS = get_args(Stage), get_args(End)
 DIRECTORY = re.compile(r"iteration_(\d+)")
 INDEX = "shown.json"
-NOTHING = 128
+EMPTY_GRAY = 128
 """Gray level of the cells of a sheet that have no image."""
 
 
@@ -48,7 +48,7 @@ class Extreme:
     @property
     def file(self) -> str:
         """File name in the iteration's directory."""
-        suffix = "png" if max(self.image.shape[-2:]) <= TINY else "jpg"
+        suffix = "png" if max(self.image.shape[-2:]) <= MAX_TINY_SIDE else "jpg"
         suffix = "webp" if self.image.ndim == 4 else suffix
         return f"{self.prompt}_{self.stage}_{self.end}.{suffix}"
 
@@ -68,23 +68,23 @@ class KeptIteration:
     rows: list[dict[str, object]]
 
 
-def reduced(image: np.ndarray) -> np.ndarray:
+def downscaled(image: np.ndarray) -> np.ndarray:
     """Return ``image`` uint8 [3, H, W], or a clip, reduced to the size that a page shows."""
-    if max(image.shape[-2:]) <= LARGEST_INLINE:
+    if max(image.shape[-2:]) <= MAX_INLINE_SIDE:
         return image.copy()  # a view would keep the whole batch in memory
     if image.ndim == 4:
-        return np.stack([reduced(frame) for frame in image])
+        return np.stack([downscaled(frame) for frame in image])
     return np.asarray(reduced_image(to_pil(image))).transpose(2, 0, 1)
 
 
 def save_extremes(
     directory: Path, iteration: int, shown: Sequence[Extreme], limit: int, fps: int = 16
 ) -> None:
-    """Write the images of ``iteration``, and remove iterations beyond ``limit`` (see ``kept``).
+    """Write the images of ``iteration``, and remove iterations beyond ``limit``.
 
-    ``fps``: frame rate of clips.
+    ``iterations_to_keep`` chooses which. ``fps``: frame rate of clips.
     """
-    with atomic.replacing_directory(directory / f"iteration_{iteration:06d}") as temporary:
+    with atomic.replace_directory(directory / f"iteration_{iteration:06d}") as temporary:
         for extreme in shown:
             (temporary / extreme.file).write_bytes(_encoded(extreme, fps))
         rows = [extreme.row() for extreme in shown]
@@ -92,11 +92,11 @@ def save_extremes(
             json.dumps(rows, ensure_ascii=False, indent=1) + "\n", "utf-8"
         )
     existing = _directories(directory)
-    for index in existing.keys() - kept(existing, limit):
+    for index in existing.keys() - iterations_to_keep(existing, limit):
         shutil.rmtree(existing[index], ignore_errors=True)
 
 
-def kept(iterations: Iterable[int], limit: int) -> set[int]:
+def iterations_to_keep(iterations: Iterable[int], limit: int) -> set[int]:
     """Return the iterations to keep, at most ``limit`` >= 2.
 
     They are the newest and the multiples of the smallest power of two that leaves few enough. An
@@ -109,7 +109,7 @@ def kept(iterations: Iterable[int], limit: int) -> set[int]:
     return {index for index in known if index % stride == 0 or index == newest}
 
 
-def forget_from(directory: Path, iteration: int) -> None:
+def remove_from(directory: Path, iteration: int) -> None:
     """Remove the images of ``iteration`` and later ones, which a resumed run writes again."""
     for index, folder in _directories(directory).items():
         if index >= iteration:
@@ -139,11 +139,12 @@ def sheet(shown: Sequence[Extreme]) -> np.ndarray:
     stages = [stage for stage in STAGES if any(extreme.stage == stage for extreme in shown)]
     columns = [(end, stage) for end in ENDS for stage in stages]
     images = {
-        (extreme.prompt, extreme.end, extreme.stage): _still(extreme.image) for extreme in shown
+        (extreme.prompt, extreme.end, extreme.stage): _middle_frame(extreme.image)
+        for extreme in shown
     }
     prompts = sorted({extreme.prompt for extreme in shown})
     height, width = (max(extreme.image.shape[axis] for extreme in shown) for axis in (-2, -1))
-    cells = np.full((len(prompts), len(columns), 3, height, width), NOTHING, np.uint8)
+    cells = np.full((len(prompts), len(columns), 3, height, width), EMPTY_GRAY, np.uint8)
     for (row, prompt), (column, (end, stage)) in (
         (r, c) for r in enumerate(prompts) for c in enumerate(columns)
     ):
@@ -153,7 +154,7 @@ def sheet(shown: Sequence[Extreme]) -> np.ndarray:
     return grid(cells)
 
 
-def _still(image: np.ndarray) -> np.ndarray:
+def _middle_frame(image: np.ndarray) -> np.ndarray:
     return image[len(image) // 2] if image.ndim == 4 else image
 
 
@@ -166,7 +167,7 @@ def _enlarged(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
 def _encoded(extreme: Extreme, fps: int) -> bytes:
     if extreme.image.ndim == 4:
-        return webp_bytes(extreme.image, fps, TINY)
+        return webp_bytes(extreme.image, fps, MAX_TINY_SIDE)
     buffer = io.BytesIO()
     image = to_pil(extreme.image)
     if extreme.file.endswith("png"):

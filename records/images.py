@@ -26,11 +26,11 @@ from records import atomic
 
 STEP = re.compile(r"step_(\d+)")
 CELL = re.compile(r"(\d+)_(\d+)\.(?:png|webp)")
-LARGEST_INLINE = 256
+MAX_INLINE_SIDE = 256
 """Images wider or taller than this are reduced to it before they are embedded in a page. Larger
 clips are compressed lossily: 33 lossless frames of 832x480 would take 20 MB.
 """
-TINY = 96
+MAX_TINY_SIDE = 96
 """Images up to this size are enlarged by nearest neighbor, which keeps their pixels sharp."""
 
 
@@ -90,7 +90,7 @@ def save_images(
         if source is not None:
             atomic.write_bytes(directory / f"source_{index}.png", png_bytes(source))
     final = directory / f"step_{step:06d}"
-    with atomic.replacing_directory(final) as temporary:
+    with atomic.replace_directory(final) as temporary:
         for prompt, noise in np.ndindex(*images.shape[:2]):
             image = images[prompt, noise]
             clip = image.ndim == 4
@@ -163,7 +163,7 @@ def png_bytes(image: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def webp_bytes(clip: np.ndarray, fps: int, largest: int = LARGEST_INLINE) -> bytes:
+def webp_bytes(clip: np.ndarray, fps: int, largest: int = MAX_INLINE_SIDE) -> bytes:
     """Encode ``clip`` uint8 [F, 3, H, W] as an animated WebP file that loops forever.
 
     Lossless if no side exceeds ``largest``. Consecutive equal frames become one longer frame.
@@ -246,7 +246,7 @@ def data_uri(path: Path) -> tuple[str, int, int]:
     content = path.read_bytes()
     with Image.open(io.BytesIO(content)) as image:
         kind, (width, height) = str(image.format).lower(), image.size
-        if max(width, height) > LARGEST_INLINE:
+        if max(width, height) > MAX_INLINE_SIDE:
             frames: list[Image.Image] = []
             durations: list[int] = []
             for frame in ImageSequence.Iterator(image):
@@ -265,5 +265,5 @@ def data_uri(path: Path) -> tuple[str, int, int]:
 def reduced_image(image: Image.Image) -> Image.Image:
     """Return ``image`` in RGB, reduced to at most ``LARGEST_INLINE`` pixels a side."""
     small = image.convert("RGB")
-    small.thumbnail((LARGEST_INLINE, LARGEST_INLINE), Image.Resampling.LANCZOS)
+    small.thumbnail((MAX_INLINE_SIDE, MAX_INLINE_SIDE), Image.Resampling.LANCZOS)
     return small

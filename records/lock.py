@@ -13,20 +13,20 @@ from typing import NamedTuple
 
 from configs.load import ConfigError
 
-LONGEST = 300
+MAX_HOLDER_BYTES = 300
 """Largest number of bytes of the text that names a lock's holder."""
-AGAIN_S = 0.1
+RETRY_S = 0.1
 
 
 class Lock(NamedTuple):
     """A lock's descriptor, which may be passed on, and why the file system cannot lock, or None."""
 
     file: int
-    missing: str | None
+    unsupported_reason: str | None
 
 
 @contextlib.contextmanager
-def held(file: Path, what: str, remedy: str) -> Iterator[Lock]:
+def exclusive_lock(file: Path, what: str, remedy: str) -> Iterator[Lock]:
     """Lock ``file`` for ``what`` within the context; the file's content names the holder.
 
     It is a lock of the kernel, which ends with the process in any case. The file remains, but its
@@ -39,12 +39,12 @@ def held(file: Path, what: str, remedy: str) -> Iterator[Lock]:
     """
     lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        yield Lock(lock, _missing(lock, file.parent, what, remedy))
+        yield Lock(lock, _try_lock(lock, file.parent, what, remedy))
     finally:
         os.close(lock)
 
 
-def busy(file: Path) -> bool:
+def is_locked(file: Path) -> bool:
     """Return True if a process has locked ``file``; False also if that cannot be determined."""
     try:
         lock = os.open(file, os.O_RDWR | os.O_CLOEXEC)
@@ -61,32 +61,30 @@ def busy(file: Path) -> bool:
     return False
 
 
-def _take(lock: int) -> None:
+def _acquire(lock: int) -> None:
     """Take the lock. Raises BlockingIOError if another process has it.
 
-    It tries twice, because ``busy`` of another process takes the lock for a moment.
+    It tries twice, because ``is_locked`` of another process takes the lock for a moment.
     """
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        time.sleep(AGAIN_S)
+        time.sleep(RETRY_S)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _missing(lock: int, directory: Path, what: str, remedy: str) -> str | None:
+def _try_lock(lock: int, directory: Path, what: str, remedy: str) -> str | None:
     try:
-        _take(lock)
+        _acquire(lock)
     except BlockingIOError:
-        who = os.read(lock, LONGEST).decode(errors="replace").strip() or "another process"
+        who = os.read(lock, MAX_HOLDER_BYTES).decode(errors="replace").strip() or "another process"
         raise ConfigError(f"{directory}: {what} is at work here: {who}: {remedy}") from None
     except OSError as error:
         return error.strerror or str(error)
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    holder = f"process {os.getpid()} on {socket.gethostname()} since {since}\n"
     # on a full disk the lock works nevertheless, but does not name its holder
     with contextlib.suppress(OSError):
         os.ftruncate(lock, 0)
-        os.write(
-            lock,
-            f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode()[:LONGEST],
-        )
+        os.write(lock, holder.encode()[:MAX_HOLDER_BYTES])
     return None

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable
 from typing import IO, Any
 
-UNREAD = select.POLLERR | select.POLLHUP | select.POLLNVAL
+BROKEN = select.POLLERR | select.POLLHUP | select.POLLNVAL
 """Events that ``poll`` reports for such a descriptor."""
 
 
-class Outliving:
+class FaultTolerantStream:
     """Wrapper of ``file`` that survives write errors.
 
     After the first error ``closed`` is called with the reason, and later output is dropped.
@@ -50,7 +50,7 @@ class Outliving:
                 self._closed(error.strerror or str(error))
 
 
-def drop_unread() -> bool:
+def redirect_broken_streams() -> bool:
     """Redirect standard streams without a reader to the null device; return True if any."""
     redirected = False
     for stream in (sys.stdout, sys.stderr):
@@ -60,7 +60,7 @@ def drop_unread() -> bool:
             continue
         polled = select.poll()
         polled.register(number, 0)
-        if any(what & UNREAD for _, what in polled.poll(0)):
+        if any(what & BROKEN for _, what in polled.poll(0)):
             _redirect_to_null(number)
             redirected = True
     return redirected

@@ -19,9 +19,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from records.output import Outliving
-from records.rundir import finite
-from records.words import decimals, duration, plus_minus
+from records.formatting import decimals, duration, plus_minus
+from records.output import FaultTolerantStream
+from records.rundir import finite_or_none
 
 UNITS = {
     "explored": "images",
@@ -57,7 +57,7 @@ class Progress:
         self.console = console or Console()
         # a closed pipe or terminal, or a full disk, must not end the run
         self.console.file = cast(
-            IO[str], Outliving(self.console.file, lambda why: self.on_closed(why))
+            IO[str], FaultTolerantStream(self.console.file, lambda why: self.on_closed(why))
         )
         self.live = self.console.is_terminal
         self._live: Live | None = None
@@ -134,7 +134,7 @@ class Progress:
         self._running = False
         self._finished += 1
         self._durations.append(self._clock() - self._iteration_began)
-        now = finite(metrics.get("reward/train_mean"))
+        now = finite_or_none(metrics.get("reward/train_mean"))
         self.reward_now = self.reward_now if now is None else now
         if self.reward_start is None:
             self.reward_start = self.reward_now
@@ -146,7 +146,7 @@ class Progress:
 
     def evaluation_finished(self, metrics: Mapping[str, object]) -> None:
         """An evaluation's row of metrics.jsonl is complete."""
-        value = finite(metrics.get("reward/eval_mean"))
+        value = finite_or_none(metrics.get("reward/eval_mean"))
         if value is not None:
             self.held_out.append(value)
         self._phase = ""
@@ -154,7 +154,7 @@ class Progress:
             f"held-out reward after {metrics.get('iteration', '?')} iterations:"
             f" {decimals(value)}{plus_minus(metrics, 'eval/stderr')}"
         )
-        gain = finite(metrics.get("eval/gain"))
+        gain = finite_or_none(metrics.get("eval/gain"))
         if gain is not None:
             text += f", gain {gain:+.3f}{plus_minus(metrics, 'eval/gain_stderr')}"
         self.note(text)
@@ -278,7 +278,7 @@ class Progress:
         if counts:
             parts.append(", ".join(counts))
         for name, label in (("audit/kendall_tau", "tau"), ("loss/kl", "kl")):
-            if (value := finite(metrics.get(name))) is not None:
+            if (value := finite_or_none(metrics.get(name))) is not None:
                 parts.append(f"{label} {value:.3g}")
         if (version := metrics.get("weights/version")) is not None:
             parts.append(f"published v{version}")
@@ -288,9 +288,11 @@ class Progress:
 
 
 @contextmanager
-def waiting(text: str, console: Console | None = None) -> Iterator[None]:
+def status_spinner(text: str, console: Console | None = None) -> Iterator[None]:
     """A moving line with ``text`` on a terminal, for what is over before ``Progress`` begins."""
     shown = console or Console()
-    shown.file = cast(IO[str], Outliving(shown.file, lambda why: None))  # ``Progress`` tells it
+    shown.file = cast(
+        IO[str], FaultTolerantStream(shown.file, lambda why: None)
+    )  # ``Progress`` tells it
     with shown.status(text) if shown.is_terminal else nullcontext():
         yield

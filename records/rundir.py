@@ -44,7 +44,7 @@ class RunDirectory:
         self.selections_file, self.timeline_file = path / "selections.jsonl", path / timeline.FILE
         self.lock_file = path / "lock"
         # why the file system cannot lock out a second driver; None if it can
-        self.unlocked: str | None = None
+        self.lock_unsupported: str | None = None
 
     @classmethod
     def of(cls, config: RunConfig) -> RunDirectory:
@@ -58,8 +58,8 @@ class RunDirectory:
         directory cannot be written.
         """
         there = self.config_file.exists()
-        if there and (self.computed() or self.unlocked):
-            raise self._taken()
+        if there and (self.has_results() or self.lock_unsupported):
+            raise self._name_taken()
         try:
             if there:
                 self._clear()
@@ -81,19 +81,21 @@ class RunDirectory:
         created the run in the meantime.
         """
         try:
-            if self.config_file.exists() and self.computed():
-                with self.held():  # raises if another driver is running, which is the better reason
-                    raise self._taken()
+            if self.config_file.exists() and self.has_results():
+                with (
+                    self.locked()
+                ):  # raises if another driver is running, which is the better reason
+                    raise self._name_taken()
         except OSError as error:
             raise self._unwritable(error) from None
 
-    def _taken(self) -> ConfigError:
+    def _name_taken(self) -> ConfigError:
         return ConfigError(
             f"{self.path}: a run of this name is there: --resume continues it, --set"
             " name=... starts another"
         )
 
-    def computed(self) -> bool:
+    def has_results(self) -> bool:
         """Return True if there is a checkpoint, complete or not, or a row of metrics."""
         return any(self.checkpoints.glob("*")) or (
             self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
@@ -112,7 +114,7 @@ class RunDirectory:
             shutil.rmtree(directory, ignore_errors=True)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Lock the directory within the context.
 
         Raises ConfigError if another driver holds the lock, or the directory cannot be written.
@@ -120,9 +122,9 @@ class RunDirectory:
         with contextlib.ExitStack() as stack:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                self.unlocked = stack.enter_context(
-                    lock.held(self.lock_file, "a run", ANOTHER_RUN)
-                ).missing
+                self.lock_unsupported = stack.enter_context(
+                    lock.exclusive_lock(self.lock_file, "a run", ANOTHER_RUN)
+                ).unsupported_reason
             except OSError as error:
                 raise self._unwritable(error) from None
             yield
@@ -198,22 +200,22 @@ class RunDirectory:
 
     def metrics(self) -> list[Row]:
         """Return all rows of metrics.jsonl."""
-        return list(rows_of(self.metrics_file))
+        return list(read_jsonl(self.metrics_file))
 
     def events(self) -> list[Row]:
         """Return all rows of events.jsonl."""
-        return list(rows_of(self.events_file))
+        return list(read_jsonl(self.events_file))
 
     def truncate(self, iteration: int, moment: float) -> None:
         """Remove metrics and images from ``iteration`` on, and events and spans after a moment."""
 
         def keep(file: Path, wanted: Callable[[Row], bool]) -> None:
-            rows = [json.dumps(row) + "\n" for row in rows_of(file) if wanted(row)]
+            rows = [json.dumps(row) + "\n" for row in read_jsonl(file) if wanted(row)]
             write_text(file, "".join(rows))
 
         def number(row: Row, key: str) -> float:
             """Return the number in a row; infinity, so that the row is removed, without one."""
-            value = finite(row.get(key))
+            value = finite_or_none(row.get(key))
             return math.inf if value is None else value
 
         # an evaluation has the number of the iteration after it
@@ -221,11 +223,11 @@ class RunDirectory:
             return iteration + (row.get("kind") == "evaluation")
 
         keep(self.metrics_file, lambda row: number(row, "iteration") < due(row))
-        extremes.forget_from(self.images, iteration)
+        extremes.remove_from(self.images, iteration)
         keep(self.selections_file, lambda row: number(row, "iteration") < iteration)
         keep(self.events_file, lambda row: number(row, "time") <= moment)
         if math.isfinite(moment):
-            timeline.forget_after(self.timeline_file, moment)
+            timeline.remove_after(self.timeline_file, moment)
 
 
 def make_output(out: Path) -> None:
@@ -239,7 +241,7 @@ def make_output(out: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(out: Path) -> Iterator[None]:
+def output_errors(out: Path) -> Iterator[None]:
     """Raise RunFailed if results cannot be written to ``out`` within the context."""
     try:
         yield
@@ -266,7 +268,7 @@ def _append(path: Path, row: Mapping[str, object]) -> None:
         file.write(json.dumps(row, default=str) + "\n")
 
 
-def rows_of(path: Path) -> Iterator[Row]:
+def read_jsonl(path: Path) -> Iterator[Row]:
     """Yield the rows of a JSON-lines file; skip lines that are truncated or damaged."""
     if not path.exists():
         return
@@ -279,7 +281,7 @@ def rows_of(path: Path) -> Iterator[Row]:
             yield row
 
 
-def finite(value: object) -> float | None:
+def finite_or_none(value: object) -> float | None:
     """Return ``value`` as a float if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

@@ -14,11 +14,11 @@ from typing import Protocol, runtime_checkable
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
-from records.errors import described
+from records.errors import error_summary
 from records.extremes import Extreme, sheet
 from records.metrics import declared
 from records.prometheus import PrometheusExporter
-from records.rundir import Event, RunDirectory, finite
+from records.rundir import Event, RunDirectory, finite_or_none
 
 Row = Mapping[str, object]
 SHEET = "images/best_and_worst"
@@ -110,7 +110,7 @@ class Sinks:
             with self._one_at_a_time:
                 do()
         except Exception as error:
-            self._event("sink_failed", sink=name, why=described(error))
+            self._event("sink_failed", sink=name, why=error_summary(error))
             self._others = [other for other in self._others if other is not sink]
 
 
@@ -199,7 +199,7 @@ def caption(shown: Sequence[Extreme]) -> str:
 def numbers(row: Row) -> Iterator[tuple[str, float]]:
     """Yield the finite numbers of a row by name, without the iteration."""
     for name, value in row.items():
-        if name != "iteration" and (number := finite(value)) is not None:
+        if name != "iteration" and (number := finite_or_none(value)) is not None:
             yield name, number
 
 

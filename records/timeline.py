@@ -22,11 +22,11 @@ from records import atomic
 
 log = logging.getLogger(__name__)
 FILE = "timeline.jsonl"
-LATEST_S = 1e12
+MAX_TIME_S = 1e12
 """Limit of a plausible time in seconds since the epoch; later ones are damaged."""
-HELD_S = 1.0
+FLUSH_INTERVAL_S = 1.0
 """Interval at which lines are written; also at the end of an iteration."""
-MOST_BYTES = 64 << 20
+MAX_READ_BYTES = 64 << 20
 """Largest number of bytes to read; of a longer file only the end is read."""
 
 
@@ -83,7 +83,7 @@ class Span(NamedTuple):
         return f"{self.service}-{self.actor}"
 
     @property
-    def shown(self) -> Work:
+    def display(self) -> Work:
         """How it is displayed; "load" is a checkpoint for learners, and a policy for others."""
         return (
             OTHER
@@ -156,7 +156,7 @@ class Timeline:
     def record(self, span: Span) -> None:
         """Append a span, now or together with later ones."""
         self._held.append(span)
-        if time.monotonic() - self._written >= HELD_S:
+        if time.monotonic() - self._written >= FLUSH_INTERVAL_S:
             self.write()
 
     def write(self) -> None:
@@ -182,17 +182,17 @@ def read_spans(path: Path, remarks: list[str] | None = None) -> list[Span]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            file.seek(max(0, size - MOST_BYTES))
+            file.seek(max(0, size - MAX_READ_BYTES))
             lines = (
                 file.read()
                 .decode("utf-8", errors="replace")
-                .splitlines()[1 if size > MOST_BYTES else 0 :]  # the first line is truncated
+                .splitlines()[1 if size > MAX_READ_BYTES else 0 :]  # the first line is truncated
             )
     except OSError:
         return []
-    if size > MOST_BYTES and remarks is not None:
+    if size > MAX_READ_BYTES and remarks is not None:
         remarks.append(
-            f"{path.name} is {size >> 20:,} MiB long: only the last {MOST_BYTES >> 20} MiB are"
+            f"{path.name} is {size >> 20:,} MiB long: only the last {MAX_READ_BYTES >> 20} MiB are"
             " drawn"
         )
     return sorted(
@@ -201,13 +201,13 @@ def read_spans(path: Path, remarks: list[str] | None = None) -> list[Span]:
     )
 
 
-def forget_after(path: Path, moment: float) -> None:
+def remove_after(path: Path, moment: float) -> None:
     """Remove spans that started after ``moment``; a resumed run repeats them."""
     if not path.exists():
         return
     with (
         path.open(encoding="utf-8", errors="replace") as old,
-        atomic.replacing(path) as beside,
+        atomic.replace_file(path) as beside,
         beside.open("w", encoding="utf-8") as new,
     ):
         new.writelines(
@@ -224,7 +224,7 @@ def _parsed(line: str) -> Span | None:
         counts = all(type(number) is int for number in (span.actor, span.incarnation, span.attempt))
         units = all(isinstance(part, int | str) for part in span.unit)
         times = type(span.started) in (int, float) and type(span.ended) in (int, float)
-        if words and counts and units and times and 0 <= span.started <= span.ended <= LATEST_S:
+        if words and counts and units and times and 0 <= span.started <= span.ended <= MAX_TIME_S:
             return span if isinstance(span.version, int | None) else None
     except (ValueError, TypeError, KeyError, RecursionError):
         pass

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from records.errors import described
+from records.errors import error_summary
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by their names in the configuration."""
@@ -32,7 +32,7 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
         loaded: object = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch, zipfile and pickle each raise errors of their own
         raise UnreadableWeights(
-            f"{path}: not readable as weights ({described(error, 160)}): give a"
+            f"{path}: not readable as weights ({error_summary(error, 160)}): give a"
             " safetensors file, or a torch file that holds nothing but tensors (no TorchScript"
             " archive)"
         ) from None

@@ -14,7 +14,7 @@ from typing import cast
 
 from configs.lookup import suggestion
 from configs.rewards import Scorer as ScorerConfig
-from records.errors import described
+from records.errors import error_summary
 from rewards.base import BuiltIn, Effort, Scorer, ScorerSetupError, Settings
 from rewards.base import ScorerError as ScorerError  # re-exported
 
@@ -180,7 +180,7 @@ def _made(make: Callable[..., object], name: str, settings: Settings) -> Scorer:
         raise
     except Exception as error:  # a constructor may raise anything: name it
         raise ScorerSetupError(
-            f"{name}(**settings) raised {described(error)}: "
+            f"{name}(**settings) raised {error_summary(error)}: "
             f"fix rewards.scorers.settings, now {dict(settings)}"
         ) from error
     if not callable(instance):

@@ -17,7 +17,7 @@ Entry = tuple[float, dict[str, float]]  # score, and the scorer's parts by name
 T = TypeVar("T")
 
 
-class Remembered(Generic[T]):
+class FifoCache(Generic[T]):
     """The newest ``size`` values by key; the oldest are dropped first."""
 
     def __init__(self, size: int) -> None:
@@ -28,7 +28,7 @@ class Remembered(Generic[T]):
         """Return the value, or None."""
         return self._known.get(key)
 
-    def keep(self, found: Mapping[bytes, T]) -> None:
+    def add(self, found: Mapping[bytes, T]) -> None:
         """Store these values."""
         self._known |= found
         while len(self._known) > self._size:
@@ -44,7 +44,7 @@ class ScoreCache:
     """
 
     def __init__(self, scorer: WeightedScorer, size: int = 100_000) -> None:
-        self._scorer, self._known = scorer, Remembered[Entry](size)
+        self._scorer, self._known = scorer, FifoCache[Entry](size)
 
     def attempt(
         self,
@@ -89,7 +89,7 @@ class ScoreCache:
                 for place, row in enumerate(rows)
             }
             entries |= fresh
-            self._known.keep({key: entry for key, entry in fresh.items() if np.isfinite(entry[0])})
+            self._known.add({key: entry for key, entry in fresh.items() if np.isfinite(entry[0])})
         found = {label: [entries[key] for key in mine] for label, mine in keys.items()}
         return Attempt(*_columns(found), tuple(failures), work)
 

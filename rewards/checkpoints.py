@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from records import weights
-from records.errors import described
+from records.errors import error_summary
 from rewards.base import ScorerSetupError
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:]+))?")
@@ -107,9 +107,9 @@ def fetch(repo: str, name: str) -> Path | None:
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return None
         raise ScorerSetupError(
-            f"{repo!r} is no file or directory here, and the hub does not say whether it has {name}"
-            f" ({described(error, 200)}): fetch it where there is a network, into a directory with"
-            f" the weights, and give its path; {ADVICE}"
+            f"{repo!r} is not a file or directory, and the hub could not be asked for {name}"
+            f" ({error_summary(error, 200)}): download it on a machine with a network, into a"
+            f" directory with the weights, and give its path; {ADVICE}"
         ) from None
 
 
@@ -123,7 +123,7 @@ def _download(repo: str, names: Sequence[str]) -> Path:
             return Path(hf_hub_download(repo, name))
         # no network, no such repository, no such file: the caller gets one line for all of them
         except Exception as error:
-            why = described(error, 200)
+            why = error_summary(error, 200)
     raise ScorerSetupError(
         f"{repo!r} is no file or directory here, and the hub does not give {' or '.join(names)} of"
         f" it ({why}): fetch it where there is a network and give its path; {ADVICE}"

@@ -24,20 +24,24 @@ def scored_frames(frames: int, wanted: int | None) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ScorerInput:
     """The inputs of one scorer for a batch of B, and the reduction of its results to B."""
 
     images: np.ndarray
     prompts: Sequence[str]
     metadata: Sequence[Metadata]
-    each: int = 1  # frames of a clip
+    frames_per_clip: int = 1  # frames of a clip
 
-    def means(self, answers: np.ndarray) -> np.ndarray:
+    def reduce(self, answers: np.ndarray) -> np.ndarray:
         """Average float32 [B x each] to [B]; NaN if any frame of a clip is NaN."""
-        return answers if self.each == 1 else answers.reshape(-1, self.each).mean(1)
+        return (
+            answers
+            if self.frames_per_clip == 1
+            else answers.reshape(-1, self.frames_per_clip).mean(1)
+        )
 
 
-def as_images(asked: Asked, wanted: int | None) -> Asked:
+def as_images(asked: ScorerInput, wanted: int | None) -> ScorerInput:
     """Turn clips [B, F, 3, H, W] into the frames to score, [B x n, 3, H, W]; keep images."""
     clips = asked.images
     if clips.ndim == 4:
@@ -47,10 +51,12 @@ def as_images(asked: Asked, wanted: int | None) -> Asked:
     images.flags.writeable = False  # like the batch
     each = len(chosen)
     prompts = [prompt for prompt in asked.prompts for _ in chosen]
-    return Asked(images, prompts, [row for row in asked.metadata for _ in chosen], each)
+    return ScorerInput(images, prompts, [row for row in asked.metadata for _ in chosen], each)
 
 
-def as_clips(asked: Asked) -> Asked:
+def as_clips(asked: ScorerInput) -> ScorerInput:
     """Keep clips; turn images into clips of one frame."""
     images = asked.images
-    return asked if images.ndim == 5 else Asked(images[:, None], asked.prompts, asked.metadata)
+    return (
+        asked if images.ndim == 5 else ScorerInput(images[:, None], asked.prompts, asked.metadata)
+    )

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from configs.rewards import Rewards
-from records.errors import described
+from records.errors import error_summary
 from rewards import build
 from rewards.base import Metadata, Scorer, ScorerError, check, require_images
-from rewards.clips import Asked, as_clips, as_images
+from rewards.clips import ScorerInput, as_clips, as_images
 
 
 def combine(scores: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> np.ndarray:
@@ -215,7 +215,7 @@ class WeightedScorer:
         require_images(images, prompts, metadata, clips=True)
         images = images.view()  # read-only, so that no scorer can change what the next one sees
         images.flags.writeable = False
-        batch = Asked(images, prompts, metadata)
+        batch = ScorerInput(images, prompts, metadata)
         single = as_images(batch, self.frames)  # once, so that scorers share preprocessed images
         scores: dict[str, np.ndarray] = {}
         parts: dict[str, np.ndarray] = {}
@@ -232,16 +232,16 @@ class WeightedScorer:
             except Exception as error:
                 if type(error).__name__ == "OutOfMemoryError":  # torch's; a retry would fail too
                     raise
-                failures.append(f"scorer {label!r} raised {described(error)}")
+                failures.append(f"scorer {label!r} raised {error_summary(error)}")
                 scores[label] = np.full(len(images), np.nan, np.float32)
                 continue
             work[label] = len(asked.images), time.perf_counter() - start
             values, problem = check(answer, len(asked.images))
-            scores[label] = asked.means(values)
+            scores[label] = asked.reduce(values)
             if problem:
                 failures.append(f"scorer {label!r} {problem}")
             own, problem = _parts_of(scorer, len(asked.images))
-            parts |= {f"{label}/{name}": asked.means(part) for name, part in own.items()}
+            parts |= {f"{label}/{name}": asked.reduce(part) for name, part in own.items()}
             if problem:
                 failures.append(f"scorer {label!r} {problem}")
         return Attempt(scores, parts, tuple(failures), work)

@@ -17,16 +17,16 @@ from records.images import png_bytes
 from rewards.base import BuiltIn, ScorerError, ScorerSetupError, Settings, require_count
 from rewards.server import post, require_seconds, require_url
 
-ANSWER_BYTES = 2**20
+MAX_ANSWER_BYTES = 2**20
 """Most bytes of a chat completion: a rating with alternatives takes a few thousand."""
-TOP = 20
+TOP_LOGPROBS = 20
 """Most log-probabilities per token that OpenAI returns."""
 EDITED = (
     "The prompt asks for an edit of this image:",
     "What the prompt does not ask to change should be as it is there. What came of it:",
 )
 """Texts before and after the source image of an edit."""
-LEAST_MASS = 0.5
+MIN_MASS = 0.5
 """Least total probability of the requested tokens; below it, the judge answered in words."""
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ class Judge(BuiltIn):
         }
         url = f"{self.url.rstrip('/')}/chat/completions"
         body = json.dumps(request).encode()
-        answer = post(url, body, self._headers, self.timeout_s, self.retries, ANSWER_BYTES)
+        answer = post(url, body, self._headers, self.timeout_s, self.retries, MAX_ANSWER_BYTES)
         try:
             completion = json.loads(answer)
             choice, usage = completion["choices"][0], completion.get("usage") or {}
@@ -151,7 +151,7 @@ def source_parts(source: np.ndarray | None) -> list[Tree]:
 
 def one_token() -> Tree:
     """Return request fields for an answer of one token with its most likely alternatives."""
-    return {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP}
+    return {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP_LOGPROBS}
 
 
 def json_object(name: str, field: str, schema: Mapping[str, Any]) -> Tree:
@@ -166,7 +166,7 @@ def json_object(name: str, field: str, schema: Mapping[str, Any]) -> Tree:
     return {"response_format": {"type": "json_schema", "json_schema": named}}
 
 
-def written(choice: Any, field: str) -> Any:
+def json_field(choice: Any, field: str) -> Any:
     """Return a ``field`` of the JSON object in an answer. Raises NoVerdict for prose."""
     try:
         return json.loads(choice["message"]["content"])[field]
@@ -182,7 +182,7 @@ def text_of(choice: Any) -> tuple[str, bool]:
         raise NoVerdict(f"the answer holds no text: {_short(choice)!r}") from None
 
 
-def expected(choice: Any, values: Mapping[str, float], what: str) -> float:
+def expected_value(choice: Any, values: Mapping[str, float], what: str) -> float:
     """Return the expectation of ``values`` under the distribution of an answer's first token.
 
     ``values`` maps tokens to numbers; other tokens are ignored. ``what`` describes the tokens in
@@ -201,13 +201,13 @@ def expected(choice: Any, values: Mapping[str, float], what: str) -> float:
         ) from None
     matches = [(values[token], mass) for token, mass in pairs if token in values]
     mass = math.fsum(mass for _, mass in matches)
-    if not mass >= LEAST_MASS:
+    if not mass >= MIN_MASS:
         likely = max(pairs, key=lambda pair: pair[1])[0] if pairs else ""
         raise NoVerdict(f"the judge answers {likely!r} rather than a number: {mass:.0%} on {what}")
     return math.fsum(value * share for value, share in matches) / mass
 
 
-def outcome(ask: Callable[[], T]) -> T | NoVerdict:
+def result_or_no_verdict(ask: Callable[[], T]) -> T | NoVerdict:
     """Call ``ask`` and return its result, or NoVerdict if it fails, so that others are not lost."""
     try:
         return ask()

@@ -21,7 +21,7 @@ from rewards.base import (
     require_share,
 )
 from rewards.checkpoints import DAMAGED, local, pretrained
-from rewards.geneval_rules import COLORS, Found, Objects, assess, wanted
+from rewards.geneval_rules import COLORS, Detection, Objects, assess, parse_requirements
 from rewards.openclip import ClipScore
 from rewards.paired import PairedScorer
 
@@ -32,7 +32,7 @@ DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 WEIGHTS = ("model.safetensors",)
 ALIASES = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard"}
 """COCO's names and GenEval's names for the same classes."""
-MOST_OBJECTS = 16
+MAX_OBJECTS = 16
 """Most objects of one class that are kept: those with the highest scores."""
 GREY = 0x99
 """Gray level that hides the surroundings of an object whose color is classified."""
@@ -43,7 +43,7 @@ TEMPLATES = (
 )
 
 
-WANTED = (
+CHECKPOINT_ADVICE = (
     "give a directory with config.json, preprocessor_config.json and model.safetensors, or a hub id"
 )
 UNUSABLE = (*DAMAGED, StrictDataclassError)
@@ -111,7 +111,7 @@ class GenEvalScorer(BuiltIn):
         except UNUSABLE as error:
             raise ScorerSetupError(
                 f"{path.parent}: its config.json makes no Mask2Former"
-                f" ({first_line(error)[:200]}): {WANTED}"
+                f" ({first_line(error)[:200]}): {CHECKPOINT_ADVICE}"
             ) from None
         return colors + sum(parameter.numel() * 4 for parameter in model.parameters())
 
@@ -121,7 +121,7 @@ class GenEvalScorer(BuiltIn):
         """Score uint8 [B, 3, H, W] as float32 [B]. Raises ValueError if a prompt lacks metadata."""
         require_images(images, prompts, metadata)
         rows = zip(prompts, metadata, strict=True)
-        entries = [wanted(prompt, row, self.names) for prompt, row in rows]
+        entries = [parse_requirements(prompt, row, self.names) for prompt, row in rows]
         least = [
             self.counting_threshold if row.get("tag") == "counting" else self.threshold
             for row in metadata
@@ -171,18 +171,18 @@ class GenEvalScorer(BuiltIn):
         sizes = inside.flatten(1).sum(1)
         means = (masks.sigmoid() * inside).flatten(1).sum(1) / (sizes + 1e-6)
         scores = best * means[queries]
-        objects: dict[str, list[Found]] = {}
+        objects: dict[str, list[Detection]] = {}
         for index in scores.argsort(descending=True).tolist():
             group = objects.setdefault(self.names[int(classes[index])], [])
             query, score = int(queries[index]), float(scores[index])
-            if score > least and sizes[query] and len(group) < MOST_OBJECTS:
+            if score > least and sizes[query] and len(group) < MAX_OBJECTS:
                 group.append(_found(inside[query].cpu().numpy(), score))
         return {name: group for name, group in objects.items() if group}
 
     # ---- colors
 
     @torch.inference_mode()
-    def color_names(self, image: np.ndarray, name: str, group: Sequence[Found]) -> list[str]:
+    def color_names(self, image: np.ndarray, name: str, group: Sequence[Detection]) -> list[str]:
         """Classify the color of each object in an image uint8 [3, H, W] by CLIP, masked."""
         crops = [self.colors.pixels(_alone(image, detection)[None]) for detection in group]
         pixels = torch.cat(crops).to(self.device, self.colors.dtype)
@@ -218,7 +218,7 @@ def _load(source: str) -> tuple[Mask2FormerForUniversalSegmentation, Any]:
     except UNUSABLE as error:
         raise ScorerSetupError(
             f"detector = {source!r}: no Mask2Former of transformers ({first_line(error)[:200]}):"
-            f" {WANTED}"
+            f" {CHECKPOINT_ADVICE}"
         ) from None
     return model, processor
 
@@ -234,13 +234,13 @@ def _upsampled(masks: torch.Tensor, used: torch.Tensor, size: Sequence[int]) -> 
     return torch.nn.functional.interpolate(shown, tuple(size), mode="bilinear")[0]
 
 
-def _found(mask: np.ndarray, score: float) -> Found:
+def _found(mask: np.ndarray, score: float) -> Detection:
     rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
     left, right, top, bottom = columns[0], columns[-1] + 1, rows[0], rows[-1] + 1
-    return Found((float(left), float(top), float(right), float(bottom)), score, mask)
+    return Detection((float(left), float(top), float(right), float(bottom)), score, mask)
 
 
-def _alone(image: np.ndarray, found: Found) -> np.ndarray:
+def _alone(image: np.ndarray, found: Detection) -> np.ndarray:
     """Crop an object's box as uint8 [3, h, w], with gray outside its mask."""
     left, top, right, bottom = (round(edge) for edge in found.box)
     shown = image if found.mask is None else np.where(found.mask, image, np.uint8(GREY))

@@ -21,7 +21,7 @@ COLORS = (
 RELATIONS = ("left of", "right of", "above", "below")
 MARGIN = 0.1
 """Least offset of the centers of two objects that counts, as a share of the sum of their sizes."""
-SLANT = 0.5
+MIN_AXIS_SHARE = 0.5
 """Least share of the distance along an axis for a relation to hold.
 
 A diagonal neighbor is both beside and above.
@@ -29,7 +29,7 @@ A diagonal neighbor is both beside and above.
 
 
 @dataclass(frozen=True)
-class Found:
+class Detection:
     """A detected object; ``box``: left, top, right, bottom in pixels."""
 
     box: tuple[float, float, float, float]
@@ -37,14 +37,14 @@ class Found:
     mask: np.ndarray | None = field(default=None, compare=False)  # bool [H, W]
 
 
-Objects = Mapping[str, Sequence[Found]]
+Objects = Mapping[str, Sequence[Detection]]
 """Detected objects by class, in descending order of score."""
-ColorsOf = Callable[[str, Sequence[Found]], list[str]]
+ColorsOf = Callable[[str, Sequence[Detection]], list[str]]
 """Function that returns the color of each of several objects of a class."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Requirement:
     """Entry of ``include``. ``above``: the least number that is too many; None: no limit."""
 
     name: str
@@ -63,7 +63,9 @@ class Outcome:
     share: float
 
 
-def wanted(prompt: str, metadata: Metadata, classes: Iterable[str]) -> list[Wanted]:
+def parse_requirements(
+    prompt: str, metadata: Metadata, classes: Iterable[str]
+) -> list[Requirement]:
     """Parse a prompt's metadata. Raises ValueError if it is not GenEval's."""
     known = set(classes)
     limits = {row["class"]: row["count"] for row in _rows(prompt, metadata, "exclude", known)}
@@ -79,10 +81,10 @@ def wanted(prompt: str, metadata: Metadata, classes: Iterable[str]) -> list[Want
         if relation is not None and not 0 <= target < index:
             raise ValueError(f"prompt {prompt!r}: 'position' refers to {target}, no earlier entry")
         name = row["class"]
-        entries.append(Wanted(name, row["count"], color, relation, target, limits.get(name)))
+        entries.append(Requirement(name, row["count"], color, relation, target, limits.get(name)))
     # a class that is only excluded becomes an entry with count 0
     others = limits.keys() - {entry.name for entry in entries}
-    return [*entries, *(Wanted(name, 0, above=limits[name]) for name in sorted(others))]
+    return [*entries, *(Requirement(name, 0, above=limits[name]) for name in sorted(others))]
 
 
 def _rows(prompt: str, metadata: Metadata, key: str, known: set[str]) -> list[dict]:
@@ -94,7 +96,7 @@ def _rows(prompt: str, metadata: Metadata, key: str, known: set[str]) -> list[di
     return rows
 
 
-def assess(entries: Sequence[Wanted], objects: Objects, colors_of: ColorsOf) -> Outcome:
+def assess(entries: Sequence[Requirement], objects: Objects, colors_of: ColorsOf) -> Outcome:
     """Compare detected objects with the entries of a prompt.
 
     The verdict is GenEval's. Of each class, the ``count`` objects with the highest scores are
@@ -103,7 +105,7 @@ def assess(entries: Sequence[Wanted], objects: Objects, colors_of: ColorsOf) -> 
     may be reached. The share is the mean over entries of how close the count is, halved if an entry
     has a color or a position and is not fulfilled.
     """
-    groups: list[Sequence[Found] | None] = []
+    groups: list[Sequence[Detection] | None] = []
     correct, shares = True, []
     for entry in entries:
         detected = objects.get(entry.name, ())
@@ -120,19 +122,19 @@ def assess(entries: Sequence[Wanted], objects: Objects, colors_of: ColorsOf) -> 
     return Outcome(correct, 1.0 if correct else sum(shares) / len(shares))
 
 
-def _nearness(entry: Wanted, count: int) -> float:
+def _nearness(entry: Requirement, count: int) -> float:
     """Return 1 for the wanted count, less 1 / count for each object missing or in excess."""
     missing = max(0, entry.count - count)
     surplus = 0 if entry.above is None else max(0, count - (entry.above - 1))
     return max(0.0, 1.0 - (missing + surplus) / max(1, entry.count))
 
 
-def _colored(entry: Wanted, group: Sequence[Found], colors_of: ColorsOf) -> bool:
+def _colored(entry: Requirement, group: Sequence[Detection], colors_of: ColorsOf) -> bool:
     return entry.color is None or set(colors_of(entry.name, group)) == {entry.color}
 
 
 def _placed(
-    entry: Wanted, group: Sequence[Found], groups: Sequence[Sequence[Found] | None]
+    entry: Requirement, group: Sequence[Detection], groups: Sequence[Sequence[Detection] | None]
 ) -> bool:
     if entry.relation is None:
         return True
@@ -142,7 +144,7 @@ def _placed(
     )
 
 
-def relations(one: Found, other: Found) -> set[str]:
+def relations(one: Detection, other: Detection) -> set[str]:
     """Return the RELATIONS of ``one`` to ``other``: up to two, none if they overlap."""
     offsets, apart = [], []
     for low, high in ((0, 2), (1, 3)):
@@ -153,5 +155,9 @@ def relations(one: Found, other: Found) -> set[str]:
     if all(abs(each) < 1e-3 for each in apart):
         return set()
     x, y = (each / math.hypot(*offsets) for each in apart)
-    named = zip(RELATIONS, (x < -SLANT, x > SLANT, y < -SLANT, y > SLANT), strict=True)
+    named = zip(
+        RELATIONS,
+        (x < -MIN_AXIS_SHARE, x > MIN_AXIS_SHARE, y < -MIN_AXIS_SHARE, y > MIN_AXIS_SHARE),
+        strict=True,
+    )
     return {name for name, holds in named if holds}

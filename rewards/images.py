@@ -22,7 +22,7 @@ _made: tuple[weakref.ref[np.ndarray], dict[Key, np.ndarray]] | None = None
 """Cached results for the newest read-only batch."""
 
 
-def shared(images: np.ndarray, key: Key, make: Callable[[], np.ndarray]) -> np.ndarray:
+def cached_per_batch(images: np.ndarray, key: Key, make: Callable[[], np.ndarray]) -> np.ndarray:
     """Return ``make()``, cached under ``key`` while ``images`` is the newest batch.
 
     Nothing is cached for a writeable batch, because its content may change.
@@ -44,7 +44,7 @@ def crop_square(images: np.ndarray, size: int, centre: Centre = "round") -> np.n
     it to even (torchvision, open_clip, ImageReward), and "floor" cuts less at the top and left
     (transformers).
     """
-    resized = shared(
+    resized = cached_per_batch(
         images, ("shorter", size), lambda: np.stack([_shorter(image, size) for image in images])
     )
     cut = [edge - size for edge in resized.shape[2:]]

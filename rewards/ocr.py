@@ -48,7 +48,7 @@ class OcrScorer(BuiltIn):
         wanted = [wanted_text(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)]
         return np.array(
             [
-                share_read(text, self.read(image))
+                fraction_read(text, self.read(image))
                 for text, image in zip(wanted, images, strict=True)
             ],
             np.float32,
@@ -66,7 +66,7 @@ def wanted_text(prompt: str, metadata: Metadata) -> list[str]:
     text = metadata.get("text")
     pieces = [text] if isinstance(text, str) else list(text or [])
     pieces = pieces or ["".join(groups) for groups in QUOTED.findall(prompt)]
-    pieces = [piece for piece in pieces if plain(piece)]
+    pieces = [piece for piece in pieces if normalize_text(piece)]
     if not pieces:
         raise ValueError(
             f"prompt {prompt!r} quotes no text to be read: put it in quotes, or in metadata as"
@@ -75,19 +75,21 @@ def wanted_text(prompt: str, metadata: Metadata) -> list[str]:
     return pieces
 
 
-def plain(text: str) -> str:
+def normalize_text(text: str) -> str:
     """Normalize text for comparison: one case, no white space."""
     return "".join(text.casefold().split())
 
 
-def share_read(wanted: Sequence[str], read: str) -> float:
+def fraction_read(wanted: Sequence[str], read: str) -> float:
     """Return 1 - edits / length over all pieces, each compared with its nearest substring."""
-    lengths = [len(plain(piece)) for piece in wanted]
-    edits = [nearest(plain(piece), plain(read)) for piece in wanted]
+    lengths = [len(normalize_text(piece)) for piece in wanted]
+    edits = [
+        substring_edit_distance(normalize_text(piece), normalize_text(read)) for piece in wanted
+    ]
     return 1.0 - sum(edits) / sum(lengths)
 
 
-def nearest(piece: str, text: str) -> int:
+def substring_edit_distance(piece: str, text: str) -> int:
     """Return the least edit distance from ``piece`` to a substring of ``text``, possibly empty.
 
     An edit is an insertion, deletion or replacement of a letter. Sellers' algorithm: a row per

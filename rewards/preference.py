@@ -9,10 +9,10 @@ PRIOR = 0.5
 of an image finite that won or lost every comparison.
 """
 CLOSE = 1e-12
-MOST_STEPS = 10_000
+MAX_STEPS = 10_000
 
 
-def drawn_lists(count: int, size: int, rounds: int, seed: int) -> list[np.ndarray]:
+def random_lists(count: int, size: int, rounds: int, seed: int) -> list[np.ndarray]:
     """Draw random lists of 2 to ``size`` of ``count`` >= 2 indices.
 
     Each round shuffles the indices and divides them into lists, so that every index is in one list.
@@ -28,7 +28,7 @@ def drawn_lists(count: int, size: int, rounds: int, seed: int) -> list[np.ndarra
     return drawn
 
 
-def wins_of(ranking: np.ndarray, count: int) -> np.ndarray:
+def count_wins(ranking: np.ndarray, count: int) -> np.ndarray:
     """Return float64 [count, count]: entry (i, j) is 1 if i precedes j in a ranking, best first.
 
     A ranking of k images counts as k (k - 1) / 2 comparisons.
@@ -48,7 +48,7 @@ def strengths(wins: np.ndarray) -> np.ndarray:
     """
     comparisons, won = wins + wins.T, wins.sum(1) + PRIOR
     p = np.ones(len(wins))
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         before = p
         p = won / ((comparisons / (p[:, None] + p)).sum(1) + 2 * PRIOR / (p + 1))
         if np.abs(p - before).max() <= CLOSE * p.max():
@@ -56,7 +56,7 @@ def strengths(wins: np.ndarray) -> np.ndarray:
     return p
 
 
-def chances(wins: np.ndarray) -> np.ndarray:
+def win_probabilities(wins: np.ndarray) -> np.ndarray:
     """Return each image's probability to beat an average one, float32 [N]; NaN if not compared."""
     p = strengths(wins)
     compared = (wins + wins.T).sum(1) > 0

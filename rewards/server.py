@@ -32,12 +32,16 @@ from rewards.base import (
 )
 
 TYPES = {"npz": "application/x-npz", "json": "application/json"}
-AGAIN = (408, 425, 429)  # retried like 5xx: request timeout, too early, too many requests
-PAUSE_S = 0.5  # before the first retry; doubles with every further one
+RETRIED_STATUSES = (
+    408,
+    425,
+    429,
+)  # retried like 5xx: request timeout, too early, too many requests
+FIRST_BACKOFF_S = 0.5  # before the first retry; doubles with every further one
 ANSWER_BYTES = 65536, 64
 """Most bytes of an answer: a constant, and a number per image, whose score takes a few dozen."""
-PIECE = 65536
-HERE = ("localhost", "::1")
+CHUNK_BYTES = 65536
+LOCAL_HOSTS = ("localhost", "::1")
 
 
 @dataclass(eq=False)
@@ -120,7 +124,7 @@ def post(
     problem, pause = "", 0.0
     for attempt in range(retries + 1):
         if attempt:
-            time.sleep(max(pause, PAUSE_S * 2 ** (attempt - 1)))
+            time.sleep(max(pause, FIRST_BACKOFF_S * 2 ** (attempt - 1)))
         pause = 0.0
         try:
             return _read(request, timeout_s, most)
@@ -128,7 +132,7 @@ def post(
             problem = f"answered {error.code} {error.reason}"[:200]
             if error.code in range(300, 400):
                 problem += " (redirects are not followed: give the last url itself)"
-            if error.code < 500 and error.code not in AGAIN:
+            if error.code < 500 and error.code not in RETRIED_STATUSES:
                 break
             wait = error.headers.get("Retry-After", "")
             pause = min(float(wait), timeout_s) if wait.isdecimal() else 0.0
@@ -145,7 +149,7 @@ def _read(request: urllib.request.Request, timeout_s: float, most: int) -> bytes
     """
     body, deadline = b"", time.monotonic() + timeout_s
     with _opener(request.type == "http").open(request, timeout=timeout_s) as answer:
-        while piece := answer.read1(PIECE):
+        while piece := answer.read1(CHUNK_BYTES):
             body += piece
             if len(body) > most:
                 raise ScorerError(
@@ -198,7 +202,7 @@ def require_seconds(name: str, value: object) -> None:
 def _is_this_machine(host: str) -> bool:
     """Return True if a URL's host is a name or address of this machine; nothing is resolved."""
     try:
-        return host in HERE or ipaddress.ip_address(host).is_loopback
+        return host in LOCAL_HOSTS or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 

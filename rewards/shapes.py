@@ -20,7 +20,7 @@ from shapes.render import CROSS_ARM, DIRECTIONS, PALETTE, SIZE, distance
 
 PARTS = ("objects", "colours", "shapes", "counts", "positions")
 SMALLEST = 8.0  # pixels; smaller regions are debris, the smallest real object has 20
-MOST = 6  # largest objects that are considered; others are debris
+MAX_OBJECTS = 6  # largest objects that are considered; others are debris
 WINDOW = 22  # pixels around an object that are compared with an outline
 DEBRIS = 24.0  # pixels of debris that make the clean factor zero
 # of each outline of radius 1: its area, and how far its centroid lies below the center of its box
@@ -140,8 +140,8 @@ def find_regions(image: np.ndarray) -> Regions:
     order = np.lexsort((np.arange(len(area)), -area, owner))
     rank = np.empty(len(area), dtype=np.int64)
     rank[order] = np.arange(len(area)) - np.searchsorted(owner[order], owner[order])
-    kept = np.flatnonzero((area >= SMALLEST) & (rank < MOST))
-    loose = np.where((area >= SMALLEST) & (rank < MOST), 0, area)
+    kept = np.flatnonzero((area >= SMALLEST) & (rank < MAX_OBJECTS))
+    loose = np.where((area >= SMALLEST) & (rank < MAX_OBJECTS), 0, area)
     debris = np.bincount(owner, weights=loose, minlength=len(image)).astype(np.float32)
     masks = np.equal(which.reshape(label.shape)[owner[kept]], kept[:, None, None])
     return measure(image, cover, masks, owner[kept], debris)

@@ -41,10 +41,10 @@ CLASS = "Qwen2_5_VLForConditionalGeneration"
 WEIGHTS = ("model.safetensors.index.json", "model.safetensors")
 PUBLISHED = "CodeGoat24/UnifiedReward-2.0-qwen-7b"
 PARAMETERS = {PUBLISHED: 8_292_166_656, "CodeGoat24/UnifiedReward-qwen-7b": 8_292_166_656}
-HIGHEST = 5.0
+MAX_RATING = 5.0
 SIDE = 28
 """Pixels per side of a vision token: a smaller image would be enlarged to one token."""
-ASKED = 230
+QUESTION_TOKENS = 230
 """Tokens of the question, in addition to those of the image."""
 
 
@@ -103,7 +103,7 @@ class UnifiedReward(BuiltIn):
         """
         from safetensors import safe_open
 
-        options = cls.told(settings)
+        options = cls.with_defaults(settings)
         checkpoint, width = options["checkpoint"], DTYPES[options["dtype"]].itemsize
         try:
             files = _files(checkpoint)
@@ -126,14 +126,19 @@ class UnifiedReward(BuiltIn):
 
         Each token that a batch generates reads all weights once. Zero if the size is unknown.
         """
-        weight_bytes, options = cls.model_bytes(settings) or 0, cls.told(settings)
+        weight_bytes, options = cls.model_bytes(settings) or 0, cls.with_defaults(settings)
         pixels = min(height * width, options["max_pixels"] or math.inf)
-        flops = 2 * weight_bytes / DTYPES[options["dtype"]].itemsize * (ASKED + pixels / SIDE**2)
+        flops = (
+            2
+            * weight_bytes
+            / DTYPES[options["dtype"]].itemsize
+            * (QUESTION_TOKENS + pixels / SIDE**2)
+        )
         passes = FORMS[options["form"]].tokens / options["batch_size"]
         return Effort(flops, options["dtype"], passes * weight_bytes)
 
     @classmethod
-    def told(cls, settings: Settings) -> Settings:
+    def with_defaults(cls, settings: Settings) -> Settings:
         """Complete settings with their defaults. Raises ScorerSetupError if a value is invalid."""
         try:
             bound = inspect.signature(cls).bind(**settings)
@@ -158,20 +163,20 @@ class UnifiedReward(BuiltIn):
             )
         answers = self.answers(images, prompts)
         marks, low = list(self.form.marks.values()), self.form.low
-        ratings = [numbers_after(text, marks, low, HIGHEST, ended) for text, ended in answers]
+        ratings = [numbers_after(text, marks, low, MAX_RATING, ended) for text, ended in answers]
         if answers and not any(ratings):
             raise ScorerError(
                 f"the model writes no score: {' '.join(answers[0][0].split())[:80]!r}"
             )
         scores = np.array([row or [np.nan] * len(marks) for row in ratings], np.float32)
-        scores = scores.reshape(-1, len(marks)) / np.float32(HIGHEST)
+        scores = scores.reshape(-1, len(marks)) / np.float32(MAX_RATING)
         if len(marks) > 1:
             self.parts = dict(zip(self.form.marks, scores.T.copy(), strict=True))
         return scores.mean(1)
 
     def answers(self, images: np.ndarray, prompts: Sequence[str]) -> list[tuple[str, bool]]:
         """Return the text that the model writes about each image, and False if it was cut off."""
-        questions = [self._asked(prompt) for prompt in prompts]
+        questions = [self._question(prompt) for prompt in prompts]
         # sorted by length, for less padding, and then by content, so that the batches, and with
         # them the results, do not depend on the order in which the images come
         order = sorted(
@@ -185,7 +190,7 @@ class UnifiedReward(BuiltIn):
             answers |= dict(zip(rows, texts, strict=True))
         return [answers[row] for row in range(len(questions))]
 
-    def _asked(self, prompt: str) -> str:
+    def _question(self, prompt: str) -> str:
         """Return the prompt for one image in the model's chat template."""
         added = self.processor.tokenizer.added_tokens_decoder.values()
         plain = without_tokens(prompt, [str(token) for token in added if token.special])

@@ -28,19 +28,19 @@ from rewards.base import (
     require_one_of,
     source_of,
 )
-from rewards.cache import Remembered, content_key
+from rewards.cache import FifoCache, content_key
 from rewards.endpoint import (
     Judge,
     NoVerdict,
-    expected,
+    expected_value,
     image_part,
+    json_field,
     json_object,
     one_token,
-    outcome,
+    result_or_no_verdict,
     source_parts,
     text_of,
     text_part,
-    written,
 )
 
 READ = ("logprobs", "json", "text")
@@ -51,7 +51,7 @@ RUBRIC = (
     " their number, colours, places and style; then at how well the image is made. Rate the image"
     " from {low} (nothing of it) to {high} (all of it, well made).\n\nPrompt: {prompt}"
 )
-ASKED = {
+OUTPUT_INSTRUCTIONS = {
     "logprobs": "\n\nAnswer with the number alone.",
     "json": '\n\nAnswer with a JSON object: {"score": number}.',
     "text": "",
@@ -89,7 +89,7 @@ class VlmScorer(Judge):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._cache = Remembered[Rating](self.cache)
+        self._cache = FifoCache[Rating](self.cache)
 
     @staticmethod
     def check(settings: Settings) -> None:
@@ -137,7 +137,7 @@ class VlmScorer(Judge):
         rated = cached | new
         if problem and not rated:
             raise ScorerError(f"{self.url} {self.model}: {problem}")
-        self._cache.keep(new)
+        self._cache.add(new)
         self.parts = self._parts([rated.get(key) for key in keys], set(fresh), keys)
         scores = [rated[key].score if key in rated else math.nan for key in keys]
         return np.asarray(scores, np.float32)
@@ -154,7 +154,7 @@ class VlmScorer(Judge):
             pending = {
                 key: [
                     pool.submit(
-                        outcome,
+                        result_or_no_verdict,
                         partial(
                             self._vote, images[row], source_of(metadata[row]), prompts[row], vote
                         ),
@@ -179,7 +179,7 @@ class VlmScorer(Judge):
         """
         text = self.rubric.replace("{low}", str(self.low)).replace("{high}", str(self.high))
         # the prompt is inserted last, so that braces in it are not replaced
-        text = text.replace("{prompt}", prompt) + ASKED[self.read]
+        text = text.replace("{prompt}", prompt) + OUTPUT_INSTRUCTIONS[self.read]
         number = {"type": "number", "minimum": self.low, "maximum": self.high}
         form = {
             "logprobs": one_token(),
@@ -195,7 +195,7 @@ class VlmScorer(Judge):
         """Read a rating from ``low`` to ``high``. Raises NoVerdict if there is none."""
         if self.read == "logprobs":
             ratings = {str(value): value for value in range(self.low, self.high + 1)}
-            return expected(choice, ratings, f"{self.low} to {self.high}")
+            return expected_value(choice, ratings, f"{self.low} to {self.high}")
         if self.read == "json":
             return self._score_from_json(choice)
         text, ended = text_of(choice)
@@ -209,7 +209,7 @@ class VlmScorer(Judge):
 
     def _score_from_json(self, choice: Any) -> float:
         """Read the ``score`` of a JSON object. Raises NoVerdict if it is no number in range."""
-        value = written(choice, "score")
+        value = json_field(choice, "score")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise NoVerdict(f"the judge's score is {value!r}, which is no number")
         if not self.low <= value <= self.high:

@@ -27,20 +27,20 @@ from rewards.base import (
     require_one_of,
     source_of,
 )
-from rewards.cache import Remembered, content_key
+from rewards.cache import FifoCache, content_key
 from rewards.endpoint import (
     Judge,
     NoVerdict,
-    expected,
+    expected_value,
     image_part,
+    json_field,
     json_object,
     one_token,
-    outcome,
+    result_or_no_verdict,
     source_parts,
     text_part,
-    written,
 )
-from rewards.preference import chances, consistency, drawn_lists, wins_of
+from rewards.preference import consistency, count_wins, random_lists, win_probabilities
 
 READ = ("json", "logprobs")
 RUBRIC = (
@@ -48,7 +48,7 @@ RUBRIC = (
     " their number, colours, places and style; then at how well each image is made.\n\n"
     "Prompt: {prompt}"
 )
-ASKED = {
+OUTPUT_INSTRUCTIONS = {
     "logprobs": "\n\nWhich image is better, 1 or 2? Answer with the number alone.",
     "json": '\n\nAnswer with a JSON object: {"ranking": the numbers of all images, best first}.',
 }
@@ -91,7 +91,7 @@ class VlmRankScorer(Judge):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._cache = Remembered[Verdict](self.cache)
+        self._cache = FifoCache[Verdict](self.cache)
 
     @staticmethod
     def check(settings: Settings) -> None:
@@ -123,12 +123,12 @@ class VlmRankScorer(Judge):
         keys = [content_key(*row) for row in zip(images, prompts, metadata, strict=True)]
         by_content = np.array(sorted(range(len(keys)), key=lambda row: keys[row]))
         seed = xxhash.xxh3_64_intdigest(b"".join(sorted(keys)))
-        lists = [by_content[rows] for rows in drawn_lists(len(keys), self.size, self.rounds, seed)]
+        lists = [by_content[rows] for rows in random_lists(len(keys), self.size, self.rounds, seed)]
         wins = np.zeros((len(images), len(images)))
         source = source_of(metadata[0])
         for rows, verdict in self._verdicts(images, source, prompts[0], keys, lists):
             wins[np.ix_(rows, rows)] += verdict.wins
-        scores = chances(wins)
+        scores = win_probabilities(wins)
         self.parts["consistency"] = consistency(wins, scores)
         return scores
 
@@ -147,7 +147,9 @@ class VlmRankScorer(Judge):
         }
         with ThreadPoolExecutor(self.in_flight) as pool:
             pending = {
-                name: pool.submit(outcome, partial(self._ask, images[rows], source, prompt))
+                name: pool.submit(
+                    result_or_no_verdict, partial(self._ask, images[rows], source, prompt)
+                )
                 for name, rows in by_name.items()
                 if name not in cached
             }
@@ -156,7 +158,7 @@ class VlmRankScorer(Judge):
         if not (cached or new):
             problem = next(iter(answers.values()))
             raise ScorerError(f"{self.url} {self.model}: {problem}")
-        self._cache.keep(new)
+        self._cache.add(new)
         self._count_cost(list(new.values()), len(images))
         verdicts = cached | new
         return [(by_name[name], verdict) for name, verdict in verdicts.items()]
@@ -170,13 +172,15 @@ class VlmRankScorer(Judge):
         for number, image in enumerate(images, 1):
             content += [text_part(f"Image {number}:"), image_part(image)]
         # the prompt is inserted last, so that braces in it are not replaced
-        content.append(text_part(self.rubric.replace("{prompt}", prompt) + ASKED[self.read]))
+        content.append(
+            text_part(self.rubric.replace("{prompt}", prompt) + OUTPUT_INSTRUCTIONS[self.read])
+        )
         if self.read == "logprobs":
             answer = self.ask(content, 0, one_token())
             wins = _better_of_two(answer.choice)
         else:
             answer = self.ask(content, 0, _ranking_form(len(images)))
-            wins = wins_of(_ranking(answer.choice, len(images)), len(images))
+            wins = count_wins(_ranking(answer.choice, len(images)), len(images))
         return Verdict(wins, answer.tokens_in, answer.tokens_out)
 
     def _count_cost(self, verdicts: Sequence[Verdict], images: int) -> None:
@@ -196,7 +200,7 @@ def _ranking_form(count: int) -> Tree:
 
 def _ranking(choice: Any, count: int) -> np.ndarray:
     """Read a ranking as indices, int [count], best first. Raises NoVerdict if it is invalid."""
-    ranking = written(choice, "ranking")
+    ranking = json_field(choice, "ranking")
     whole = isinstance(ranking, list) and all(type(number) is int for number in ranking)
     if not whole or sorted(ranking) != list(range(1, count + 1)):
         raise NoVerdict(f"the judge's ranking of {count} images is {str(ranking)[:60]}")
@@ -205,5 +209,5 @@ def _ranking(choice: Any, count: int) -> np.ndarray:
 
 def _better_of_two(choice: Any) -> np.ndarray:
     """Return wins float64 [2, 2] from the probabilities of "1" and "2". Raises NoVerdict."""
-    share = expected(choice, {"1": 1.0, "2": 0.0}, "1 and 2")
+    share = expected_value(choice, {"1": 1.0, "2": 0.0}, "1 and 2")
     return np.array([[0.0, share], [1.0 - share, 0.0]])

@@ -115,8 +115,8 @@ def critical_path(spans: Sequence[Span], end: float) -> dict[str, float]:
             continue
         if moment > span.ended:
             path[WAITING] = path.get(WAITING, 0.0) + moment - span.ended
-        path[span.shown.label] = (
-            path.get(span.shown.label, 0.0) + min(span.ended, moment) - span.started
+        path[span.display.label] = (
+            path.get(span.display.label, 0.0) + min(span.ended, moment) - span.started
         )
         moment = span.started
     return dict(sorted(path.items(), key=lambda item: -item[1]))

@@ -22,7 +22,7 @@ from analysis.compare.table import lines, tables
 from configs.load import ConfigError, parse
 from configs.schema import RunConfig
 from records.errors import RunFailed
-from records.rundir import make_output, versions, write_json, write_text, writing
+from records.rundir import make_output, output_errors, versions, write_json, write_text
 
 REPORT, NUMBERS = "compare.html", "compare.json"
 
@@ -132,7 +132,7 @@ def _write(
             for result in results
         ],
     }
-    with writing(out):
+    with output_errors(out):
         write_json(out / NUMBERS, _plain(numbers))
         write_text(out / REPORT, render(name, results, result_tables, notes, settings, costs))
     return [*lines(result_tables, notes), "", f"written: {out / REPORT}, {NUMBERS}"]

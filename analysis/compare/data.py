@@ -17,7 +17,16 @@ from analysis.compare.statistics import (
     speed_up,
     time_to,
 )
-from analysis.report.data import Row, RunData, finite, or_nan, read_run, reason, step_of, values
+from analysis.report.data import (
+    Row,
+    RunData,
+    finite_or_none,
+    or_nan,
+    read_run,
+    reason,
+    step_of,
+    values,
+)
 
 REWARD = "reward/eval_mean"
 SCORER = "reward/eval/"
@@ -110,7 +119,7 @@ def _scores(run: RunData) -> dict[str, list[tuple[int, float, float]]]:
         points = [
             (step_of(row), seconds.get(step_of(row), math.nan), value)
             for row in run.evaluations
-            if (value := finite(row.get(name))) is not None
+            if (value := finite_or_none(row.get(name))) is not None
         ]
         if points and points[0][0] == 0:
             scores[name] = points

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from analysis.compare.cells import Cell, Comparison
 from analysis.compare.groups import check_prompts
-from analysis.report.data import finite, read_run, step_of
+from analysis.report.data import finite_or_none, read_run, step_of
 from configs.load import ConfigError, parse
 from configs.prompts import changed_files
 from configs.resume import differences
@@ -27,9 +27,9 @@ from configs.toml_text import to_toml
 from planning.layouts.spec import as_recorded
 from records.atomic import write_text
 from records.errors import Stopped
-from records.lock import held
+from records.formatting import duration
+from records.lock import exclusive_lock
 from records.rundir import RunDirectory
-from records.words import duration
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = (sys.executable, "-m", "cluster", "train")
@@ -103,7 +103,7 @@ def _state_of(cell: Cell, seed: int, out: Path) -> str:
     iterations than requested.
     """
     rundir = RunDirectory(out / cell.run_name(seed))
-    if not rundir.config_file.exists() or not rundir.computed():
+    if not rundir.config_file.exists() or not rundir.has_results():
         return "absent"
     recorded = rundir.configuration()
     config = as_recorded(parse(cell.tree_of(seed, out)), recorded)
@@ -174,7 +174,8 @@ def _log(out: Path, cell: Cell, seed: int) -> Path:
 def _result(path: Path) -> str:
     run = read_run(path)
     before, after = (
-        finite(row.get("reward/eval_mean")) if row else None for row in (run.before, run.after)
+        finite_or_none(row.get("reward/eval_mean")) if row else None
+        for row in (run.before, run.after)
     )
     return (
         "finished"
@@ -194,7 +195,7 @@ def _at_work(out: Path, say: Say = print) -> Iterator[int]:
         try:
             out.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(
-                held(
+                exclusive_lock(
                     out / ".lock",
                     "another comparison, or a run that it left,",
                     "wait, or give another --out",
@@ -204,8 +205,9 @@ def _at_work(out: Path, say: Say = print) -> Iterator[int]:
             raise ConfigError(
                 f"--out: {out} cannot be written ({error.strerror}): give another directory"
             ) from None
-        if lock.missing:
-            say(f"{out}: not locked ({lock.missing}): nothing keeps a second comparison out")
+        if lock.unsupported_reason:
+            reason = lock.unsupported_reason
+            say(f"{out}: not locked ({reason}): do not run a second comparison here")
         yield lock.file
 
 

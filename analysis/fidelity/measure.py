@@ -40,7 +40,7 @@ from policy.explorer import Explorer
 from policy.lora import adapted_modules
 from policy.precision.backends import Backend
 from policy.precision.compiling import compiler_missing
-from records.rundir import versions, writing
+from records.rundir import output_errors, versions
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -72,7 +72,7 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
             "threads": torch.get_num_threads(),
             "versions": versions(),
         }
-    with writing(out):
+    with output_errors(out):
         write(out, summary, prompts, rewards)
     return [*tables(summary), f"written: {out / 'fidelity.json'}, rewards.json, density.svg"]
 

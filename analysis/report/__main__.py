@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from analysis.report.page import build_report
-from records.errors import described
+from records.errors import error_summary
 
 LOWEST = 19
 
@@ -25,7 +25,7 @@ def main(run: str, every_s: str) -> int:
     try:
         build_report(Path(run), live_s=float(every_s))
     except Exception as error:  # the driver reports any error as the reason
-        print(described(error), file=sys.stderr)
+        print(error_summary(error), file=sys.stderr)
         return 1
     return 0
 

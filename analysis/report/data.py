@@ -11,7 +11,7 @@ from pathlib import Path
 from analysis.compare.statistics import Mean
 from records.extremes import KeptIteration, find_extremes
 from records.images import RunImages, find_images
-from records.rundir import finite
+from records.rundir import finite_or_none
 from records.timeline import FILE as TIMELINE
 from records.timeline import Span, read_spans
 
@@ -133,7 +133,7 @@ def read_run(directory: Path) -> RunData:
         evaluations=_same_weights(
             _newest_of(row for row in rows if row.get("kind") == "evaluation")
         ),
-        events=sorted(events, key=lambda event: finite(event.get("time")) or 0.0),
+        events=sorted(events, key=lambda event: finite_or_none(event.get("time")) or 0.0),
         images=find_images(directory / "images"),
         held_out={step: _grid(table.get("rewards")) for step, table in tables.items()},
         scores={
@@ -152,7 +152,7 @@ def read_run(directory: Path) -> RunData:
 
 def step_of(row: Row) -> int:
     """Return the iteration of a row; ``read_run`` leaves out rows that have none."""
-    return int(finite(row.get("iteration")) or 0)
+    return int(finite_or_none(row.get("iteration")) or 0)
 
 
 def mean_in(row: Row, name: str, error: str) -> Mean:
@@ -173,7 +173,7 @@ def points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
 
 def values(rows: Sequence[Row], name: str) -> list[float]:
     """Return the finite values of ``name``."""
-    return [value for row in rows if (value := finite(row.get(name))) is not None]
+    return [value for row in rows if (value := finite_or_none(row.get(name))) is not None]
 
 
 def reason(event: Row) -> str:
@@ -247,7 +247,9 @@ def _lines(path: Path, remarks: list[str]) -> list[Row]:
 
 def _newest_of(rows: Iterable[Row]) -> list[Row]:
     """Return the last written row of each iteration, in ascending order."""
-    newest = {index: row for row in rows if (index := finite(row.get("iteration"))) is not None}
+    newest = {
+        index: row for row in rows if (index := finite_or_none(row.get("iteration"))) is not None
+    }
     return [newest[index] for index in sorted(newest)]
 
 
@@ -274,5 +276,5 @@ def _grid(value: object) -> Grid:
 
 def or_nan(found: object) -> float:
     """Return ``found`` if it is a finite number, or else NaN."""
-    value = finite(found)
+    value = finite_or_none(found)
     return math.nan if value is None else value

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from analysis.report.data import Row, RunData, actor_of, finite
+from analysis.report.data import Row, RunData, actor_of, finite_or_none
 from analysis.report.parts import Cell, Table
 from analysis.report.timeline import Chart, Drawing, Lane, Mark, drawing, in_running_time
-from records.words import duration
+from records.formatting import duration
 
 TONES = {
     "good": ("actor_started", "actor_replaced", "actor_added", "run_finished"),
@@ -49,7 +49,7 @@ def running_times(events: Sequence[Row]) -> list[float]:
     """Return the running time at each event in seconds, excluding the pause before a resume."""
     times, offset, last = [], None, 0.0
     for event in events:
-        moment = finite(event.get("time"))
+        moment = finite_or_none(event.get("time"))
         if moment is None:
             times.append(last)
             continue
@@ -125,14 +125,14 @@ def timeline_of(run: RunData, times: Sequence[float]) -> Chart:
     known = [
         (moment, when)
         for event, when in zip(events, times, strict=True)
-        if (moment := finite(event.get("time"))) is not None
+        if (moment := finite_or_none(event.get("time"))) is not None
     ]
     spans = in_running_time(run.spans, [moment for moment, _ in known], [when for _, when in known])
     published = [
         (when, int(version))
         for event, when in zip(events, times, strict=True)
         if event["event"] == "version_published"
-        and (version := finite(event.get("version"))) is not None
+        and (version := finite_or_none(event.get("version"))) is not None
     ]
     return Chart(
         lanes_of(events, times),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from analysis.report.charts import number
-from analysis.report.data import Row, RunData, finite
+from analysis.report.data import Row, RunData, finite_or_none
 from analysis.report.gallery import InlineImage, shown_image
 from records.extremes import ENDS, STAGES, KeptIteration
 
@@ -52,7 +52,7 @@ def kept_iterations(run: RunData) -> list[IterationEnds]:
 
 
 def _prompts(kept: KeptIteration) -> list[int]:
-    prompts = (finite(row.get("prompt")) for row in kept.rows)
+    prompts = (finite_or_none(row.get("prompt")) for row in kept.rows)
     return sorted({int(prompt) for prompt in prompts if prompt is not None})
 
 
@@ -69,7 +69,7 @@ def _prompt(kept: KeptIteration, prompt: int) -> PromptEnds:
 
 def _tile(directory: Path, rows: Mapping[str, Row], stage: str) -> Tile:
     row = rows[stage]
-    seed, reward, other = (finite(row.get(key)) for key in ("seed", "reward", "other"))
+    seed, reward, other = (finite_or_none(row.get(key)) for key in ("seed", "reward", "other"))
     other_row = rows.get(OTHER[stage])
     same = other_row is not None and other_row.get("seed") == row.get("seed")
     note = "" if seed is None else f"seed {seed:.0f}"

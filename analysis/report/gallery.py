@@ -9,7 +9,7 @@ from pathlib import Path
 
 from analysis.report.charts import number
 from analysis.report.data import RunData
-from records.images import TINY, StepImages, data_uri
+from records.images import MAX_TINY_SIDE, StepImages, data_uri
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class InlineImage:
     @property
     def tiny(self) -> bool:
         """True if the image is small enough to be enlarged without smoothing."""
-        return max(self.width, self.height) <= TINY
+        return max(self.width, self.height) <= MAX_TINY_SIDE
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from analysis.report.charts import number
 from analysis.report.data import RunData, held_out_reward, reason, step_of, values
 from analysis.report.live import Live
 from configs.schema import RunConfig
-from records.words import duration
+from records.formatting import duration
 
 STATES = {
     "finished": ("finished", "good"),

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from importlib import resources
 
-from records.words import duration
+from records.formatting import duration
 
 SOONEST_S, LATEST_S = 5.0, 60.0
 """Bounds of the time between two reloads, in seconds."""

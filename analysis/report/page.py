@@ -13,7 +13,7 @@ from pathlib import Path
 
 from analysis.report import parts, rewards, sections
 from analysis.report.agreement import agreement
-from analysis.report.data import RunData, finite, read_run
+from analysis.report.data import RunData, finite_or_none, read_run
 from analysis.report.events import events_section
 from analysis.report.extremes import OPEN, kept_iterations, kept_iterations_note
 from analysis.report.gallery import gallery
@@ -90,7 +90,7 @@ def _quantized(run: RunData) -> Table | None:
     groups: dict[tuple[bool, str], list[int]] = {}
     for row in run.quantization:
         shape = row.get("shape")
-        sizes = [finite(size) for size in shape] if isinstance(shape, list) else [0]
+        sizes = [finite_or_none(size) for size in shape] if isinstance(shape, list) else [0]
         weights = math.prod(int(size or 0) for size in sizes)
         entry = groups.setdefault((bool(row.get("quantized")), str(row.get("why", ""))), [0, 0])
         entry[0] += 1

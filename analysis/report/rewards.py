@@ -12,7 +12,15 @@ from pydantic import ValidationError
 
 from analysis.compare.statistics import Mean, mean_of
 from analysis.report.charts import Series, line_chart, number, scatter
-from analysis.report.data import Grid, RunData, finite, held_out_reward, points, step_of, values
+from analysis.report.data import (
+    Grid,
+    RunData,
+    finite_or_none,
+    held_out_reward,
+    points,
+    step_of,
+    values,
+)
 from analysis.report.parts import Card, Cell, Group, Section, Table, blocks, legend
 from configs.rewards import Rewards
 
@@ -153,7 +161,7 @@ def _roles(run: RunData) -> dict[str, tuple[str, bool]]:
 
 def _score(run: RunData, label: str, role: str, held_out: bool) -> Score:
     before, after = (
-        finite(row.get(EVAL + label)) if row else None for row in (run.before, run.after)
+        finite_or_none(row.get(EVAL + label)) if row else None for row in (run.before, run.after)
     )
     grids = {step: grid for step in run.scores if (grid := run.scores[step].get(label))}
     steps = [step_of(row) for row in run.evaluations]
@@ -186,7 +194,7 @@ def _curves(run: RunData) -> Card | None:
     lines = [Series("samples trained on", train, 1)] if train else []
     note = ""
     if held_out:
-        errors = [finite(row.get("eval/stderr")) or math.nan for row in run.evaluations]
+        errors = [finite_or_none(row.get("eval/stderr")) or math.nan for row in run.evaluations]
         lines.append(Series("held-out prompts", held_out, 5, errors))
         note = "Bars are one standard error, clustered by prompt. "
     if not lines:

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Sequence
 
 from analysis.report.charts import Band, Series, Stack, line_chart, number, stacked_bars
-from analysis.report.data import NO_ITERATION, Row, RunData, finite, points, step_of, values
+from analysis.report.data import NO_ITERATION, Row, RunData, finite_or_none, points, step_of, values
 from analysis.report.parts import Card, Cell, Group, Item, Section, Table, blocks, legend
-from records.words import duration
+from records.formatting import duration
 
 STAGES = (
     ("time/explore_s", "explore", 1),
@@ -81,8 +81,8 @@ def time_spent(run: RunData) -> Section:
     title, stages = "Where the time went", _stages(run.iterations)
     stacks = []
     for row in run.iterations:
-        parts = {label: finite(row.get(name)) or 0.0 for name, label, _ in stages}
-        whole = finite(row.get("time/iteration_s"))
+        parts = {label: finite_or_none(row.get(name)) or 0.0 for name, label, _ in stages}
+        whole = finite_or_none(row.get("time/iteration_s"))
         if whole is not None and whole > sum(parts.values()):
             parts["other"] = whole - sum(parts.values())
         stacks.append(Stack(float(step_of(row)), parts, whole))
@@ -150,7 +150,7 @@ def numbers(run: RunData) -> Table | None:
         if name not in ("kind", "iteration") and values(rows, name)
     ]
     body = [
-        [number(step_of(row)), *(number(finite(row.get(name)), 4) for name in names)]
+        [number(step_of(row)), *(number(finite_or_none(row.get(name)), 4) for name in names)]
         for row in rows[::every]
     ]
     which = "of all iterations" if every == 1 else f"of every {every}th iteration"
@@ -180,7 +180,7 @@ def _totals(run: RunData, stacks: Sequence[Stack], order: Sequence[tuple[str, in
     for label, colour in order:
         seconds = [stack.parts.get(label, 0.0) for stack in stacks]
         entries.append((label, colour, sum(seconds), statistics.median(seconds)))
-    elapsed = finite(run.iterations[-1].get("seconds"))
+    elapsed = finite_or_none(run.iterations[-1].get("seconds"))
     iterations_s = sum(
         stack.whole if stack.whole is not None else sum(stack.parts.values()) for stack in stacks
     )

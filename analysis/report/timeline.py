@@ -15,8 +15,8 @@ from pathlib import Path
 from analysis.report.charts import downsample
 from analysis.report.parts import Item, blocks, render
 from records.atomic import write_text
+from records.formatting import duration
 from records.timeline import Span, Work
-from records.words import duration
 
 MOST_LANES, MOST_MARKS, MOST_LINES, MOST_BARS = 40, 120, 60, 6000
 WIDTH, HEIGHT = 1000.0, 10.0
@@ -185,8 +185,8 @@ def bars_of(spans: Sequence[Span], gap: float) -> list[Bar]:
     bars: list[Bar] = []
     for span in spans:
         last = bars[-1] if bars else None
-        same = last is not None and (last.span.shown, last.span.outcome) == (
-            span.shown,
+        same = last is not None and (last.span.display, last.span.outcome) == (
+            span.display,
             span.outcome,
         )
         if last is not None and same and span.started - last.stop < gap:
@@ -245,7 +245,7 @@ def _window(chart: Chart, title: str, start: float, stop: float) -> Window:
 
 def _box(bar: Bar, place: Callable[[float], float]) -> Box:
     left, right = (place(moment) * WIDTH / 100 for moment in (bar.start, bar.stop))
-    kind = "lost" if bar.span.outcome in ("lost", "failed") else f"fill-{bar.span.shown.colour}"
+    kind = "lost" if bar.span.outcome in ("lost", "failed") else f"fill-{bar.span.display.colour}"
     return Box(kind, f"{left:.1f}", f"{max(right - left, 0.8):.1f}", _what(bar))
 
 
@@ -253,7 +253,7 @@ def _what(bar: Bar) -> str:
     span = bar.span
     when = f"{duration(bar.start)} to {duration(bar.stop)}"
     if bar.count > 1:
-        return f"{bar.count} × {span.shown.label}: {when}"
+        return f"{bar.count} × {span.display.label}: {when}"
     which = "/".join(str(part) for part in span.unit)
     version = "" if span.version is None else f", version {span.version}"
     ending = "" if span.outcome == "done" else f", {span.outcome}"
@@ -278,7 +278,7 @@ def _legend(chart: Chart) -> list[Item]:
     """Return the legend of colors, with the total seconds of each kind of work."""
     seconds: dict[Work, float] = {}
     for span in chart.spans:
-        seconds[span.shown] = seconds.get(span.shown, 0.0) + span.ended - span.started
+        seconds[span.display] = seconds.get(span.display, 0.0) + span.ended - span.started
     works = sorted(seconds.items(), key=lambda item: item[0].colour)
     items = blocks([(work.label, work.colour, duration(total)) for work, total in works])
     if chart.spans:

@@ -26,7 +26,7 @@ from policy.precision.backends import Backend
 from policy.sampling.noise import stream_seed
 from policy.types import Conditioning
 from records.atomic import write_json
-from records.rundir import writing
+from records.rundir import output_errors
 from rewards.combine import WeightedScorer
 
 
@@ -97,7 +97,7 @@ class ExploreRewards:
         for batch in self.batches[len(rewards) :]:
             rewards.append(self._explore(config, name, steps, batch))
             rows = {key: [part.tolist() for part in rewards]}
-            with writing(self.out):
+            with output_errors(self.out):
                 write_json(self.out / EXPLORED, read(self.out / EXPLORED) | rows)
         self.say(f"explored with {name}, {steps} steps: {time.perf_counter() - start:.0f} s")
         return rewards

@@ -15,7 +15,7 @@ ROWS, EXPLORED = "signal.json", "explored.json"
 """Measured rows, and rewards of explored images; an interrupted measurement continues from both."""
 
 
-def rows_of(out: Path) -> list[Tree]:
+def read_rows(out: Path) -> list[Tree]:
     """Return the rows in ``out``; raise ConfigError if its file cannot be read."""
     return list(read(out / ROWS).get("rows", []))
 

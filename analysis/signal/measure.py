@@ -18,7 +18,7 @@ import torch
 from analysis.measuring import Say, backends, load_trainer, measurement_context
 from analysis.signal.drawing import drawing
 from analysis.signal.explore_rewards import Batch, ExploreRewards, batches_of, seeds_of
-from analysis.signal.files import ROWS, digest, read, rows_of, table, title
+from analysis.signal.files import ROWS, digest, read, read_rows, table, title
 from configs.load import ConfigError, apply, parse
 from configs.schema import RunConfig
 from configs.section import Tree
@@ -31,7 +31,7 @@ from policy.precision.backends import Backend
 from policy.sampling.noise import stream_seed
 from policy.sampling.paths import shared_start
 from records.errors import RunFailed
-from records.rundir import versions, write_json, write_text, writing
+from records.rundir import output_errors, versions, write_json, write_text
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
     ):
         GradientMeasurement(config, wanted, resolved, out, say).run(choices)
     summary = read(out / ROWS)
-    with writing(out):
+    with output_errors(out):
         write_text(out / "signal.svg", drawing(summary["rows"], title(summary)))
     return [*table(summary), f"written: {out / 'signal.json'}, signal.svg"]
 
@@ -132,7 +132,7 @@ class GradientMeasurement:
                     self.say(f"{label}: one noise per prompt, nothing to select: left out")
                     continue
                 name = self._name(config, choice)
-                if any(row["digest"] == name for row in rows_of(self.out)):
+                if any(row["digest"] == name for row in read_rows(self.out)):
                     self.say(f"{label}, {choice.label}: is there already")
                     continue
                 if trainer is None:
@@ -211,8 +211,8 @@ class GradientMeasurement:
             "threads": torch.get_num_threads(),
             "versions": versions(),
         }
-        with writing(self.out):
-            write_json(self.out / ROWS, facts | {"rows": [*rows_of(self.out), row]})
+        with output_errors(self.out):
+            write_json(self.out / ROWS, facts | {"rows": [*read_rows(self.out), row]})
 
 
 def objectives_of(config: RunConfig, given: Sequence[str]) -> tuple[tuple[str, RunConfig], ...]:

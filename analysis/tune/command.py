@@ -12,7 +12,7 @@ import torch
 from analysis.measuring import Say, backends, choose_prompts, measurement_context
 from analysis.tune.drawing import drawing
 from analysis.tune.measure import Measurements, measure
-from analysis.tune.rows import Row, TuneOptions, choose, preview_kind, rows_of
+from analysis.tune.rows import Row, TuneOptions, choose, make_rows, preview_kind
 from analysis.tune.settings import Setting, grid, seeds_after_pruning
 from configs.load import ConfigError, apply, parse
 from configs.schema import RunConfig
@@ -20,7 +20,7 @@ from configs.section import Tree
 from configs.toml_text import to_toml
 from planning.preflight import check_model
 from records.atomic import write_json, write_text
-from records.rundir import versions, writing
+from records.rundir import output_errors, versions
 from records.tables import markdown
 
 
@@ -47,16 +47,16 @@ def run(config: RunConfig, tree: Tree, wanted: TuneOptions, out: Path, say: Say)
     configs = {setting: _parsed(tree, setting) for setting in settings}
     resolved |= backends((own_backend,))
     kinds = {preview_kind(setting) for setting in settings} | {
-        (*preview_kind(own)[:3], upto) for upto in wanted.prune
+        (*preview_kind(own)[:3], stop_after) for stop_after in wanted.prune
     }
     sizes = {setting.size: config for setting, config in configs.items()}
     prompts = choose_prompts(config, wanted.prompts)
     with measurement_context(config, wanted.threads, out, "a seed without a reward has no rank"):
         measured = measure(config, prompts, wanted.seeds, resolved, sizes, kinds, say)
         facts = {"threads": torch.get_num_threads(), "versions": versions()}
-        rows = rows_of(measured, configs, own, wanted, config.seed)
+        rows = make_rows(measured, configs, own, wanted, config.seed)
     chosen = choose(rows, wanted.budget)
-    with writing(out):
+    with output_errors(out):
         _write(out, rows, chosen, own, wanted, measured, facts, tree)
     return [
         *table(rows, wanted),
@@ -81,7 +81,9 @@ def _settings(wanted: TuneOptions, names: Sequence[str], own: Setting) -> list[S
         raise ConfigError(
             f"--keep {invalid_keeps[0]}: as many best as worst are kept: give an even number"
         )
-    if invalid_steps := [upto for upto in wanted.prune if not 0 < upto < own.steps]:
+    if invalid_steps := [
+        stop_after for stop_after in wanted.prune if not 0 < stop_after < own.steps
+    ]:
         raise ConfigError(
             f"--prune {invalid_steps[0]}: a step of the {own.steps} but the last is expected"
         )

@@ -72,10 +72,12 @@ def measure(
             explorer = load_explorer(sized, trainer, backend)
             explorer_kinds = [kind for kind in kinds if (kind[0], kind[2]) == (name, size)]
             for kind in sorted(explorer_kinds, key=lambda kind: (kind[1], kind[3] or kind[1])):
-                _, steps, _, upto = kind
-                title = f"{name}, {upto or steps} of {steps} steps"
+                _, steps, _, stop_after = kind
+                title = f"{name}, {stop_after or steps} of {steps} steps"
                 title += f", {size[0]} x {size[1]}" if size else ""
-                generate = partial(explore_images, explorer, sized, steps=steps, upto=upto)
+                generate = partial(
+                    explore_images, explorer, sized, steps=steps, stop_after=stop_after
+                )
                 measured.rewards[kind], measured.seconds[kind] = rewards(title, generate)
     return measured
 

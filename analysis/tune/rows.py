@@ -81,7 +81,7 @@ def preview_kind(setting: Setting) -> Kind:
     return setting.backend, setting.steps, setting.size, None
 
 
-def rows_of(
+def make_rows(
     found: Measurements,
     configs: Mapping[Setting, RunConfig],
     own: Setting,
@@ -108,8 +108,8 @@ def rows_of(
 
     rows = [row(setting, costs[setting], column) for setting, column in columns.items()]
     if wanted.by == "seconds":
-        for upto in wanted.prune:
-            kind: Kind = (*preview_kind(own)[:3], upto)
+        for stop_after in wanted.prune:
+            kind: Kind = (*preview_kind(own)[:3], stop_after)
             column = pruned_contrasts(
                 found.rewards[kind],
                 found.rewards[preview_kind(own)],
@@ -117,8 +117,8 @@ def rows_of(
                 own.pool,
                 own.keep,
             )
-            saved, whole = _pruned_saving(found, own, upto), found.seconds[preview_kind(own)]
-            pruned = Pruned(upto, 1 - saved / whole)
+            saved, whole = _pruned_saving(found, own, stop_after), found.seconds[preview_kind(own)]
+            pruned = Pruned(stop_after, 1 - saved / whole)
             rows.append(row(own, costs[own] - own.pool * saved, column, pruned))
     return rows
 
@@ -136,20 +136,20 @@ def _cost(
     return setting.pool * measured.seconds[preview_kind(setting)] + setting.keep * kept
 
 
-def _pruned_saving(measured: Measurements, own: Setting, upto: int) -> float:
+def _pruned_saving(measured: Measurements, own: Setting, stop_after: int) -> float:
     """Return the seconds that pruning saves per seed of the pool.
 
-    All seeds are decoded and scored after step ``upto``; only half of them continue to the last
-    step, after which they are decoded and scored again. A preview of s steps is modeled to take
-    s d + e seconds, d for a step and e for decoding and scoring.
+    All seeds are decoded and scored after step ``stop_after``; only half of them continue to the
+    last step, after which they are decoded and scored again. A preview of s steps is modeled to
+    take s d + e seconds, d for a step and e for decoding and scoring.
     """
     early, last = (
-        measured.seconds[(*preview_kind(own)[:3], upto)],
+        measured.seconds[(*preview_kind(own)[:3], stop_after)],
         measured.seconds[preview_kind(own)],
     )
-    step = (last - early) / (own.steps - upto)
-    finish = max(0.0, early - upto * step)
-    return last - (early + ((own.steps - upto) * step + finish) / 2)
+    step = (last - early) / (own.steps - stop_after)
+    finish = max(0.0, early - stop_after * step)
+    return last - (early + ((own.steps - stop_after) * step + finish) / 2)
 
 
 def choose(rows: Sequence[Row], budget: float) -> Row | None:

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from bench.gpu_check.findings import Outcome, from_tree
-from records.errors import described
+from records.errors import error_summary
 
 GRACE_S = 10.0
 """Seconds that a section may exceed its limit by, to finish its last measurement."""
@@ -113,4 +113,4 @@ def line_of(error: BaseException) -> str:
     """Return an error in one line, with the file and line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({os.path.relpath(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{described(error)}{where}"
+    return f"{error_summary(error)}{where}"

@@ -13,7 +13,7 @@ from cluster.driver.rank_monitor import MonitorState, RankMonitor
 from cluster.driver.services import ActorServices
 from configs.section import Tree
 from learner.checkpoint import STATE, CheckpointError, latest_checkpoint, read, step_directory
-from records.rundir import Row, RunDirectory, finite
+from records.rundir import Row, RunDirectory, finite_or_none
 
 NUMBER, WORD = (int, float), (str, type(None))
 KINDS = {
@@ -122,8 +122,10 @@ class Checkpoints:
             self._services.weights.chosen = saved["backend"]
         self._rundir.truncate(saved["iteration"], math.inf if in_process else saved["time"])
         rows = (r for r in reversed(self._rundir.metrics()) if r.get("kind") == "iteration")
-        last = next((row for row in rows if finite(row.get("seconds")) is not None), Row())
-        position.last_row = {key: value for key, value in last.items() if finite(value) is not None}
+        last = next((row for row in rows if finite_or_none(row.get("seconds")) is not None), Row())
+        position.last_row = {
+            key: value for key, value in last.items() if finite_or_none(value) is not None
+        }
         return path
 
 

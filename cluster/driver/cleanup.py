@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from configs.load import ConfigError
 from learner.checkpoint import CheckpointError
-from records.errors import RunFailed, described
+from records.errors import RunFailed, error_summary
 from records.rundir import Event
 
 CleanupStep = tuple[str, Callable[[], object]]
@@ -38,4 +38,4 @@ def reason_of(error: Exception) -> str:
     """Return why something failed: the message of Sol-RL's own errors, else type and message."""
     if isinstance(error, RunFailed | ConfigError | CheckpointError):
         return str(error)
-    return described(error)
+    return error_summary(error)

@@ -16,7 +16,7 @@ from cluster.runtime.pool import ActorPool
 from configs.prompts import Prompt, prompts_of_iteration
 from configs.schema import RunConfig
 from policy.types import Conditioning
-from records.errors import RunFailed, described
+from records.errors import RunFailed, error_summary
 
 PromptKey = tuple[str, Path | None]
 """The parts of a prompt that are encoded: its text, and the file of the image that it edits."""
@@ -72,7 +72,7 @@ class CachedEncoderClient(EncoderClient):
                         self.known[group_key(group)] = _put(await reference)
                 return
             except LOST as error:
-                why = described(error)
+                why = error_summary(error)
         raise RunFailed(
             f"prompts.encode_once: prompts were encoded {tries} times and lost before they were"
             f" here, last: {why}; continue with --resume"

@@ -16,8 +16,8 @@ from actors.messages import Floats, Images
 from cluster.driver.iteration import Iteration
 from cluster.runtime.tasks import BackgroundTasks
 from configs.schema import RunConfig
-from records.errors import described
-from records.extremes import ENDS, Extreme, Stage, reduced, save_extremes
+from records.errors import error_summary
+from records.extremes import ENDS, Extreme, Stage, downscaled, save_extremes
 from records.rundir import Event, RunDirectory
 
 MOST_OPEN = 4
@@ -111,7 +111,7 @@ class Extremes:
             ends = {key: await task for key, task in sorted(fetches.items())}
             await asyncio.to_thread(self._write, index, extremes(texts, ends))
         except Exception as error:  # lost with a node, no room on the disk: only images are missing
-            why = described(error)
+            why = error_summary(error)
             self._event("images_missed", iteration=index, why=why)
             if why != self._last_failure:
                 self._note(f"iteration {index}: its images are not kept ({why})")
@@ -164,5 +164,5 @@ async def _fetch(
     images: dict[int, np.ndarray] = {}
     for place in best_and_worst(rewards):
         batch = await batches[place // size]
-        images[place] = await asyncio.to_thread(reduced, batch[place % size])
+        images[place] = await asyncio.to_thread(downscaled, batch[place % size])
     return StageExtremes(seeds, rewards, images)

@@ -15,7 +15,7 @@ from cluster.driver.iteration import Metrics
 from cluster.driver.services import ActorServices
 from configs.prompts import Prompt
 from configs.schema import RunConfig
-from records.errors import RunFailed, described
+from records.errors import RunFailed, error_summary
 from records.rundir import RunDirectory, write_json
 
 
@@ -83,8 +83,8 @@ class HeldOut:
                 raise ValueError(f"rewards of shape {rewards.shape}, not {shape}")
         except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise RunFailed(
-                f"{file} cannot be read ({described(error, 200)}), so no gain can be told: put it"
-                " back, or remove it and the gain is left out"
+                f"{file} cannot be read ({error_summary(error, 200)}), so the gain cannot be"
+                " computed: restore the file, or delete it to leave out the gain"
             ) from None
         return rewards
 

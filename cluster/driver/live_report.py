@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.runtime.tasks import cancel_all
-from records.errors import described
+from records.errors import error_summary
 from records.rundir import Event
 
 LONGEST_S = 600.0
@@ -62,7 +62,7 @@ class LiveReport:
             try:
                 why = await self._write()
             except Exception as error:  # no caller awaits this task and would see it
-                why = described(error)
+                why = error_summary(error)
             if why and why != self._last_failure:  # report the same reason only once
                 with contextlib.suppress(OSError):  # the disk may be full for the event as well
                     self._event("report_failed", why=why)

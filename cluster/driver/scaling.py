@@ -10,7 +10,7 @@ from cluster.driver.iteration import Metrics
 from cluster.driver.services import ActorServices
 from configs.load import ConfigError
 from configs.schema import RunConfig
-from records.errors import described
+from records.errors import error_summary
 from records.progress import Progress
 from records.rundir import RunDirectory
 
@@ -48,8 +48,8 @@ class Scaling:
         try:
             return await self.scale(sizes, partly=True)
         except Exception as error:  # no caller awaits this task and would see it
-            self._rundir.event("scaling_refused", asked=sizes, why=described(error))
-            return False, described(error)
+            self._rundir.event("scaling_refused", asked=sizes, why=error_summary(error))
+            return False, error_summary(error)
 
     async def scale(self, sizes: dict[str, int], partly: bool = False) -> tuple[bool, str]:
         """Change the size of pools while they work; return (success, report in words).

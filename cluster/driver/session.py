@@ -135,7 +135,7 @@ class Session:
             )
         else:
             event("run_started", arm=arm, iterations=iterations)
-        if why := self.rundir.unlocked:
+        if why := self.rundir.lock_unsupported:
             why = f"{why}: nothing keeps a second driver out of this directory"
             event("run_not_locked", why=why)
         return checkpoint

@@ -23,7 +23,7 @@ from planning.layouts.spec import as_recorded
 from planning.layouts.threads import keep_threads
 from planning.preflight import check_model, check_prompts, check_resumable, check_scorers
 from records.errors import RunFailed
-from records.progress import waiting
+from records.progress import status_spinner
 from records.rundir import RunDirectory
 from records.sinks import check_sinks
 
@@ -52,10 +52,10 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
             started = rundir.configuration()
             check_resumable(as_recorded(config, started), rundir)
             config = keep_threads(keep_layout(config, started), started)
-            locks.enter_context(rundir.held())
+            locks.enter_context(rundir.locked())
             refuse_damaged(rundir)
             HeldOut(config, rundir, test_prompts).before()
-        with waiting("starting Ray"):
+        with status_spinner("starting Ray"):
             joined = join_or_start_ray(config)
         try:
             check_run_root(config, joined)
@@ -63,7 +63,7 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
             check_store(config, asyncio.run(unless_stopped(find_room(config, tell=_tell))))
             if not resume:
                 # not earlier: locking creates the directory, and until here the run may be refused
-                locks.enter_context(rundir.held())
+                locks.enter_context(rundir.locked())
                 rundir.create(config)
             asyncio.run(Session(config, rundir, train_prompts, test_prompts).run(resume))
         except CheckpointError as error:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from cluster.runtime import template
 from cluster.runtime.tasks import BackgroundTasks
-from records.errors import described
+from records.errors import error_summary
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
@@ -192,7 +192,7 @@ class Link:
         if not passing and not self._reported:
             self._reported = True
             with contextlib.suppress(OSError):  # a full disk ends the run elsewhere
-                self._event("board_failed", why=described(error))
+                self._event("board_failed", why=error_summary(error))
 
     def _received(self, requests: Sequence[tuple[int, Sizes]], sent: Iterable[int]) -> None:
         """Forget the outcomes that the board has received, and start new requests."""
@@ -219,4 +219,4 @@ class Link:
         try:
             self._outcomes[number] = await self._act(sizes)
         except Exception as error:  # a defect, which the requester learns of
-            self._outcomes[number] = False, described(error)
+            self._outcomes[number] = False, error_summary(error)

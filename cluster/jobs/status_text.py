@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from cluster.jobs.board import RunState, ServiceState
+from records.formatting import duration
 from records.tables import aligned
-from records.words import duration
 
 
 def status_lines(state: RunState) -> list[str]:

@@ -14,7 +14,7 @@ from cluster.runtime import clock
 from cluster.runtime.member import NodeLost
 from cluster.runtime.transport import Handle, Transport
 from planning.placement import NoRoom
-from records.errors import RunFailed, described
+from records.errors import RunFailed, error_summary
 
 Spawn: TypeAlias = Callable[[str], Handle]  # from an actor's name; raises NoRoom
 LOST_STARTS = 4
@@ -154,7 +154,7 @@ def cause(error: BaseException) -> str:
         return "Ray killed it because its node is low on memory (RAY_memory_usage_threshold)"
     inner = getattr(error, "cause", None)
     if inner is not None:
-        return described(inner)
+        return error_summary(inner)
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     raised = [
         line

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from policy.experts import Experts
-from records.errors import described
+from records.errors import error_summary
 
 SHAPES = 64
 """Number of input shapes that one module may be compiled for.
@@ -172,6 +172,7 @@ def compile_failures(key: str) -> Iterator[None]:
         if errors is not None and isinstance(error, errors.TorchDynamoException):
             inner = getattr(error, "inner_exception", None) or error
             raise CompileFailed(
-                f"{key}: torch.compile failed: {described(inner)}: fix that or set {key} = false"
+                f"{key}: torch.compile failed ({error_summary(inner)}): fix it,"
+                f" or set {key} = false"
             ) from error
         raise

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from policy.precision import nvfp4
-from policy.precision.layer import LastInput, QuantizedLinear, rows_of
+from policy.precision.layer import LastInput, QuantizedLinear, flatten_rows
 from policy.precision.nvfp4 import BLOCK
 from policy.precision.packing import NVFP4Packing
 
@@ -50,7 +50,7 @@ class Workspace:
         return self._last.get_or_compute(x, self._quantize)
 
     def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        rows = rows_of(x).float()
+        rows = flatten_rows(x).float()
         plain = self.exact or torch.compiler.is_compiling() or x.device.type != "cpu"
         if plain or not rows.is_contiguous() or not rows.numel():
             return nvfp4.quantize_activation(rows, self.exact)

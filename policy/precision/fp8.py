@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from policy.device import torch_release
 from policy.precision import kernels
 from policy.precision.base import Backend
-from policy.precision.layer import LastInput, QuantizedLinear, rows_of
+from policy.precision.layer import LastInput, QuantizedLinear, flatten_rows
 from policy.precision.nvfp4 import E4M3_MAX
 
 SMALLEST = torch.finfo(torch.float32).tiny
@@ -57,7 +57,7 @@ class Activations:
 
     @staticmethod
     def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-        rows = rows_of(x)
+        rows = flatten_rows(x)
         if kernels.missing(x.device) is None:
             return kernels.fp8_pack(rows)
         scales = row_scales(rows)

@@ -103,7 +103,7 @@ class LastInput(Generic[T]):
         return result
 
 
-def rows_of(x: Tensor) -> Tensor:
+def flatten_rows(x: Tensor) -> Tensor:
     """Return x [..., K] reshaped to [rows, K], detached."""
     return x.detach().reshape(-1, x.shape[-1])
 

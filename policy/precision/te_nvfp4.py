@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policy.precision.layer import QuantizedLinear, padded_rows, rows_of
+from policy.precision.layer import QuantizedLinear, flatten_rows, padded_rows
 from policy.precision.torch_nvfp4 import NVFP4Weight, TorchNVFP4
 from records.errors import first_line
 
@@ -127,7 +127,7 @@ class EngineLinear(NVFP4Weight):
 
         Raises ValueError for more elements than its kernels can address.
         """
-        rows = rows_of(x).to(torch.bfloat16)
+        rows = flatten_rows(x).to(torch.bfloat16)
         largest = len(rows) * max(self.in_features, self.out_features)
         if largest >= INDEXED:
             raise ValueError(

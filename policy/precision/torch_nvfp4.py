@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from policy.precision import kernels, nvfp4
-from policy.precision.layer import LastInput, QuantizedLinear, padded_rows, rows_of, swizzled
+from policy.precision.layer import LastInput, QuantizedLinear, flatten_rows, padded_rows, swizzled
 from policy.precision.nvfp4 import BLOCK, SPAN_INVERSE
 from policy.precision.packing import NVFP4Packing
 
@@ -71,7 +71,7 @@ def pack_operand(x: Tensor, exact: bool) -> Operand:
 
     Uses two kernels if they are available, else many torch operations with the same result.
     """
-    rows = rows_of(x)
+    rows = flatten_rows(x)
     if kernels.missing(x.device) is None:
         return Operand(*kernels.nvfp4_pack(rows, exact))
     packed = nvfp4.pack_activation(padded_rows(rows), exact)

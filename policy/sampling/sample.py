@@ -25,14 +25,14 @@ def sample(
     batch_size: int | None = None,
     guided: Guided | None = None,
     full: Family | None = None,
-    upto: int | None = None,
+    stop_after: int | None = None,
 ) -> Tensor:
     """Sample latents at sigma 0, float32 [B, *latent] on the CPU, one per seed and row of ``cond``.
 
     ``batch_size`` images go through the transformer at a time; None means all. ``full`` is the same
     model at a larger size; if it is given, its initial noises are reduced to this size. With
-    ``upto`` sampling stops after that many of the steps, the last of which returns the clean sample
-    predicted by the denoiser. Raises ValueError if the numbers of rows and seeds differ.
+    ``stop_after`` sampling stops after that many of the steps, the last of which returns the clean
+    sample predicted by the denoiser. Raises ValueError if the numbers of rows and seeds differ.
     """
     if len(cond) != len(seeds):
         raise ValueError(
@@ -43,9 +43,9 @@ def sample(
         return torch.empty((0, *family.latent_shape))
     parameter = next(transformer.parameters())
     sigmas = family.sigmas(steps)
-    if upto is not None:
+    if stop_after is not None:
         # the last step of every solver returns x - sigma v, the predicted clean sample
-        sigmas = torch.cat([sigmas[:upto], sigmas[-1:]])
+        sigmas = torch.cat([sigmas[:stop_after], sigmas[-1:]])
     if full is None:
         noise = noise_for(seeds, family.latent_shape)
     else:

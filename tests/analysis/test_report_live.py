@@ -81,12 +81,12 @@ def test_the_command_keeps_an_open_page_following_and_says_where_nobody_is(tmp_p
     assert main(["report", str(run)]) == 0
     page = (run / "report.html").read_text()
     assert "No end was recorded" in page and "<script" not in page
-    with lock.held(run / "lock", "a run", ""):
-        assert lock.busy(run / "lock")
+    with lock.exclusive_lock(run / "lock", "a run", ""):
+        assert lock.is_locked(run / "lock")
         assert main(["report", str(run)]) == 0
     page = (run / "report.html").read_text()
     assert 'data-reload="30"' in page and "No end was recorded" not in page
-    assert not lock.busy(run / "lock") and not lock.busy(run / "nowhere")
+    assert not lock.is_locked(run / "lock") and not lock.is_locked(run / "nowhere")
 
 
 def test_best_and_worst_with_their_rewards(tmp_path: Path):

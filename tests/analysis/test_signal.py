@@ -11,7 +11,7 @@ import pytest
 from analysis.measuring import backends, load_trainer
 from analysis.signal import explore_rewards, measure
 from analysis.signal.drawing import drawing
-from analysis.signal.files import rows_of
+from analysis.signal.files import read_rows
 from analysis.signal.measure import Measurement, objectives_of, run
 from cli.main import main
 from configs.load import ConfigError, load
@@ -129,7 +129,7 @@ def test_what_cannot_be_measured_is_one_line(config, tmp_path, capsys, options, 
 def test_a_broken_file_is_named(tmp_path):
     (tmp_path / "signal.json").write_text("[1]")
     with pytest.raises(ConfigError, match="no JSON object: remove it, or give --out"):
-        rows_of(tmp_path)
+        read_rows(tmp_path)
 
 
 def test_objectives_keep_the_configurations_other_settings():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from analysis.tune.measure import Measurements
-from analysis.tune.rows import TuneOptions, choose, rows_of
+from analysis.tune.rows import TuneOptions, choose, make_rows
 from analysis.tune.settings import Setting, contrasts, grid, pruned_contrasts, strength
 from cli.main import main
 from configs.load import load
@@ -66,7 +66,7 @@ def test_costs_and_signals_by_hand():
     )
     config = load("quickstart")
     wanted = TuneOptions(prune=(4,))
-    first, second, pruned = rows_of(found, {own: config, less: config}, own, wanted, 0)
+    first, second, pruned = make_rows(found, {own: config, less: config}, own, wanted, 0)
     whole = 96 * 0.010 + 24 * 0.050
     assert first.cost == 1 and second.cost == pytest.approx((48 * 0.010 + 1.2) / whole)
     assert pruned.cost == pytest.approx((96 * (0.008 + 0.003) + 1.2) / whole)
@@ -90,7 +90,7 @@ def test_operations_are_those_of_an_iteration():
     found = Measurements(truth, dict.fromkeys(kinds, truth), dict.fromkeys(kinds, 1.0))
     configs = {each: load("quickstart", each.changes()) for each in (own, less)}
     two = {
-        ratio: rows_of(found, configs, own, TuneOptions(by="operations", ratio=ratio), 0)[1].cost
+        ratio: make_rows(found, configs, own, TuneOptions(by="operations", ratio=ratio), 0)[1].cost
         for ratio in (1.0, 4.0)
     }
     assert two[1.0] < two[4.0] < 1  # half the steps save more where they are dear
@@ -107,7 +107,7 @@ def test_a_preview_is_the_clean_prediction_of_a_step(tiny_sd3_dir, tmp_path):
     family = family_for(config.model)
     transformer = family.load_transformer("cpu", torch.float32)
     cond = family.load_text("cpu", torch.float32, None).encode(["a red circle"])
-    found = sample(family, transformer, cond, [5], 3, "euler", upto=2)
+    found = sample(family, transformer, cond, [5], 3, "euler", stop_after=2)
     sigmas = family.sigmas(3)
     x = noise_for([5], family.latent_shape)
     with torch.no_grad():
@@ -115,7 +115,7 @@ def test_a_preview_is_the_clean_prediction_of_a_step(tiny_sd3_dir, tmp_path):
         clean = x - sigmas[1] * family.velocity(transformer, x, sigmas[1], cond)
     assert torch.allclose(found, clean, atol=1e-6)  # float32, one subtraction rounded otherwise
     whole = sample(family, transformer, cond, [5], 3, "euler")
-    assert torch.equal(sample(family, transformer, cond, [5], 3, "euler", upto=3), whole)
+    assert torch.equal(sample(family, transformer, cond, [5], 3, "euler", stop_after=3), whole)
 
 
 def test_the_command_writes_a_configuration_that_loads(tiny_sd3_dir, tmp_path, capsys):

@@ -178,7 +178,7 @@ def test_a_report_that_cannot_be_drawn(rundir, capsys, monkeypatch):
 
     monkeypatch.setattr("analysis.report.page.render", defect)
     assert main(["report", str(rundir.path)]) == 2
-    said = "no report can be drawn from what is there (KeyError: 'before')"
+    said = "the report cannot be drawn from its files (KeyError: 'before')"
     assert line(capsys) == f"{rundir.path}: {said}"
 
 

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from records.errors import RunFailed
-from records.lock import held
+from records.lock import exclusive_lock
 from records.rundir import ANOTHER_RUN, RunDirectory
 from tests.cluster import nodes
 from tests.cluster.faults import SERVICES, Fault, FaultInjector, Way
@@ -233,8 +233,10 @@ def test_the_driver_is_killed_and_resumed(
         process.send_signal(signal.SIGSTOP)  # it holds its run, and comes no further
         assert_a_second_one_is_refused(run, file, process.pid, capsys)
         kill(process)
-        with held(run.lock_file, "a run", ANOTHER_RUN) as lock:  # what it started may still die
-            assert lock.missing is None
+        with exclusive_lock(
+            run.lock_file, "a run", ANOTHER_RUN
+        ) as lock:  # what it started may still die
+            assert lock.unsupported_reason is None
     finally:
         kill_tree(process)
     assert not (run.checkpoints / "step_000003").exists()

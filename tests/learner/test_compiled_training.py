@@ -50,7 +50,7 @@ def test_a_compiler_that_fails_ends_the_update_and_changes_nothing(tiny_sd3_dir,
     before = everything(trainer)
     with pytest.raises(
         CompileFailed,
-        match="^optimizer.compile: torch.compile failed: .*no code for this.*: fix that or set",
+        match="^optimizer.compile: torch.compile failed .*no code for this.*: fix it, or set",
     ):
         trainer.update(0, tiny_groups(1))
     assert identical(everything(trainer), before)

@@ -196,7 +196,7 @@ def test_an_explorer_that_cannot_compile_says_so_and_draws_nothing(
     with pytest.raises(
         CompileFailed,
         match=(
-            r"^explore.compile: torch.compile failed: .*no code for this.*: fix that or set"
+            r"^explore.compile: torch.compile failed .*no code for this.*: fix it, or set"
             r" explore"
         ),
     ):

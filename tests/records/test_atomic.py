@@ -22,12 +22,12 @@ def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path):
 def test_what_fails_leaves_the_old(tmp_path: Path, error: type[BaseException]):
     file, folder = tmp_path / "file", tmp_path / "folder"
     atomic.write_text(file, "old")
-    with atomic.replacing_directory(folder) as beside:
+    with atomic.replace_directory(folder) as beside:
         (beside / "one").write_text("old")
-    with pytest.raises(error), atomic.replacing(file) as beside:
+    with pytest.raises(error), atomic.replace_file(file) as beside:
         beside.write_text("new")
         raise error
-    with pytest.raises(error), atomic.replacing_directory(folder) as beside:
+    with pytest.raises(error), atomic.replace_directory(folder) as beside:
         (beside / "one").write_text("new")
         raise error
     assert file.read_text() == (folder / "one").read_text() == "old"
@@ -37,7 +37,7 @@ def test_what_fails_leaves_the_old(tmp_path: Path, error: type[BaseException]):
 def test_a_directory_is_replaced_whole(tmp_path: Path):
     folder = tmp_path / "folder"
     for names in (("one", "two"), ("three",)):
-        with atomic.replacing_directory(folder) as beside:
+        with atomic.replace_directory(folder) as beside:
             for name in names:
                 (beside / name).write_text(name)
         assert sorted(os.listdir(folder)) == sorted(names)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from records.images import before_after, find_images, save_images
-from records.rundir import RunDirectory, finite
+from records.rundir import RunDirectory, finite_or_none
 from records.timeline import FILE, Span, read_spans
 
 
@@ -30,7 +30,7 @@ def test_what_is_no_row_is_passed_over_and_forgotten(tmp_path):
 
 
 def test_a_number_of_too_many_digits_is_none():
-    assert finite(10**400) is None and finite(-(10**308)) == -1e308
+    assert finite_or_none(10**400) is None and finite_or_none(-(10**308)) == -1e308
 
 
 def test_images_that_are_not_of_the_prompts_that_are_named(tmp_path):

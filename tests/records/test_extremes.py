@@ -10,10 +10,10 @@ from PIL import Image, ImageSequence
 
 from records.extremes import (
     Extreme,
+    downscaled,
     find_extremes,
-    forget_from,
-    kept,
-    reduced,
+    iterations_to_keep,
+    remove_from,
     save_extremes,
     sheet,
 )
@@ -47,25 +47,25 @@ def test_clips_move_and_a_sheet_shows_their_middle(tmp_path: Path):
     assert [duration for _, duration in frames] == [200] * 4
     assert (sheet(shown)[:, :, :8] == 170).all()
     large = np.full((2, 3, 300, 600), 7, np.uint8)
-    assert reduced(large).shape == (2, 3, 128, 256)
+    assert downscaled(large).shape == (2, 3, 128, 256)
 
 
 def test_which_iterations_stay():
-    assert kept(range(4), 4) == {0, 1, 2, 3}
-    assert kept(range(5), 4) == {0, 2, 4}
-    assert kept(range(6), 4) == {0, 2, 4, 5}
-    assert kept(range(8), 4) == {0, 4, 7}
-    assert kept([0, 4, 6, 8], 4) == {0, 4, 8}
-    assert kept([7], 2) == {7} and kept([], 2) == set()
+    assert iterations_to_keep(range(4), 4) == {0, 1, 2, 3}
+    assert iterations_to_keep(range(5), 4) == {0, 2, 4}
+    assert iterations_to_keep(range(6), 4) == {0, 2, 4, 5}
+    assert iterations_to_keep(range(8), 4) == {0, 4, 7}
+    assert iterations_to_keep([0, 4, 6, 8], 4) == {0, 4, 8}
+    assert iterations_to_keep([7], 2) == {7} and iterations_to_keep([], 2) == set()
 
 
 @pytest.mark.parametrize("limit", [2, 3, 4, 7, 16])
 def test_thinning_as_iterations_come_is_thinning_at_the_end(limit: int):
     there: set[int] = set()
     for newest in range(300):
-        there = kept(there | {newest}, limit)
+        there = iterations_to_keep(there | {newest}, limit)
         assert len(there) <= limit and newest in there
-        assert there == kept(range(newest + 1), limit)
+        assert there == iterations_to_keep(range(newest + 1), limit)
         if newest >= limit:  # evenly: no gap is wider than the stride of the widest allowed
             gaps = np.diff(sorted(there))
             assert max(gaps) == max(gaps[:-1], default=max(gaps))
@@ -85,7 +85,7 @@ def test_what_is_written_is_found(tmp_path: Path):
     })  # fmt: skip
     with Image.open(found[2].directory / str(rows[2]["file"])) as image:
         assert image.getpixel((3, 3)) == (12, 12, 12)
-    forget_from(tmp_path, 4)
+    remove_from(tmp_path, 4)
     assert [one.iteration for one in find_extremes(tmp_path)] == [0, 2]
     (tmp_path / "iteration_000000" / "shown.json").write_text("[{")
     assert [one.iteration for one in find_extremes(tmp_path)] == [2]
@@ -93,9 +93,9 @@ def test_what_is_written_is_found(tmp_path: Path):
 
 def test_large_images_are_made_smaller_and_a_view_is_not_kept():
     batch = np.arange(2 * 3 * 4 * 4, dtype=np.uint8).reshape(2, 3, 4, 4)
-    small = reduced(batch[1])
+    small = downscaled(batch[1])
     assert small.base is None and np.array_equal(small, batch[1])
-    assert reduced(np.full((3, 512, 1024), 7, np.uint8)).shape == (3, 128, 256)
+    assert downscaled(np.full((3, 512, 1024), 7, np.uint8)).shape == (3, 128, 256)
     assert Extreme(0, "", "explored", "best", 0, 0.0, flat(0, 97)).file.endswith("jpg")
 
 

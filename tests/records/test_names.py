@@ -44,7 +44,9 @@ def test_a_run_with_something_to_show_keeps_its_name(tmp_path, what):
     elif what == "checkpoint":
         (rundir.checkpoints / "step_000001").mkdir()
     else:
-        rundir.unlocked = "the file system has no locks"  # another driver may be at work there
+        rundir.lock_unsupported = (
+            "the file system has no locks"  # another driver may be at work there
+        )
     kept = rundir.config_file.read_bytes()
     with pytest.raises(ConfigError, match="a run of this name is there: --resume continues it"):
         rundir.create(config)

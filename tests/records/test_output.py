@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from cluster.driver.train import _tell
-from records.output import drop_unread
-from records.progress import Progress, waiting
+from records.output import redirect_broken_streams
+from records.progress import Progress, status_spinner
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,9 +56,9 @@ def test_lines_before_a_run_has_events_end_nothing(monkeypatch):
         with os.fdopen(make(), "w") as file:
             monkeypatch.setattr(sys, "stdout", file)
             _tell("waiting for nodes")
-            with waiting("starting Ray", Console(file=file, force_terminal=True)):
+            with status_spinner("starting Ray", Console(file=file, force_terminal=True)):
                 pass
-            drop_unread()
+            redirect_broken_streams()
         monkeypatch.undo()
 
 

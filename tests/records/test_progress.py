@@ -9,8 +9,8 @@ import os
 import pytest
 from rich.console import Console
 
-from records.progress import Progress, waiting
-from records.words import duration
+from records.formatting import duration
+from records.progress import Progress, status_spinner
 
 
 class Clock:
@@ -109,7 +109,7 @@ def test_a_terminal_counts_actors_and_seconds_until_training_starts():
 @pytest.mark.parametrize("terminal", [True, False])
 def test_waiting_is_seen_on_a_terminal_alone(terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=60)
-    with waiting("starting Ray", console), console.capture() as seen:
+    with status_spinner("starting Ray", console), console.capture() as seen:
         console.print("x" if not terminal else "")
     assert ("starting Ray" in console.file.getvalue() + seen.get()) is terminal
 

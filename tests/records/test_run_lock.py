@@ -13,7 +13,7 @@ from subprocess import PIPE
 import pytest
 
 from configs.load import ConfigError
-from records.lock import held
+from records.lock import exclusive_lock
 from records.rundir import ANOTHER_RUN, RunDirectory
 from tests.cluster.runs import main_here, tiny_config, write_toml
 
@@ -24,9 +24,9 @@ def test_the_second_is_told_who_the_first_is(tmp_path):
         "process 1 on a machine with a very long name that is not there any more since the year"
         " one\n"
     )
-    with held(file, "a run", ANOTHER_RUN) as lock:
-        assert lock.missing is None
-        with pytest.raises(ConfigError) as refused, held(file, "a run", ANOTHER_RUN):
+    with exclusive_lock(file, "a run", ANOTHER_RUN) as lock:
+        assert lock.unsupported_reason is None
+        with pytest.raises(ConfigError) as refused, exclusive_lock(file, "a run", ANOTHER_RUN):
             pass
         assert file.read_text().count("\n") == 1
     (line,) = refused.value.lines
@@ -37,19 +37,19 @@ def test_the_second_is_told_who_the_first_is(tmp_path):
     assert re.search(
         rf"^{re.escape(str(tmp_path))}: a run is at work here: {who}.*--resume", line
     ), line
-    with held(file, "a run", ANOTHER_RUN) as lock:
-        assert lock.missing is None
+    with exclusive_lock(file, "a run", ANOTHER_RUN) as lock:
+        assert lock.unsupported_reason is None
 
 
 def test_a_process_that_is_started_meanwhile_does_not_hold_it(tmp_path):
-    with held(tmp_path / "lock", "a run", ANOTHER_RUN):
+    with exclusive_lock(tmp_path / "lock", "a run", ANOTHER_RUN):
         left = subprocess.Popen(
             ["/bin/sh", "-c", "echo there; exec sleep 60"], stdout=PIPE, close_fds=False
         )
         assert left.stdout is not None and left.stdout.readline() == b"there\n"
     try:
-        with held(tmp_path / "lock", "a run", ANOTHER_RUN) as lock:
-            assert lock.missing is None and left.poll() is None
+        with exclusive_lock(tmp_path / "lock", "a run", ANOTHER_RUN) as lock:
+            assert lock.unsupported_reason is None and left.poll() is None
     finally:
         left.kill()
         left.communicate()
@@ -59,7 +59,7 @@ def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(ConfigError, match="run_root: .*cannot be written .Not a directory"),
-        RunDirectory(tmp_path / "file" / "x").held(),
+        RunDirectory(tmp_path / "file" / "x").locked(),
     ):
         pass
 

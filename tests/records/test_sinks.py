@@ -171,6 +171,8 @@ def records(data: bytes) -> Iterator[bytes]:
             at += 32768 - at % 32768
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)
+        if at + 7 + length > len(data):  # still being written
+            return
         parts = (
             data[at + 7 : at + 7 + length]
             if kind in (1, 2)

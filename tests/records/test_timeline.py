@@ -16,7 +16,7 @@ from analysis.report.events import running_times, timeline_of
 from analysis.report.timeline import Chart, Lane, bars_of, in_running_time, last_iteration
 from cluster.runtime.pool import ActorPool
 from records.rundir import RunDirectory
-from records.timeline import OTHER, WORKS, Span, Timeline, forget_after, read_spans, span_of
+from records.timeline import OTHER, WORKS, Span, Timeline, read_spans, remove_after, span_of
 from tests.analysis.page import page_of
 from tests.analysis.synthetic import START, write_run
 from tests.cluster.echo import Echo, Pool
@@ -87,7 +87,7 @@ def test_what_is_written_is_read_again_and_damage_is_passed_over(tmp_path):
             + '\n{"serv'
         )
     assert read_spans(file) == [spans[1], spans[0]]
-    forget_after(file, 3.0)
+    remove_after(file, 3.0)
     assert read_spans(file) == [spans[1]]
     assert read_spans(tmp_path / "none") == []
 
@@ -96,7 +96,7 @@ def test_a_work_of_an_older_version_has_its_name_of_today(tmp_path):
     file = tmp_path / "timeline.jsonl"
     file.write_text(json.dumps(span("chunk", 5.0, 7.0, "learner")._asdict()) + "\n")
     (found,) = read_spans(file)
-    assert found == span("shard", 5.0, 7.0, "learner") and found.shown == WORKS["export"]
+    assert found == span("shard", 5.0, 7.0, "learner") and found.display == WORKS["export"]
 
 
 def test_the_lines_of_a_second_are_written_together(tmp_path, monkeypatch):
@@ -303,7 +303,7 @@ def test_every_kind_of_work_has_a_colour_and_a_letter_of_its_own():
     assert len({work.colour for work in works}) == len(works)
     assert set(LETTERS) == {work.label for work in works}
     assert len(set(LETTERS.values())) == len(LETTERS)
-    assert span("load", 0, 1, "learner").shown == OTHER != span("load", 0, 1).shown
+    assert span("load", 0, 1, "learner").display == OTHER != span("load", 0, 1).display
 
 
 def test_an_actor_in_a_terminal():

@@ -104,7 +104,7 @@ def test_a_hub_id_that_does_not_say_what_it_is_is_refused(hub, name):
     for more in ({}, {"architecture": parity.TINY}):
         with pytest.raises(
             ScorerSetupError,
-            match=r"'someone/offline' .* does not say whether .* \(OSError: no network\): fetch it",
+            match=r"'someone/offline' .* could not be asked .* \(OSError: no network\): download",
         ):
             clip(name, "someone/offline", **more)
 

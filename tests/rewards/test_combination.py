@@ -11,7 +11,7 @@ from configs.rewards import Rewards
 from configs.rewards import Scorer as ScorerConfig
 from rewards.cache import ScoreCache
 from rewards.combine import Combination, WeightedScorer, combine, rank, zscore
-from rewards.images import shared
+from rewards.images import cached_per_batch
 
 NAN = np.nan
 floats = st.lists(st.integers(-50, 50).map(float), min_size=1, max_size=12)
@@ -189,7 +189,7 @@ def test_scorers_that_lack_the_same_images_get_them_as_one_batch():
 
     class Resizing(Counting):
         def __call__(self, images, prompts, metadata):
-            small = shared(
+            small = cached_per_batch(
                 images, ("small",), lambda: resized.append(len(images)) or images[:, :, :2, :2]
             )
             return super().__call__(small, prompts, metadata)

@@ -16,7 +16,7 @@ from configs.load import parse
 from configs.rewards import Scorer as ScorerConfig
 from rewards import SCORERS, build, check_settings
 from rewards.server import encode
-from rewards.unifiedreward import FORMS, HIGHEST
+from rewards.unifiedreward import FORMS, MAX_RATING
 
 TEXT = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 
@@ -73,7 +73,7 @@ def test_a_served_unifiedreward_is_asked_as_the_scorer_asks():
     (row,) = tomllib.loads(text)["rewards"]["scorers"]
     told, form = row["settings"], FORMS["axes"]
     assert told["rubric"] == form.prompt and told["after"] == list(form.marks.values())
-    assert (told["low"], told["high"]) == (form.low, HIGHEST)
+    assert (told["low"], told["high"]) == (form.low, MAX_RATING)
     check_settings(ScorerConfig(**row))
 
 

@@ -11,7 +11,7 @@ from configs.rewards import Scorer as ScorerConfig
 from rewards import build, check_settings, model_bytes
 from rewards.base import ScorerSetupError, check
 from rewards.geneval import GenEvalScorer, _alone, _found, _upsampled
-from rewards.geneval_rules import Found
+from rewards.geneval_rules import Detection
 from shapes.grammar import parse
 from shapes.render import render
 from tests.rewards.detectors import make_detector
@@ -98,7 +98,7 @@ def test_an_object_stands_alone_before_grey():
 def test_clip_tells_the_color_of_an_object(scorer, color):
     """The shipped CLIP knows the colors of its shapes; of several it tells each one's."""
     (image,) = render([parse(f"a {color} circle")], np.random.default_rng(0))
-    whole = Found((0.0, 0.0, 32.0, 32.0), 1.0)
+    whole = Detection((0.0, 0.0, 32.0, 32.0), 1.0)
     assert scorer.color_names(image, "circle", [whole, whole]) == [color, color]
 
 

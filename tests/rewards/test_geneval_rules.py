@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewards.geneval_rules import Found, Wanted, assess, relations, wanted
+from rewards.geneval_rules import Detection, Requirement, assess, parse_requirements, relations
 
 CLASSES = ("bench", "cow", "dog", "tie")
 
 
-def at(x: float, y: float, size: float = 10.0, score: float = 0.9) -> Found:
+def at(x: float, y: float, size: float = 10.0, score: float = 0.9) -> Detection:
     """A square object with this centre."""
     half = size / 2
-    return Found((x - half, y - half, x + half, y + half), score)
+    return Detection((x - half, y - half, x + half, y + half), score)
 
 
 def told(entries, objects, colors=()):
@@ -24,7 +24,7 @@ def told(entries, objects, colors=()):
 
 
 def test_one_object():
-    entry = [Wanted("bench", 1)]
+    entry = [Requirement("bench", 1)]
     assert told(entry, {"bench": [at(0, 0)]}) == (True, 1.0)
     assert told(entry, {"bench": [at(0, 0), at(50, 0)]}) == (True, 1.0)  # more is no fault here
     assert told(entry, {"cow": [at(0, 0)]}) == (False, 0.0)
@@ -44,26 +44,28 @@ def test_one_object():
 def test_a_number_of_objects(count, correct, share):
     """As the benchmark writes it: include three, exclude four."""
     row = {"include": [{"class": "cow", "count": 3}], "exclude": [{"class": "cow", "count": 4}]}
-    entries = wanted("p", row, CLASSES)
+    entries = parse_requirements("p", row, CLASSES)
     assert told(entries, {"cow": [at(20 * i, 0) for i in range(count)]}) == (correct, share)
 
 
 def test_a_class_that_is_only_excluded_must_not_be_there():
     row = {"include": [{"class": "dog", "count": 1}], "exclude": [{"class": "cow", "count": 1}]}
-    entries = wanted("p", row, CLASSES)
+    entries = parse_requirements("p", row, CLASSES)
     assert told(entries, {"dog": [at(0, 0)]}) == (True, 1.0)
     assert told(entries, {"dog": [at(0, 0)], "cow": [at(50, 0)]}) == (False, 0.5)
 
 
 def test_a_limit_holds_for_every_entry_of_its_class():
     cows = [{"class": "cow", "count": 1, "color": color} for color in ("red", "red")]
-    entries = wanted("p", {"include": cows, "exclude": [{"class": "cow", "count": 2}]}, CLASSES)
+    entries = parse_requirements(
+        "p", {"include": cows, "exclude": [{"class": "cow", "count": 2}]}, CLASSES
+    )
     two = {"cow": [at(0, 0), at(50, 0)]}
     assert told(entries, two, ["red", "red"]) == (False, 0.0)
 
 
 def test_a_color_counts_half_of_its_entry():
-    entries = [Wanted("bench", 1, "red"), Wanted("cow", 1, "blue")]
+    entries = [Requirement("bench", 1, "red"), Requirement("cow", 1, "blue")]
     objects = {"bench": [at(0, 0)], "cow": [at(50, 0)]}
     seen = {"bench": ["red"], "cow": ["blue"]}
     assert assess(entries, objects, lambda name, group: seen[name]).correct
@@ -75,8 +77,8 @@ def test_a_color_counts_half_of_its_entry():
 def test_only_the_most_certain_are_looked_at():
     """Two benches, one is asked for: the first one's color decides."""
     objects = {"bench": [at(0, 0), at(50, 0)]}
-    assert told([Wanted("bench", 1, "red")], objects, ["red", "blue"]) == (True, 1.0)
-    assert told([Wanted("bench", 2, "red")], objects, ["red", "blue"]) == (False, 0.5)
+    assert told([Requirement("bench", 1, "red")], objects, ["red", "blue"]) == (True, 1.0)
+    assert told([Requirement("bench", 2, "red")], objects, ["red", "blue"]) == (False, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def test_a_position_is_of_the_entry_that_it_names_and_that_entry_must_be_right()
             {"class": "tie", "count": 1, "position": ["above", 0]},
         ]
     }
-    entries = wanted("p", row, CLASSES)
+    entries = parse_requirements("p", row, CLASSES)
     assert told(entries, {"dog": [at(0, 50)], "tie": [at(0, 0)]}) == (True, 1.0)
     assert told(entries, {"dog": [at(0, 0)], "tie": [at(0, 50)]}) == (False, 0.75)
     assert told(entries, {"tie": [at(0, 0)]}) == (False, 0.25)
@@ -145,4 +147,4 @@ def test_a_position_is_of_the_entry_that_it_names_and_that_entry_must_be_right()
 )
 def test_metadata_of_another_kind_is_named(row, said):
     with pytest.raises(ValueError, match=said):
-        wanted("a cow", row, CLASSES)
+        parse_requirements("a cow", row, CLASSES)

@@ -22,7 +22,7 @@ PROMPTS, METADATA = ["a", "b \u4e00", ""], [{"n": 1}, {}, {"n": [2]}]
 
 @pytest.fixture
 def server(monkeypatch) -> Iterator[Server]:
-    monkeypatch.setattr(rewards.server, "PAUSE_S", 0.01)
+    monkeypatch.setattr(rewards.server, "FIRST_BACKOFF_S", 0.01)
     with serving() as one:
         yield one
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from rewards.images import crop_square, normalize, pad_square, shared, to_float
+from rewards.images import cached_per_batch, crop_square, normalize, pad_square, to_float
 from tests.rewards import peers
 
 SIZE = 32
@@ -100,14 +100,19 @@ def test_a_batch_is_resized_once_unless_it_may_change():
     calls = []
     make = lambda: calls.append(1) or len(calls)  # noqa: E731
     # writeable: made again
-    assert [shared(images, ("a",), make), shared(images, ("a",), make)] == [1, 2]
+    assert [cached_per_batch(images, ("a",), make), cached_per_batch(images, ("a",), make)] == [
+        1,
+        2,
+    ]
     images.flags.writeable = False
     assert [
-        shared(images, ("a",), make),
-        shared(images, ("a",), make),
-        shared(images, ("b",), make),
+        cached_per_batch(images, ("a",), make),
+        cached_per_batch(images, ("a",), make),
+        cached_per_batch(images, ("b",), make),
     ] == [3, 3, 4]
     other = noise(40, 50)
     other.flags.writeable = False
     # only the newest batch is kept
-    assert shared(other, ("a",), make) == 5 and shared(images, ("a",), make) == 6
+    assert (
+        cached_per_batch(other, ("a",), make) == 5 and cached_per_batch(images, ("a",), make) == 6
+    )

@@ -12,7 +12,13 @@ from PIL import Image, ImageDraw, ImageFont
 
 from configs.rewards import Scorer as ScorerConfig
 from rewards import ScorerSetupError, build
-from rewards.ocr import OcrScorer, nearest, plain, share_read, wanted_text
+from rewards.ocr import (
+    OcrScorer,
+    fraction_read,
+    normalize_text,
+    substring_edit_distance,
+    wanted_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +56,9 @@ def levenshtein(a: str, b: str) -> int:
 @given(st.text("abc", max_size=4), st.text("abc", max_size=5))
 def test_nearest_is_the_least_distance_to_any_stretch(piece, text):
     stretches = {text[i:j] for i in range(len(text) + 1) for j in range(i, len(text) + 1)}
-    assert nearest(piece, text) == min(levenshtein(piece, stretch) for stretch in stretches)
+    assert substring_edit_distance(piece, text) == min(
+        levenshtein(piece, stretch) for stretch in stretches
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,11 +73,11 @@ def test_nearest_is_the_least_distance_to_any_stretch(piece, text):
     ],
 )
 def test_the_share_that_is_read(wanted, read, share):
-    assert share_read(wanted, read) == pytest.approx(share)
+    assert fraction_read(wanted, read) == pytest.approx(share)
 
 
 def test_case_and_space_do_not_count():
-    assert plain(" Stra\u00dfe  1\n") == "strasse1"
+    assert normalize_text(" Stra\u00dfe  1\n") == "strasse1"
 
 
 def test_without_the_reader_one_line_says_what_to_install(monkeypatch):

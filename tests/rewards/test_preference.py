@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from rewards.preference import PRIOR, chances, consistency, drawn_lists, strengths, wins_of
+from rewards.preference import (
+    PRIOR,
+    consistency,
+    count_wins,
+    random_lists,
+    strengths,
+    win_probabilities,
+)
 
 
 def test_one_win_has_a_closed_form():
@@ -40,7 +47,7 @@ def test_strengths_are_the_likeliest():
 
 
 def test_a_ranking_is_its_pairs():
-    wins = wins_of(np.array([2, 0, 3]), 4)
+    wins = count_wins(np.array([2, 0, 3]), 4)
     assert sorted(zip(*(axis.tolist() for axis in np.nonzero(wins)), strict=True)) == [
         (0, 3),
         (2, 0),
@@ -50,27 +57,27 @@ def test_a_ranking_is_its_pairs():
 
 
 def test_who_met_nobody_has_no_score():
-    scores = chances(wins_of(np.array([1, 0]), 3))
+    scores = win_probabilities(count_wins(np.array([1, 0]), 3))
     assert scores[1] > 0.5 > scores[0] and np.isnan(scores[2])
     assert scores[0] + scores[1] == pytest.approx(1)
-    found = consistency(wins_of(np.array([1, 0]), 3), scores)
+    found = consistency(count_wins(np.array([1, 0]), 3), scores)
     assert found[:2].tolist() == [1, 1] and np.isnan(found[2])
 
 
 def test_consistency_counts_upsets():
     """0 before 1 twice and once the other way: two of three comparisons agree with the scores."""
     wins = np.array([[0.0, 2.0], [1.0, 0.0]])
-    np.testing.assert_allclose(consistency(wins, chances(wins)), [2 / 3, 2 / 3])
+    np.testing.assert_allclose(consistency(wins, win_probabilities(wins)), [2 / 3, 2 / 3])
     even = np.array([[0.0, 1.0], [1.0, 0.0]])
-    assert chances(even).tolist() == [0.5, 0.5]
-    assert consistency(even, chances(even)).tolist() == [0.5, 0.5]
+    assert win_probabilities(even).tolist() == [0.5, 0.5]
+    assert consistency(even, win_probabilities(even)).tolist() == [0.5, 0.5]
 
 
 @given(st.integers(2, 40), st.integers(2, 9), st.integers(1, 4), st.integers(0, 2**64 - 1))
 def test_everyone_is_in_a_list_of_each_round(count, size, rounds, seed):
-    lists = drawn_lists(count, size, rounds, seed)
+    lists = random_lists(count, size, rounds, seed)
     assert [each.tolist() for each in lists] == [
-        each.tolist() for each in drawn_lists(count, size, rounds, seed)
+        each.tolist() for each in random_lists(count, size, rounds, seed)
     ]
     assert all(2 <= len(each) <= max(size, 2) and len(set(each)) == len(each) for each in lists)
     met = np.bincount(np.concatenate(lists), minlength=count)
@@ -84,8 +91,10 @@ def test_a_sure_judge_puts_the_best_first_and_the_worst_last(order, size, seed):
     """
     worth = np.empty(9)
     worth[list(order)] = np.arange(9)
-    wins = sum(wins_of(rows[np.argsort(-worth[rows])], 9) for rows in drawn_lists(9, size, 3, seed))
-    scores = chances(wins)
+    wins = sum(
+        count_wins(rows[np.argsort(-worth[rows])], 9) for rows in random_lists(9, size, 3, seed)
+    )
+    scores = win_probabilities(wins)
     assert scores[order[-1]] > 0.5 > scores[order[0]]
-    whole = chances(wins_of(np.array(order)[::-1], 9))
+    whole = win_probabilities(count_wins(np.array(order)[::-1], 9))
     assert np.argsort(whole).tolist() == list(order)

@@ -26,7 +26,7 @@ WANTED = np.array(REDS, np.float32) / 255
 
 @pytest.fixture
 def judge(monkeypatch) -> Iterator[Judge]:
-    monkeypatch.setattr(rewards.server, "PAUSE_S", 0.001)
+    monkeypatch.setattr(rewards.server, "FIRST_BACKOFF_S", 0.001)
     with judging() as one:
         yield one
 

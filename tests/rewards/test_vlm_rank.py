@@ -23,7 +23,7 @@ PROMPTS, METADATA = ["a {prompt}"] * COUNT, [{}] * COUNT
 
 @pytest.fixture
 def judge(monkeypatch) -> Iterator[Judge]:
-    monkeypatch.setattr(rewards.server, "PAUSE_S", 0.001)
+    monkeypatch.setattr(rewards.server, "FIRST_BACKOFF_S", 0.001)
     with judging() as one:
         yield one
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from analysis.report.timeline import Chart, Lane
+from records.formatting import duration
 from records.timeline import OTHER, Span
-from records.words import duration
 
 IDLE, GONE, LOST = "·", " ", "X"
 LETTERS = {
@@ -38,7 +38,7 @@ def lines_of(chart: Chart, width: int = 100) -> list[str]:
         )
         + duration(end)
     )
-    used = {span.shown.label for span in chart.spans}
+    used = {span.display.label for span in chart.spans}
     legend = [f"{letter} {label}" for label, letter in LETTERS.items() if label in used]
     lines.append("  ".join([*legend, f"{LOST} died", f"{IDLE} idle"]))
     return lines
@@ -55,7 +55,7 @@ def strip(spans: Sequence[Span], lane: Lane, end: float, width: int) -> str:
     for span in spans:
         for index in range(_slice(span.started, end, width), _slice(span.ended, end, width) + 1):
             overlap = min(span.ended, (index + 1) * slice_s) - max(span.started, index * slice_s)
-            letter = LETTERS[span.shown.label]
+            letter = LETTERS[span.display.label]
             busy[index][letter] = busy[index].get(letter, 0.0) + max(0.0, overlap)
     cells = []
     for index, seconds in enumerate(busy):

@@ -21,7 +21,7 @@ from pathlib import Path
 from analysis.compare.table import lines
 from analysis.report.parts import Table
 from configs.section import Tree
-from records.rundir import RunDirectory, rows_of
+from records.rundir import RunDirectory, read_jsonl
 from tools.rehearsal.pipeline import write_pipeline
 
 ARMS = ("sol_rl", "naive_scaling")
@@ -79,11 +79,11 @@ def seconds_of(run: Path) -> dict[str, float]:
     """
     iterations = [row for row in RunDirectory(run).metrics() if row["kind"] == "iteration"]
     update_ends = [
-        row["ended"] for row in rows_of(run / "timeline.jsonl") if row["work"] == "update"
+        row["ended"] for row in read_jsonl(run / "timeline.jsonl") if row["work"] == "update"
     ]
     since = update_ends[-2] if len(update_ends) > 1 else 0.0
     calls: dict[str, list[float]] = {}
-    for row in rows_of(run / "timeline.jsonl"):
+    for row in read_jsonl(run / "timeline.jsonl"):
         if row["started"] >= since and row["outcome"] == "done":
             calls.setdefault(row["work"], []).append(row["ended"] - row["started"])
     medians = {work: statistics.median(calls[work]) for work in WORKS if work in calls}

@@ -12,7 +12,7 @@ from pathlib import Path
 from configs.load import apply, parse
 from configs.schema import RunConfig
 from records.errors import RunFailed, Stopped
-from records.rundir import RunDirectory, rows_of
+from records.rundir import RunDirectory, read_jsonl
 from tests.cluster.faults import SERVICES, FaultInjector
 from tests.cluster.hosts import end_idle
 from tests.cluster.machine import Machine
@@ -63,7 +63,7 @@ class Soak:
         text = self.file.read_text() if self.file.exists() else ""
         if text and not text.endswith("\n"):
             self.file.write_text(f"{text}\n")
-        for row in rows_of(self.file):
+        for row in read_jsonl(self.file):
             if row["drawn_from"] != self._drawn_from:
                 raise SystemExit(
                     f"{self.file} holds {row['drawn_from']}, not {self._drawn_from}: give another"

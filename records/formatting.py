@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from records.rundir import finite
+from records.rundir import finite_or_none
 
 
 def duration(seconds: float) -> str:
@@ -27,5 +27,5 @@ def decimals(value: float | None) -> str:
 
 def plus_minus(metrics: Mapping[str, object], name: str) -> str:
     """Format the standard error ``name`` of a row of metrics.jsonl as " ± x"; empty if missing."""
-    value = finite(metrics.get(name))
+    value = finite_or_none(metrics.get(name))
     return "" if value is None else f" ± {value:.3f}"
