@@ -131,7 +131,9 @@ def _tree(source: str) -> Tree:
     if source.endswith(".toml") or "/" in source:
         path = Path(source)
         if not isfile(path):
-            raise ConfigError(f"{source}: no such file; `sol-rl config --list` prints the presets")
+            raise ConfigError(
+                f"{source}: file not found; `sol-rl config --list` prints the presets"
+            )
         return _read(path)
     if source in (composed := _composed()):
         return composed[source]
@@ -161,7 +163,7 @@ def _current(tree: Tree, source: str) -> Tree:
         raise ConfigError(f"{source}: {error}") from None
     # caught here because this is the first recursion into the parsed tree
     except RecursionError:
-        raise ConfigError(f"{source}: tables within too many tables") from None
+        raise ConfigError(f"{source}: tables are nested too deeply") from None
 
 
 def _with_layers(tree: Tree, source: str) -> Tree:
@@ -183,7 +185,7 @@ def layer(name: str, source: str) -> Tree:
     if not isfile(path):
         known = [str(p.relative_to(LAYERS).with_suffix("")) for p in LAYERS.rglob("*.toml")]
         raise ConfigError(
-            f"{source}: layers: no layer {name!r}{suggestion(name, known)}; there are:"
+            f"{source}: layers: unknown layer {name!r}{suggestion(name, known)}; available:"
             f" {', '.join(sorted(known))}"
         )
     return _read(path)

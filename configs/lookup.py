@@ -15,7 +15,7 @@ def load_class(row: str, base: type[T]) -> type[T]:
     module, _, name = row.partition(":")
     cls = getattr(importlib.import_module(module), name)
     if not (isinstance(cls, type) and issubclass(cls, base)):
-        raise TypeError(f"{row} is no {base.__name__}")
+        raise TypeError(f"{row} is not a {base.__name__}")
     return cls
 
 

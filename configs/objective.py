@@ -57,21 +57,27 @@ class Window(Section):
     The other steps are deterministic Euler steps.
     """
 
-    size: int = Field(ge=1, description="steps in the window")
-    start: int = Field(default=0, ge=0, description="its first step, in the first iteration")
+    size: int = Field(ge=1, description="number of steps in the window")
+    start: int = Field(
+        default=0, ge=0, description="first step of the window in the first iteration"
+    )
     schedule: Literal["frozen", "progressive", "linear_decay", "exponential_decay", "random"] = (
         Field(
             default="frozen",
             description=(
-                "frozen: it stays; progressive: it moves by `stride` every `every` iterations;"
-                " linear_decay, exponential_decay: the sooner the further it is; random: another"
-                " place in each iteration"
+                "frozen: the window never moves; progressive: it moves by `stride` after"
+                " every `every` iterations; linear_decay, exponential_decay: it moves sooner"
+                " the further it has moved; random: a random place in each iteration"
             ),
         )
     )
-    stride: int = Field(default=1, ge=1, description="steps that it moves by")
-    every: int = Field(default=25, ge=1, description="iterations at one place, at the start")
-    wrap: bool = Field(default=False, description="at the end of the path go back to `start`")
+    stride: int = Field(default=1, ge=1, description="number of steps by which the window moves")
+    every: int = Field(
+        default=25, ge=1, description="iterations that the window stays at its first place"
+    )
+    wrap: bool = Field(
+        default=False, description="move the window back to `start` after the end of the path"
+    )
 
     def place(self, limit: int, done: int, seed: int) -> range:
         """Return the window after ``done`` iterations.
@@ -110,31 +116,40 @@ class PathSettings(ObjectiveSettings):
     if TYPE_CHECKING:
         eta: float  # noise level of the solver
     ratio_clip: float = Field(
-        default=1e-4, gt=0, description="e of the clipped ratio [1 - e, 1 + e]"
+        default=1e-4, gt=0, description="e: probability ratios are clipped to [1 - e, 1 + e]"
     )
     advantage_clip: float = Field(
-        default=5.0, gt=0, description="advantages are clipped to [-c, c]"
+        default=5.0, gt=0, description="c: advantages are clipped to [-c, c]"
     )
     window: Window | None = Field(
         default=None,
-        description="steps that are stochastic and trained on; None: all, as in its paper",
+        description=(
+            "steps that are stochastic and trained on; None: all steps, as in the paper"
+            " of the objective"
+        ),
     )
     shared_noise: bool = Field(
         default=False,
         description=(
-            "one initial noise per prompt, as in DanceGRPO's paper; where seeds are explored with"
-            " explore.paths only"
+            "all samples of a prompt start from the same initial noise, as in DanceGRPO's"
+            " paper; if seeds are explored, this needs explore.paths"
         ),
     )
     noise_weight: float = Field(
         default=0.0,
         ge=0,
         le=8,
-        description="p: a step weighs std^p, in the mean 1; TempFlow-GRPO has 1; 0: all the same",
+        description=(
+            "p: the loss of a step is weighted by std^p, normalized to a mean of 1; 0:"
+            " equal weights; TempFlow-GRPO uses 1"
+        ),
     )
     ratio_norm: bool = Field(
         default=False,
-        description="GRPO-Guard: log ratios centred and times std, the loss over -dsigma",
+        description=(
+            "normalize as in GRPO-Guard: log ratios are centered and multiplied by std,"
+            " the loss is divided by -dsigma"
+        ),
     )
 
     @property

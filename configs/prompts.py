@@ -80,7 +80,7 @@ def read_prompts(name: str) -> list[Prompt]:
             f"prompts: {name}: not UTF-8 at byte {error.start}; save the file as UTF-8"
         ) from None
     except ValueError:  # a zero byte
-        raise ConfigError(f"prompts: {name!r} is no name of a file") from None
+        raise ConfigError(f"prompts: {name!r} is not a file name") from None
     is_json, folder = path.suffix in (".jsonl", ".json"), path.absolute().parent
     # JSON strings may contain characters that ``splitlines`` splits at, such as U+2028
     lines = text.split("\n") if is_json else text.splitlines()
@@ -90,7 +90,7 @@ def read_prompts(name: str) -> list[Prompt]:
         if line.strip()
     ]
     if not prompts:
-        raise ConfigError(f"prompts: {name}: holds no prompt; one prompt per line is expected")
+        raise ConfigError(f"prompts: {name}: contains no prompt; write one prompt per line")
     return prompts
 
 
@@ -102,7 +102,7 @@ def _json_line(line: str, where: str, folder: Path) -> Prompt:
         why = (
             error.msg
             if isinstance(error, json.JSONDecodeError)
-            else "a number too long, or lists too deep"
+            else "a number is too long, or lists are nested too deeply"
         )
         raise ConfigError(
             f"prompts: {where}: not JSON ({why}); one object with a 'prompt' per line is expected"
@@ -113,12 +113,12 @@ def _json_line(line: str, where: str, folder: Path) -> Prompt:
         or not row["prompt"].strip()
         or not _is_unicode(row["prompt"])
     ):
-        raise ConfigError(f"prompts: {where}: no text under 'prompt'")
+        raise ConfigError(f"prompts: {where}: 'prompt' is missing or not a string")
     text, image = row.pop("prompt").strip(), row.pop(IMAGE, None)
     if image is None:
         return Prompt(text, row)
     if not isinstance(image, str) or not image.strip() or "\0" in image:
-        raise ConfigError(f"prompts: {where}: 'image' is no file name")
+        raise ConfigError(f"prompts: {where}: 'image' is not a file name")
     return Prompt(text, row, folder / image)
 
 
@@ -142,7 +142,7 @@ def refuse_overlap(settings: Prompts, train: Sequence[Prompt], test: Sequence[Pr
     if overlap and not settings.allow_overlap:
         raise ConfigError(
             f"prompts.test: {len(overlap)} of {len(test)} held-out prompts are among prompts.train,"
-            f" such as {overlap[0][:60]!r}: take them out, or set prompts.allow_overlap = true"
+            f" such as {overlap[0][:60]!r}: remove them, or set prompts.allow_overlap = true"
         )
 
 

@@ -13,21 +13,33 @@ from configs.section import Section, Tree
 class Scorer(Section):
     """One scorer and its weight in the reward."""
 
-    name: str = Field(description="a built-in scorer, or module:attribute of your own")
-    weight: float = Field(default=1.0, description="of the score in the reward, a weighted sum")
-    settings: Tree = Field(default_factory=dict, description="passed to the scorer's constructor")
-    alias: str | None = Field(
-        default=None, description="name it is logged under; needed to use one scorer twice"
+    name: str = Field(description="name of a built-in scorer, or module:attribute of a custom one")
+    weight: float = Field(
+        default=1.0, description="weight of the score in the reward, which is a weighted sum"
     )
-    floor: float | None = Field(default=None, description="a raw score below this counts as this")
+    settings: Tree = Field(
+        default_factory=dict, description="keyword arguments of the scorer's constructor"
+    )
+    alias: str | None = Field(
+        default=None, description="name in logs and metrics; required if a scorer is used twice"
+    )
+    floor: float | None = Field(
+        default=None, description="lower bound: raw scores below it are raised to it"
+    )
     per: Literal["image", "prompt"] = Field(
         default="image",
-        description="what one call scores: images that have nothing to do with each other, or"
-        " 'prompt': all of a prompt's images, which it may compare; then not in evaluations",
+        description=(
+            "image: the scorer scores each image independently; prompt: one call gets all"
+            " images of a prompt and may compare them, and evaluations leave this scorer"
+            " out"
+        ),
     )
     required: bool = Field(
         default=True,
-        description="False: where it fails, its mean over the prompt's group stands in",
+        description=(
+            "false: if the scorer fails for an image, the mean of the prompt's other"
+            " scores is used instead"
+        ),
     )
 
     @property
@@ -41,35 +53,43 @@ class Rewards(Section):
 
     scorers: tuple[Scorer, ...] = Field(min_length=1)
     evaluation_scorers: tuple[Scorer, ...] = Field(
-        default=(),
-        description="held out: score evaluations like `scorers`, and are never trained on",
+        default=(), description="held-out scorers: computed in evaluations only, never trained on"
     )
     frames: int | None = Field(
         default=None,
         ge=1,
-        description="of a clip, so many in equal distances are scored by scorers of images, and"
-        " their mean is its score; None: all",
+        description=(
+            "number of equally spaced frames of a clip that image scorers score; their"
+            " mean is the score of the clip; None: all frames"
+        ),
     )
     normalize: Literal["none", "zscore", "rank"] = Field(
         default="none",
-        description="of each scorer's values in a prompt's group, before weighting; in training",
+        description=(
+            "normalization of each scorer's values within a prompt's group, before"
+            " weighting; in training only"
+        ),
     )
     attempts: int = Field(
         default=3,
         ge=1,
-        description="per batch, on another actor if there is one, before samples are dropped",
+        description=(
+            "attempts per batch, on another actor if possible, before its samples are dropped"
+        ),
     )
     max_failed_share: float = Field(
         default=0.05,
         ge=0,
         le=1,
-        description="share of an iteration's samples that may be dropped before the run stops",
+        description="the run stops if a larger share of an iteration's samples is dropped",
     )
 
     deterministic: bool = Field(
         default=True,
-        description="scorers give the same image the same score again, which is checked every"
-        " `audit.identity_every` iterations; false: they may draw at random",
+        description=(
+            "scorers must return the same score for the same image, which is checked"
+            " every `audit.identity_every` iterations; false: they may be random"
+        ),
     )
 
     @property
@@ -92,18 +112,18 @@ class Rewards(Section):
             )
         if any(scorer.per == "prompt" for scorer in self.evaluation_scorers):
             raise ValueError(
-                "evaluation_scorers: per = 'prompt' compares images of one prompt, which says"
-                " nothing about the weights that made them: use scorers with per = 'image'"
+                "evaluation_scorers: per = 'prompt' compares images of one prompt, which"
+                " does not measure the weights that generated them: use per = 'image'"
             )
         alone = (s for s in self.scorers if s.required and s.per == "image" and s.weight)
         if self.comparing_labels and not any(alone):
             raise ValueError(
-                "scorers: with per = 'prompt' alone held-out images have no reward: add a required"
-                " one with per = 'image' and a weight other than 0"
+                "scorers: with per = 'prompt' only, held-out images have no reward: add a required"
+                " scorer with per = 'image' and a nonzero weight"
             )
         if not any(scorer.required for scorer in self.scorers):
             raise ValueError(
-                "scorers: all are optional, so nothing would be left to train on: let one be"
+                "scorers: all are optional, so all samples could be dropped: make at least one"
                 " required"
             )
         return self
@@ -114,9 +134,14 @@ class Advantages(Section):
 
     std: Literal["global", "group"] | None = Field(
         default=None,
-        description="std over the iteration or the group; None: as in the objective's paper",
+        description=(
+            "global: std over the iteration; group: std over the prompt's group; None: as"
+            " in the paper of the objective"
+        ),
     )
-    eps: float | None = Field(default=None, gt=0, description="None: as in the objective's paper")
+    eps: float | None = Field(
+        default=None, gt=0, description="added to the std; None: as in the paper of the objective"
+    )
     unbiased: bool = Field(
-        default=False, description="std with n - 1 in the place of n, as DanceGRPO's code has it"
+        default=False, description="divide by n - 1 instead of n in the std, as in DanceGRPO's code"
     )

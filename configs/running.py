@@ -15,51 +15,70 @@ class Audit(Section):
     random_seeds: int = Field(
         default=0,
         ge=0,
-        description="random seeds per prompt, regenerated to compare proxy and full rewards",
+        description=(
+            "number of random seeds per prompt that are also regenerated, to compare"
+            " proxy and full rewards"
+        ),
     )
     min_sign_agreement: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="act when audit/sign_agreement, of the selected seeds, is below; None: never",
+        description=(
+            "threshold of audit/sign_agreement (of the selected seeds) below which"
+            " `action` is taken; None: no threshold"
+        ),
     )
     min_tau: float | None = Field(
         default=None,
         ge=-1,
         le=1,
-        description="act when audit/random_kendall_tau is below, which needs random_seeds >= 2",
+        description=(
+            "threshold of audit/random_kendall_tau below which `action` is taken; needs"
+            " random_seeds >= 2"
+        ),
     )
     patience: int = Field(
-        default=3, ge=1, description="iterations below, in a row, before something is done"
+        default=3,
+        ge=1,
+        description="number of consecutive iterations below a threshold before `action` is taken",
     )
     action: Literal["warn", "finer_backend"] = Field(
         default="warn",
-        description="finer_backend: from then on explore with the next finer precision here",
+        description=(
+            "what to do below a threshold; warn: report it; finer_backend: also explore"
+            " with the next finer supported precision from then on"
+        ),
     )
 
     identity_every: int = Field(
         default=10,
         ge=0,
-        description="policy versions between two checks of what learner and rollout actors compute"
-        " from the same weights, and of what scorers answer twice; 0: never",
+        description=(
+            "policy versions between two checks that learner and rollout actors compute"
+            " the same from the same weights, and that scorers repeat their scores; 0: no"
+            " checks"
+        ),
     )
 
     identity_action: Literal["stop", "warn"] = Field(
         default="stop",
-        description="where a rollout actor computes something else than the learner: end the run,"
-        " or say so and go on",
+        description=(
+            "what to do if a rollout actor and the learner differ; stop: end the run;"
+            " warn: report it and continue"
+        ),
     )
 
     @model_validator(mode="after")
     def _check_thresholds(self) -> Audit:
         if self.min_tau is not None and self.random_seeds < 2:
             raise ValueError(
-                f"min_tau = {self.min_tau:g} needs random seeds to rank, and random_seeds ="
-                f" {self.random_seeds} gives too few: use at least 2"
+                f"min_tau = {self.min_tau:g} needs random seeds to rank, but random_seeds ="
+                f" {self.random_seeds}: use at least 2"
             )
         if self.action != "warn" and not self.has_threshold:
             raise ValueError(
-                f"action = {self.action!r} without a threshold never happens: give"
+                f"action = {self.action!r} is never taken without a threshold: set"
                 " min_sign_agreement or min_tau"
             )
         return self
@@ -83,18 +102,18 @@ class Audit(Section):
 class Checkpoint(Section):
     """Atomic checkpoints in the run directory."""
 
-    every: int = Field(default=1, ge=1, description="iterations between two checkpoints")
-    keep_last: int = Field(default=2, ge=1, description="so many, the newest, are kept")
+    every: int = Field(default=1, ge=1, description="number of iterations between checkpoints")
+    keep_last: int = Field(default=2, ge=1, description="number of newest checkpoints to keep")
 
 
 class Stop(Section):
     """Optional early stops; each ends the run cleanly after a checkpoint."""
 
     max_kl: float | None = Field(
-        default=None, gt=0, description="stop when loss/kl (unweighted) exceeds this"
+        default=None, gt=0, description="stop the run when loss/kl (unweighted) exceeds this"
     )
     max_minutes: float | None = Field(
-        default=None, gt=0, description="stop training after this many minutes"
+        default=None, gt=0, description="stop training after this number of minutes"
     )
 
 
@@ -102,37 +121,54 @@ class Logging(Section):
     """Metrics, images and reports of a run. Nothing here changes results."""
 
     prometheus_port: int = Field(
-        default=0, ge=0, le=65535, description="serve Prometheus metrics here; 0: off"
+        default=0, ge=0, le=65535, description="port for Prometheus metrics; 0: off"
     )
     prometheus_host: str = Field(
-        default="127.0.0.1", description="address the metrics are served at"
+        default="127.0.0.1", description="address on which Prometheus metrics are served"
     )
     tensorboard: bool = Field(
-        default=False, description="write the same numbers for TensorBoard, into the run directory"
+        default=False, description="also write metrics for TensorBoard into the run directory"
     )
     wandb: Literal["off", "offline"] = Field(
         default="off",
-        description="the same numbers for Weights & Biases, in the run directory (`wandb sync`)",
+        description=(
+            "also record metrics for Weights & Biases; offline: in the run directory, for"
+            " `wandb sync`"
+        ),
     )
     grid_prompts: int = Field(
-        default=8, ge=1, description="held-out prompts in the before/after images"
+        default=8, ge=1, description="number of held-out prompts in the before/after images"
     )
     report_every_s: float = Field(
         default=120.0,
         ge=0,
-        description="the report is written again so often, and after evaluations; 0: at the end",
+        description=(
+            "seconds between updates of the report, which is also updated after"
+            " evaluations; 0: only at the end"
+        ),
     )
     image_prompts: int = Field(
         default=4,
         ge=0,
-        description="prompts of each iteration whose best and worst images are kept; 0: none",
+        description=(
+            "number of prompts per iteration whose best and worst images are saved; 0: none"
+        ),
     )
     image_iterations: int = Field(
-        default=16, ge=2, description="iterations whose images stay, evenly spread, and the newest"
+        default=16,
+        ge=2,
+        description=(
+            "number of iterations whose best and worst images are kept: evenly spaced"
+            " ones and the newest"
+        ),
     )
 
 
 class Publish(Section):
     """Publishing of weights from the learner to the rollout actors."""
 
-    shard_mb: int = Field(default=256, ge=1, description="size of one shard in the object store")
+    shard_mb: int = Field(
+        default=256,
+        ge=1,
+        description="maximum size in MB of one shard of published weights in the object store",
+    )

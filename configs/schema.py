@@ -5,7 +5,7 @@ Neither torch nor ray is imported, so that a typo is reported at once. Defaults 
 where they differ from its reference code. A preset or a file states only what differs.
 ``RunConfig`` is the root. Its tables are in ``configs/sections.py``, ``training.py``,
 ``rewards.py``, ``services.py``, ``running.py`` and ``objectives.py``; checks across tables are in
-``possible.py``. ``docs/configuration.md`` is an introduction.
+``validation.py``. ``docs/configuration.md`` is an introduction.
 """
 
 from __future__ import annotations
@@ -34,16 +34,27 @@ UNEVEN = 0.05
 class RunConfig(Section):
     """Configuration of a run."""
 
-    name: str = Field(description="names the run directory")
+    name: str = Field(description="name of the run and of its directory")
     run_root: PathText | None = Field(
-        default=None, description="directory of run directories; 'runs' on one machine"
+        default=None,
+        description=(
+            "parent of the run directory; None: 'runs' on one machine, required on a cluster"
+        ),
     )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="the run seed: all else follows it")
-    iterations: int = Field(default=100, ge=1, description="updates of the policy")
-    arm: Arm = Field(default="sol_rl", description="what is explored, regenerated and trained on")
+    seed: int = Field(
+        default=0, ge=0, lt=2**63, description="run seed, from which all random numbers are derived"
+    )
+    iterations: int = Field(default=100, ge=1, description="number of policy updates")
+    arm: Arm = Field(
+        default="sol_rl",
+        description="method: which images are explored, regenerated and trained on",
+    )
     explore_ahead: Literal[0, 1] = Field(
         default=0,
-        description="1: explore with the policy before the one that is still being trained",
+        description=(
+            "1: explore the next iteration during training, with the previous policy; 0:"
+            " after training"
+        ),
     )
     model: Model
     prompts: Prompts
@@ -61,7 +72,7 @@ class RunConfig(Section):
     ema: Ema = Ema()
     services: Services = Services()
     layout: Layout | None = Field(
-        default=None, description="how actors share GPUs; None: as `services` says"
+        default=None, description="how actors share GPUs; None: as configured in `services`"
     )
     audit: Audit = Audit()
     checkpoint: Checkpoint = Checkpoint()

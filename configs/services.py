@@ -21,15 +21,17 @@ BetweenTurns = Literal["stay", "host"]
 class Service(Section):
     """Settings of one actor pool."""
 
-    actors: int = Field(default=1, ge=1, description="actors of the pool")
+    actors: int = Field(default=1, ge=1, description="number of actors")
     threads: int = Field(
         default=1,
         ge=1,
-        description="CPU threads of each actor; part of the results, as it fixes the order of sums",
+        description=(
+            "CPU threads per actor; affects results, because it determines the order of sums"
+        ),
     )
     tf32: bool = Field(
         default=True,
-        description="on a GPU, products in FP32 may use TF32 tensor cores; part of the results",
+        description="allow TF32 tensor cores for FP32 matrix products on a GPU; affects results",
     )
     cpus: float = Field(
         default=0.5, ge=0, description="CPU share that each actor reserves from Ray"
@@ -38,40 +40,61 @@ class Service(Section):
         default=0.0, ge=0, description="GPU share that each actor reserves from Ray"
     )
     in_flight: int = Field(
-        default=2, ge=1, description="tasks at an actor at a time; the next one waits there"
+        default=2,
+        ge=1,
+        description=(
+            "maximum number of tasks sent to an actor at a time; one runs, the others"
+            " wait at the actor"
+        ),
     )
     deadline_s: float = Field(
         default=900.0,
         gt=0,
-        description="a task that takes longer counts as hung: its actor is killed, it is retried",
+        description=(
+            "timeout of a task in seconds: its actor counts as hung and is killed, and"
+            " the task is retried"
+        ),
     )
     warm_up_s: float = Field(
         default=1800.0,
         ge=0,
-        description="added to the deadline until a compiling actor has answered its first task",
+        description="seconds added to the deadline of the first task of an actor that compiles",
     )
     max_attempts: int = Field(
-        default=4, ge=1, description="attempts at one task over all actors before the run stops"
+        default=4,
+        ge=1,
+        description=(
+            "maximum number of attempts at a task over all actors, after which the run fails"
+        ),
     )
     max_restarts: int = Field(
-        default=20, ge=0, description="replacements of one pool member before it is given up"
+        default=20,
+        ge=0,
+        description=(
+            "maximum number of restarts of one member of the pool, after which it stays down"
+        ),
     )
     accelerator: str | None = Field(
         default=None,
-        description="`ray.io/accelerator-type` of nodes: B200, in(B200,GB200), !H100; None: any",
+        description=(
+            "required `ray.io/accelerator-type` of nodes: B200, in(B200,GB200), !H100; None: any"
+        ),
     )
     labels: dict[str, str] = Field(
         default_factory=dict,
-        description="further node labels that are required, in Ray's selector words",
+        description="further required node labels, in Ray's label selector syntax",
     )
     strategy: Literal["spread", "pack"] = Field(
-        default="pack", description="over as many nodes as there are, or onto few"
+        default="pack",
+        description=(
+            "spread: place actors on as many nodes as possible; pack: on as few as possible"
+        ),
     )
-    min_actors: int = Field(default=1, ge=1, description="fewest that scaling leaves")
+    min_actors: int = Field(default=1, ge=1, description="lower limit of scaling")
     max_actors: int | None = Field(
         default=None,
         ge=1,
-        description="most that scaling makes; None: as many as there is room for",
+        description="upper limit of scaling; None: as many actors as the cluster has room for",
     )
 
     @model_validator(mode="after")
@@ -82,7 +105,7 @@ class Service(Section):
                 f" max_actors = {self.max_actors}"
             )
         if self.gpus > 1 and self.gpus % 1:
-            raise ValueError(f"gpus = {self.gpus:g}: a share above 1 is whole GPUs")
+            raise ValueError(f"gpus = {self.gpus:g}: shares above 1 must be whole numbers")
         return self
 
     @property
@@ -94,14 +117,19 @@ class Service(Section):
 class RolloutService(Service):
     """Settings of the rollout actors."""
 
-    actors: int = Field(default=2, ge=1, description="actors of the pool")
+    actors: int = Field(default=2, ge=1, description="number of actors")
     strategy: Literal["spread", "pack"] = Field(
-        default="spread", description="over as many nodes as there are, or onto few"
+        default="spread",
+        description=(
+            "spread: place actors on as many nodes as possible; pack: on as few as possible"
+        ),
     )
     between_turns: BetweenTurns = Field(
         default="stay",
-        description="'host': the denoiser and its decoder are on the GPU only while it explores,"
-        " and in host memory while the learner works",
+        description=(
+            "stay: the denoiser and its decoder stay on the GPU; host: they are on the"
+            " GPU only while exploring, and in host memory while the learner works"
+        ),
     )
 
 
@@ -112,44 +140,60 @@ class LearnerService(Service):
     """
 
     actors: Literal[1] = Field(
-        default=1, description="there is one learner; `replicas` says of how many processes"
+        default=1, description="always 1: `replicas` is the number of learner processes"
     )
     threads: int = Field(
         default=1,
         ge=1,
-        description="CPU threads of each replica; where not given and without a GPU, the cores"
-        " there are, up to 4; part of the results, as it fixes the order of sums",
+        description=(
+            "CPU threads per replica; if not set and without a GPU: the number of cores,"
+            " at most 4; affects results, because it determines the order of sums"
+        ),
     )
     regenerate_threads: int | None = Field(
         default=None,
         ge=1,
-        description="as `threads`, while rollout actors explore beside it; where not given and"
-        " without a GPU, the cores that those leave, one at least",
+        description=(
+            "CPU threads per replica while rollout actors explore at the same time; if"
+            " not set and without a GPU: the cores that they leave free, at least 1"
+        ),
     )
     replicas: int = Field(
         default=1,
         ge=1,
-        description="learners that share an iteration and add gradients; fixes the order of sums",
+        description=(
+            "number of learner processes that share an iteration and sum their gradients;"
+            " affects results, because it determines the order of sums"
+        ),
     )
     share: Share = Field(
         default="prompts",
-        description="replicas: whole prompts for each, or as many samples for each as for the"
-        " others, also parts of prompts; part of the results, as it fixes batches and sums",
+        description=(
+            "how replicas share an iteration; prompts: whole prompts each; samples: equal"
+            " numbers of samples each, which may split prompts; affects results, because"
+            " it determines batches and sums"
+        ),
     )
     shard: Sharding = Field(
         default="none",
-        description="replicas: 'base' leaves each its part of the frozen weights (FSDP2), which"
-        " they gather block by block in every pass; for models that do not fit on one GPU",
+        description=(
+            "weights sharded over replicas; base: each replica keeps a part of the frozen"
+            " weights (FSDP2) and gathers them block by block in every pass, for models"
+            " that do not fit on one GPU"
+        ),
     )
     between_turns: BetweenTurns = Field(
         default="stay",
-        description="'host': the frozen weights and the decoder are on the GPU only while the"
-        " learner works, and in host memory while rollout actors explore",
+        description=(
+            "stay: the frozen weights and the decoder stay on the GPU; host: they are on"
+            " the GPU only while the learner works, and in host memory while rollout"
+            " actors explore"
+        ),
     )
     silence_s: float = Field(
         default=600.0,
         gt=0,
-        description="replicas: longest wait for another one, which then counts as lost",
+        description="timeout in seconds for another replica, which then counts as lost",
     )
 
     @property
@@ -157,12 +201,16 @@ class LearnerService(Service):
         """CPU threads of calls that regenerate training samples; evaluations use ``threads``."""
         return self.regenerate_threads or self.threads
 
-    in_flight: int = Field(default=1, ge=1, description="tasks at a replica at a time")
-    max_attempts: Literal[1] = Field(default=1, description="a learner's tasks are not retried")
+    in_flight: int = Field(
+        default=1, ge=1, description="maximum number of tasks sent to a replica at a time"
+    )
+    max_attempts: Literal[1] = Field(
+        default=1, description="always 1: tasks of the learner are not retried"
+    )
     max_restarts: int = Field(
         default=10,
         ge=0,
-        description="times the learner may be restored from its checkpoint in one run",
+        description="maximum number of times that a run restores the learner from its checkpoint",
     )
 
     @property
@@ -175,7 +223,7 @@ class LearnerService(Service):
         if self.replicas > 1 and 0 < self.gpus <= 0.5:
             raise ValueError(
                 f"gpus = {self.gpus:g}: two of the {self.replicas} replicas would fit on one GPU,"
-                " and NCCL wants one each: use more than 0.5, or 0 for CPUs"
+                " but NCCL needs one GPU per replica: use more than 0.5, or 0 for CPUs"
             )
         return self
 
@@ -185,7 +233,7 @@ class ScorerService(Service):
 
     runtime_env: Tree = Field(
         default_factory=dict,
-        description="Ray's runtime_env of these actors: pip, uv, py_modules, env_vars, ...",
+        description="Ray's runtime_env for these actors: pip, uv, py_modules, env_vars, ...",
     )
 
 
@@ -195,25 +243,29 @@ class Autoscale(Section):
     The pool grows while the learner waits for it and shrinks while its actors are idle.
     """
 
-    enabled: bool = Field(default=False, description="the rollout pool sizes itself")
+    enabled: bool = Field(default=False, description="scale the rollout pool automatically")
     grow_above: float = Field(
         default=0.5,
         gt=0,
         lt=1,
-        description="grow when the learner waits for a larger share of an iteration",
+        description="add actors if the learner waits for more than this share of an iteration",
     )
     shrink_below: float = Field(
         default=0.25,
         gt=0,
         lt=1,
-        description="shrink when rollout actors are busy for a smaller share of an iteration",
+        description=(
+            "remove actors if rollout actors are busy for less than this share of an iteration"
+        ),
     )
-    patience: int = Field(default=2, ge=1, description="iterations in a row that must agree")
+    patience: int = Field(
+        default=2, ge=1, description="number of consecutive iterations that must meet the condition"
+    )
     step: float = Field(
         default=0.25,
         gt=0,
         le=1,
-        description="share of the pool that is added or removed, one actor at least",
+        description="share of the pool that is added or removed at a time, at least one actor",
     )
 
 
@@ -223,23 +275,30 @@ class Services(Section):
     start_deadline_s: float = Field(
         default=600.0,
         gt=0,
-        description="an actor must be placed and have loaded its model within this",
+        description="timeout in seconds for placing an actor and loading its model",
     )
     wait_for_nodes_s: float = Field(
         default=0.0,
         ge=0,
-        description="on an autoscaling cluster: request missing nodes, and wait so long",
+        description=(
+            "on an autoscaling cluster: request missing nodes and wait up to this number"
+            " of seconds for them"
+        ),
     )
     node_silence_s: float = Field(
         default=4.0,
         ge=0,
-        description="a node that answers no connection for so long is lost; 0: when Ray says so",
+        description=(
+            "a node that accepts no connection for this number of seconds counts as lost;"
+            " 0: when Ray reports it"
+        ),
     )
     autoscale: Autoscale = Autoscale()
     rollout: RolloutService = RolloutService()
     reward: Service = Service()
     scorers: dict[str, ScorerService] = Field(
-        default_factory=dict, description="by label; the others share `reward`"
+        default_factory=dict,
+        description="scorers with their own actors, by label; all other scorers share `reward`",
     )
     encoder: Service = Service()
     selector: Service = Service()
@@ -258,7 +317,9 @@ class Services(Section):
     @model_validator(mode="after")
     def _check_scaling(self) -> Services:
         if self.autoscale.enabled and self.rollout.max_actors is None:
-            raise ValueError("autoscale.enabled: say how far: services.rollout.max_actors = N")
+            raise ValueError(
+                "autoscale.enabled needs an upper limit: set services.rollout.max_actors = N"
+            )
         for kind in ("learner", "encoder", "selector"):
             if (service := getattr(self, kind)).max_actors not in (None, service.actors):
                 raise ValueError(
@@ -277,10 +338,13 @@ class Layout(Section):
     mode: Literal["auto", "shared", "split"] = Field(
         default="auto",
         description=(
-            "shared: rollout actors and learner replicas take turns on each GPU; split: GPUs of"
-            " their own; auto: what is predicted to be fastest of what fits"
+            "shared: rollout actors and learner replicas take turns on each GPU; split:"
+            " each has its own GPUs; auto: the layout that is predicted to be fastest"
+            " among those that fit"
         ),
     )
     gpus: int | None = Field(
-        default=None, ge=1, description="GPUs to use; None: all that the cluster or machine has"
+        default=None,
+        ge=1,
+        description="number of GPUs to use; None: all GPUs of the cluster or machine",
     )

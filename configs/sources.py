@@ -28,7 +28,7 @@ class Unreadable(OSError):
     def __init__(self, path: Path, error: Exception):
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         why = " ".join(text.split())[:200] or type(error).__name__
-        super().__init__(f"prompts: {path}: no image that can be read ({why})")
+        super().__init__(f"prompts: {path}: cannot be read as an image ({why})")
 
 
 @functools.lru_cache(KEPT)
@@ -85,4 +85,4 @@ def _require_file(path: Path) -> None:
     """Raise OSError unless it is a regular file: reading a pipe or a device might never end."""
     path.stat()
     if not path.is_file():
-        raise OSError("it is no file")
+        raise OSError("it is not a file")

@@ -26,7 +26,7 @@ def to_toml(tree: Mapping[str, object]) -> str:
             return str(value)  # inf and nan are spelled the same in TOML
         if isinstance(value, bool | int | str):
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-        raise TypeError(f"{value!r}: no TOML for {type(value).__name__}")
+        raise TypeError(f"{value!r}: cannot be written as TOML: {type(value).__name__}")
 
     return "".join(
         f"{json.dumps(key)} = {text(value)}\n" for key, value in tree.items() if value is not None

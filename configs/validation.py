@@ -26,13 +26,13 @@ def _check_selection(run: RunConfig) -> None:
     keep, pool = run.selection.keep, run.explore.pool_size
     if run.plan.explore is not None and keep > pool:
         raise ValueError(
-            f"selection.keep: {keep} samples cannot be kept of explore.pool_size = {pool}:"
-            " lower keep or raise pool_size"
+            f"selection.keep: {keep} samples cannot be kept out of explore.pool_size ="
+            f" {pool}: lower keep or raise pool_size"
         )
     if run.selection.rule == "best_worst" and keep % 2:
         raise ValueError(
-            f"selection.keep: {keep} is odd, but rule 'best_worst' keeps as many best as worst:"
-            " use an even number"
+            f"selection.keep: {keep} is odd, but rule 'best_worst' keeps equal numbers of best"
+            " and worst: use an even number"
         )
 
 
@@ -65,8 +65,8 @@ def _check_random_seeds(run: RunConfig) -> None:
         raise ValueError(f"audit.random_seeds: {seeds} is more than explore.pool_size = {pool}")
     if seeds and (compared := run.rewards.comparing_labels):
         raise ValueError(
-            f"audit.random_seeds: {compared[0]} compares images with others of their prompt, so"
-            " that those of random seeds have no place among the selected ones: use 0"
+            f"audit.random_seeds: {compared[0]} compares images of a prompt with each other, and"
+            " images of random seeds must not change the scores of the selected ones: use 0"
         )
 
 
@@ -90,14 +90,15 @@ def _check_objective(run: RunConfig) -> None:
             else "made by rollout actors with merged, rounded weights"
         )
         raise ValueError(
-            f"arm: {run.arm!r} with objective {objective.name!r}: its samples are {why}, and the"
-            " exact log-probability of their paths under the trained policy is needed: use 'sol_rl'"
-            " or 'diffusionnft'"
+            f"arm: {run.arm!r} with objective {objective.name!r}: its samples are {why}, but it"
+            " needs the exact log-probability of their paths under the trained policy: use"
+            " 'sol_rl' or 'diffusionnft'"
         )
     if objective.one_noise_per_group and plan.explore is not None and not run.explore.paths:
         raise ValueError(
-            f"objective.shared_noise: arm {run.arm!r} selects among initial noises, but a shared"
-            " one leaves nothing to select: use explore.paths = true, or shared_noise = false"
+            f"objective.shared_noise: arm {run.arm!r} selects among initial noises, but with a"
+            " shared one there is nothing to select: use explore.paths = true, or shared_noise ="
+            " false"
         )
 
 
@@ -106,14 +107,14 @@ def _check_trained_steps(run: RunConfig) -> None:
     objective, steps = run.objective, run.regenerate.steps
     if not objective.trained_steps(steps):
         raise ValueError(
-            f"regenerate.steps: {steps} leave objective {objective.name!r} no step to train on:"
-            " use more steps"
+            f"regenerate.steps: with {steps} objective {objective.name!r} has no step to train"
+            " on: use more steps"
         )
     window = objective.window if isinstance(objective, PathSettings) else None
     if window is not None and window.start + window.size > steps:
         raise ValueError(
             f"objective.window: {window.size} steps from step {window.start} on, but"
-            f" regenerate.steps is {steps}: let it end there"
+            f" regenerate.steps is {steps}: the window must end there or before"
         )
 
 
@@ -124,8 +125,8 @@ def _check_paths(run: RunConfig) -> None:
     objective, steps, full = run.objective, run.explore.steps, run.regenerate.steps
     if not isinstance(objective, PathSettings):
         raise ValueError(
-            f"explore.paths: objective {objective.name!r} trains on no stochastic paths: leave it"
-            " out"
+            f"explore.paths: objective {objective.name!r} does not train on stochastic paths: leave"
+            " it out"
         )
     if run.explored_model != run.model:
         raise ValueError(
@@ -138,8 +139,8 @@ def _check_paths(run: RunConfig) -> None:
     if not fewest <= steps <= full:
         allowed = f"{fewest} to {full}" if fewest < full else f"{full}"
         raise ValueError(
-            f"explore.steps: {steps}, but paths of {full} steps are stochastic up to step {stop}"
-            f" and are explored as they are till then: use {allowed}, or explore.paths = false"
+            f"explore.steps: {steps}, but paths of {full} steps are stochastic up to step {stop},"
+            f" and these steps are all explored: use {allowed}, or explore.paths = false"
         )
 
 
@@ -157,8 +158,8 @@ def _check_guidance(run: RunConfig) -> None:
     if solver not in get_args(Solver) and guidance.train != guidance.regenerate:
         raise ValueError(
             f"guidance.train: {guidance.train:g} is not guidance.regenerate ="
-            f" {guidance.regenerate:g}: {solver!r} is trained on the densities of the"
-            " steps that were taken"
+            f" {guidance.regenerate:g}: with {solver!r} the objective needs the densities of"
+            " the steps as they were sampled: use equal values"
         )
 
 
@@ -167,8 +168,7 @@ def _check_scorers(run: RunConfig) -> None:
     labels = [scorer.label for scorer in run.rewards.all_scorers]
     if unknown := sorted(run.services.scorers.keys() - set(labels)):
         raise ValueError(
-            f"services.scorers.{unknown[0]}: there is no scorer of that name; there are:"
-            f" {', '.join(labels)}"
+            f"services.scorers.{unknown[0]}: unknown scorer; available: {', '.join(labels)}"
         )
 
 
@@ -179,13 +179,13 @@ def _check_share(run: RunConfig) -> None:
     if learner.share == "prompts" and learner.replicas > prompts:
         raise ValueError(
             f"services.learner.replicas: {learner.replicas} cannot share prompts.per_iteration"
-            f" = {prompts}: each trains on one prompt at least, or on part of one with"
+            f" = {prompts}: each needs at least one prompt, or part of one with"
             " services.learner.share = 'samples'"
         )
     if learner.replicas > samples:
         raise ValueError(
             f"services.learner.replicas: {learner.replicas} cannot share {samples} samples"
-            " (prompts.per_iteration x selection.keep): each trains on one at least"
+            " (prompts.per_iteration x selection.keep): each needs at least one"
         )
 
 
@@ -199,7 +199,7 @@ def _check_shards(run: RunConfig) -> None:
     undecided = run.layout is not None and "replicas" not in learner.model_fields_set
     if learner.replicas == 1 and not undecided:
         raise ValueError(
-            f"{key} with one replica, which holds all of it: set services.learner.replicas"
+            f"{key} with one replica has nothing to shard: set services.learner.replicas"
         )
     if run.lora.base != "full":
         raise ValueError(
@@ -227,13 +227,13 @@ def _check_turns(run: RunConfig) -> None:
     key = "services.learner.between_turns: 'host'"
     if services.learner.shard != "none":
         raise ValueError(
-            f"{key} with services.learner.shard = {services.learner.shard!r}: shards stay on"
-            " their GPUs: use 'stay', or shard = 'none'"
+            f"{key} with services.learner.shard = {services.learner.shard!r}: shards cannot"
+            " move to host memory: use 'stay', or shard = 'none'"
         )
     if run.lora.base != "full":
         raise ValueError(
-            f"{key} with lora.base = {run.lora.base!r}: packed weights are small, and stay:"
-            " use 'stay', or 'full'"
+            f"{key} with lora.base = {run.lora.base!r}: packed weights are small and cannot"
+            " move: use 'stay', or 'full'"
         )
 
 
@@ -244,8 +244,9 @@ def _check_base(run: RunConfig) -> None:
         return
     if plan.explore is not None and plan.explore.backend in get_args(Precision):
         raise ValueError(
-            f"lora.base: {base!r} with exploring in {plan.explore.backend}, which would explore"
-            " another model than is trained: use a backend that quantizes, or 'full'"
+            f"lora.base: {base!r} with exploring in {plan.explore.backend}: rollout actors"
+            " would not use the quantized base that is trained: use a backend that quantizes, or"
+            " 'full'"
         )
     if run.audit.action == "finer_backend":
         raise ValueError(
@@ -266,26 +267,26 @@ def _check_size(run: RunConfig) -> None:
     """
     sizes = {side: getattr(run.explore, side) for side in ("height", "width")}
     if None in sizes.values() and any(sizes.values()):
-        raise ValueError("explore.height: one side alone is given: give both, or none")
+        raise ValueError("explore.height: only one side is set: set both or neither")
     for side, pixels in sizes.items():
         full = getattr(run.model, side)
         if pixels is not None and full % pixels:
             raise ValueError(
-                f"explore.{side}: {pixels} is no whole part of model.{side} = {full}: the noise"
-                " of proxy images is that of full ones, in whole blocks"
+                f"explore.{side}: {pixels} does not divide model.{side} = {full}: initial noise of"
+                " full images is reduced in whole blocks"
             )
     frames, full = run.explore.frames, run.model.frames
     if full is None and run.rewards.frames is not None:
         raise ValueError(
-            f"rewards.frames: {run.rewards.frames} without model.frames: images have none,"
+            f"rewards.frames: {run.rewards.frames} without model.frames: images have no frames:"
             " leave it out"
         )
     if frames is not None and full is None:
         raise ValueError(
-            f"explore.frames: {frames} without model.frames: images have none, leave it out"
+            f"explore.frames: {frames} without model.frames: images have no frames: leave it out"
         )
     if frames is not None and full is not None and frames > full:
         raise ValueError(
             f"explore.frames: {frames} is more than model.frames = {full}: proxy clips are the"
-            " beginning of full ones"
+            " first frames of full ones"
         )

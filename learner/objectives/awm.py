@@ -33,43 +33,52 @@ class AWMSettings(ObjectiveSettings):
     name: Literal["awm"] = "awm"
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = Field(
         default="ghuber",
-        description="cost of the squared error e at time t: e, t e, t^2 e, or a Huber loss of it",
+        description="loss for the squared error e at time t: e, t e, t^2 e, or a Huber loss of e",
     )
-    huber_power: float = Field(default=0.25, gt=0, le=1, description="p of 'ghuber'")
+    huber_power: float = Field(
+        default=0.25, gt=0, le=1, description="exponent p of weighting 'ghuber'"
+    )
     ratio_clip: float = Field(
-        default=1.0, gt=0, description="e of the clipped ratio [1 - e, 1 + e]"
+        default=1.0, gt=0, description="e: probability ratios are clipped to [1 - e, 1 + e]"
     )
     kl: float = Field(
         default=1e-3,
         ge=0,
-        description="weight of the squared velocity distance to the reference (adapters off)",
+        description=(
+            "weight of the squared velocity distance to the reference model (adapters off)"
+        ),
     )
     ema: float = Field(
         default=1.0,
         ge=0,
-        description="weight of the squared velocity distance to the objective's own average",
+        description="weight of the squared velocity distance to the objective's moving average",
     )
     ema_slope: float = Field(
         default=0.001,
         ge=0,
-        description="the average's decay after iteration s is min(ema_slope s, ema_cap)",
+        description=(
+            "slope: the decay of that average after iteration s is min(ema_slope s, ema_cap)"
+        ),
     )
-    ema_cap: float = Field(default=0.3, ge=0, lt=1, description="largest decay of that average")
+    ema_cap: float = Field(default=0.3, ge=0, lt=1, description="maximum decay of that average")
     advantage_clip: float = Field(
-        default=5.0, gt=0, description="advantages are clipped to [-c, c] and scaled by 1/c"
+        default=5.0, gt=0, description="c: advantages are clipped to [-c, c] and divided by c"
     )
     times_per_sample: int = Field(
-        default=6, ge=1, description="training times per sample, one in each part of the schedule"
+        default=6,
+        ge=1,
+        description=(
+            "number of training times per sample, one in each of equal parts of the schedule"
+        ),
     )
     schedule_fraction: float = Field(
         default=0.9,
         gt=0,
         le=1,
-        description="training times come from this first part of the schedule",
+        description="training times are drawn from this first fraction of the schedule",
     )
     first_step: bool = Field(
-        default=False,
-        description="training times include the schedule's first, as in its PickScore recipe",
+        default=False, description="include the schedule's first time, as in AWM's PickScore recipe"
     )
 
     def trained_steps(self, steps: int) -> Sequence[int]:

@@ -25,7 +25,7 @@ class DanceGRPOSettings(PathSettings):
         default=0.6,
         gt=0,
         le=1,
-        description="share of the steps, without the last, drawn for each sample",
+        description="share of the steps, without the last one, that is drawn for each sample",
     )
 
     def trained_steps(self, steps: int) -> Sequence[int]:

@@ -37,15 +37,17 @@ class DiffusionNFTSettings(ObjectiveSettings):
     kl: float = Field(
         default=1e-4,
         ge=0,
-        description="weight of the squared velocity distance to the reference (adapters off)",
+        description=(
+            "weight of the squared velocity distance to the reference model (adapters off)"
+        ),
     )
     advantage_clip: float = Field(
-        default=5.0, gt=0, description="advantages are clipped to [-c, c] and scaled by 1/c"
+        default=5.0, gt=0, description="c: advantages are clipped to [-c, c] and divided by c"
     )
     times_per_sample: int = Field(
         default=6,
         ge=1,
-        description="training times drawn per sample from the regeneration schedule",
+        description="number of training times per sample, drawn from the regeneration schedule",
     )
 
 

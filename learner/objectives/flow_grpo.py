@@ -21,13 +21,19 @@ class FlowGRPOSettings(PathSettings):
     kl: float = Field(
         default=0.04,
         ge=0,
-        description="weight beta of the KL to the reference; published recipes: 0.04, 0.01",
+        description=(
+            "weight beta of the KL divergence to the reference model; published recipes"
+            " use 0.04 or 0.01"
+        ),
     )
     step_fraction: float = Field(
         default=0.99,
         gt=0,
         le=1,
-        description="trained steps, from the first; 0.99 leaves out the last of up to 100",
+        description=(
+            "share of the steps, from the first, that is trained on; 0.99 excludes the"
+            " last of up to 100 steps"
+        ),
     )
 
     def trained_steps(self, steps: int) -> Sequence[int]:

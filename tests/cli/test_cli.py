@@ -25,7 +25,7 @@ def config_file(tmp_path, tiny_sd3_dir) -> Path:
     ("override", "said"),
     [
         ("explore.stepz=3", "did you mean 'steps'"),
-        ("selection.keep=10", "10 samples cannot be kept of explore.pool_size = 8"),
+        ("selection.keep=10", "10 samples cannot be kept out of explore.pool_size = 8"),
         ("selection.keep=3", "3 is odd"),
         ("model.path=/no/such/model", "there is no directory '/no/such/model'"),
         ("prompts.train=/no/such/file.txt", "cannot be read"),
@@ -76,7 +76,7 @@ def test_an_empty_prompt_file(config_file, tmp_path, capsys):
     assert (
         main(["train", str(config_file), "--set", f"prompts.train={tmp_path / 'empty.txt'}"]) == 2
     )
-    assert "holds no prompt" in capsys.readouterr().err
+    assert "contains no prompt" in capsys.readouterr().err
 
 
 def test_a_directory_that_is_no_pipeline(config_file, tmp_path, capsys):

@@ -151,7 +151,7 @@ def test_names_that_are_none(command, wanted, capsys, monkeypatch, tmp_path):
 
 def test_a_prompt_file_with_a_zero_byte(rundir, capsys):
     assert main(["evaluate", str(rundir.path), "--prompts", "a\0b"]) == 2
-    assert line(capsys) == r"prompts: 'a\x00b' is no name of a file"
+    assert line(capsys) == r"prompts: 'a\x00b' is not a file name"
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_a_wrong_value_names_key_value_and_choices():
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("selection.keep=200", "200 samples cannot be kept of explore.pool_size = 96"),
+        ("selection.keep=200", "200 samples cannot be kept out of explore.pool_size = 96"),
         ("selection.keep=7", "7 is odd"),
         ("name=../up", "letters, digits"),
         ("seed=-1", "seed = -1"),
@@ -110,7 +110,7 @@ def test_impossible_values_are_one_line(override, said):
 
 def test_unknown_preset_file_and_layer(tmp_path):
     assert "did you mean 'quickstart'" in lines("quikstart")[0]
-    assert "no such file" in lines("missing.toml")[0]
+    assert "file not found" in lines("missing.toml")[0]
     file = tmp_path / "x.toml"
     file.write_text('layers = ["models/shape"]')
     assert "did you mean 'models/shapes'" in lines(str(file))[0]
@@ -183,9 +183,9 @@ def test_reading_a_configuration_imports_neither_torch_nor_ray():
 @pytest.mark.parametrize("name", ["x" * 5000, "y" * 300 + ".toml"], ids=["preset", "file"])
 def test_a_name_that_no_file_can_have_is_one_line(name):
     """Path.is_file raises for it, unlike for other names."""
-    with pytest.raises(ConfigError, match="no preset of that name|no such file"):
+    with pytest.raises(ConfigError, match="no preset of that name|file not found"):
         load(name)
-    with pytest.raises(ConfigError, match="no layer"):
+    with pytest.raises(ConfigError, match="unknown layer"):
         layer(name, "here")
     with pytest.raises(ConfigError, match="cannot be read .File name too long."):
         read_prompts(name)
@@ -199,7 +199,7 @@ DEEP = ".".join("a" * 3000)
     [
         ("seed = " + "1" * 5000, "not readable as TOML: Exceeds the limit"),
         ("a = " + "[" * 100_000, "not readable as TOML: maximum recursion depth"),
-        (f"{DEEP} = 1", "tables within too many tables"),
+        (f"{DEEP} = 1", "tables are nested too deeply"),
     ],
     ids=["too many digits", "too deep a value", "too deep a key"],
 )

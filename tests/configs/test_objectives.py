@@ -160,12 +160,15 @@ def test_one_noise_per_group_leaves_nothing_to_select():
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["objective.name=awm"], "explore.paths: objective 'awm' trains on no stochastic paths"),
-        (["objective.name=flow_grpo"], "till then: use 10, or explore.paths = false"),
+        (
+            ["objective.name=awm"],
+            "explore.paths: objective 'awm' does not train on stochastic paths",
+        ),
+        (["objective.name=flow_grpo"], "all explored: use 10, or explore.paths = false"),
         (
             ["objective.name=flow_grpo", "objective.window.size=3", "explore.steps=3"],
-            "explore.steps: 3, but paths of 10 steps are stochastic up to step 3 and are explored"
-            " as they are till then: use 4 to 10, or explore.paths = false",
+            "explore.steps: 3, but paths of 10 steps are stochastic up to step 3, and these"
+            " steps are all explored: use 4 to 10, or explore.paths = false",
         ),
         (
             ["objective.name=flow_grpo", "objective.window.size=3", "explore.steps=11"],
@@ -198,7 +201,7 @@ def test_paths_that_cannot_be_explored_are_refused(overrides, said):
     ("name", "few", "enough"), [("awm", 2, 3), ("dance_grpo", 1, 2), ("flow_grpo", 1, 2)]
 )
 def test_a_schedule_too_short_to_train_on_is_refused(name, few, enough):
-    assert f"{few} leave objective '{name}' no step to train on" in refusal(
+    assert f"with {few} objective '{name}' has no step to train on" in refusal(
         f"objective.name={name}", f"regenerate.steps={few}"
     )
     assert load(

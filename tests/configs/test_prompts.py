@@ -35,13 +35,21 @@ def test_text_and_geneval_lines(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.txt", b"\n \n", "holds no prompt"),
+        ("a.txt", b"\n \n", "contains no prompt"),
         ("a.txt", b"caf\xe9\n", "not UTF-8 at byte 3"),
         ("a.jsonl", b"{'prompt': 1}\n", "a.jsonl:1: not JSON"),
-        ("a.jsonl", b'{"prompt": "x"}\n{"text": "y"}\n', "a.jsonl:2: no text under 'prompt'"),
+        (
+            "a.jsonl",
+            b'{"prompt": "x"}\n{"text": "y"}\n',
+            "a.jsonl:2: 'prompt' is missing or not a string",
+        ),
         ("a.jsonl", b'{"prompt": "x", "n": ' + b"1" * 5000 + b"}\n", "a.jsonl:1: not JSON"),
         ("a.jsonl", b'{"prompt": "x", "n": ' + b"[" * 100_000 + b"\n", "a.jsonl:1: not JSON"),
-        ("a.jsonl", b'{"prompt": "half \\ud83d"}\n', "a.jsonl:1: no text under 'prompt'"),
+        (
+            "a.jsonl",
+            b'{"prompt": "half \\ud83d"}\n',
+            "a.jsonl:1: 'prompt' is missing or not a string",
+        ),
     ],
 )
 def test_bad_files_are_one_line(tmp_path, name, content, said):

@@ -43,7 +43,7 @@ def test_an_image_is_a_path_from_the_prompt_file(tmp_path):
 @pytest.mark.parametrize("image", [3, "", " ", ["a.png"], "a\0b"])
 def test_what_is_no_path_is_one_line(tmp_path, image):
     name = lines(tmp_path / "a.jsonl", {"prompt": "x"}, {"prompt": "y", "image": image})
-    with pytest.raises(ConfigError, match=r"a.jsonl:2: 'image' is no file name$"):
+    with pytest.raises(ConfigError, match=r"a.jsonl:2: 'image' is not a file name$"):
         read_prompts(name)
 
 
@@ -109,11 +109,11 @@ def test_what_is_no_whole_image_is_found_before_the_start(tmp_path, damage):
         image_file(path, 8, 8, format="GIF")
     refuse_unreadable([good, good])
     with pytest.raises(
-        ConfigError, match=r"^prompts: .*x.jpg: no image that can be read \("
+        ConfigError, match=r"^prompts: .*x.jpg: cannot be read as an image \("
     ) as told:
         refuse_unreadable([good, path])
     assert len(told.value.lines) == 1
-    with pytest.raises(OSError, match="no image that can be read"):
+    with pytest.raises(OSError, match="cannot be read as an image"):
         pixels_of(path, 16, 16)
 
 
@@ -139,5 +139,5 @@ def test_a_digest_is_of_the_image_not_of_its_name(tmp_path):
     image_file(tmp_path / "b.png", 17, 16)
     assert changed_files(settings, before) == [f"prompts.train = {train!r}"]
     (tmp_path / "b.png").unlink()
-    with pytest.raises(ConfigError, match=r"b.png: no image that can be read \(No such file"):
+    with pytest.raises(ConfigError, match=r"b.png: cannot be read as an image \(No such file"):
         digests(settings)

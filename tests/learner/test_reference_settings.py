@@ -40,7 +40,7 @@ def test_a_uniform_schedule_knows_no_shift():
     assert torch.equal(found, torch.tensor([1, 0.75, 0.5, 0.25, 0]))
     with pytest.raises(ConfigError) as error:
         load("quickstart", ["model.schedule=uniform", "model.shift=3.0"])
-    assert "shift = 3 with schedule = 'uniform', which has none" in error.value.lines[0]
+    assert "shift = 3 with schedule = 'uniform', which is not shifted" in error.value.lines[0]
 
 
 def test_the_average_forgets_the_base_sooner():

@@ -31,7 +31,7 @@ from tests.cluster.runs import tiny_config
             "replicas: 9 cannot share 8 samples",
         ),
         (["services.learner.actors=2"], "services.learner.actors"),
-        (["services.learner.shard=base"], "shard: 'base' with one replica, which holds all of it"),
+        (["services.learner.shard=base"], "shard: 'base' with one replica has nothing to shard"),
         (
             ["services.learner.shard=base", "services.learner.replicas=2", "lora.base=int8"],
             "shard: 'base' with lora.base = 'int8': packed weights are not sharded",

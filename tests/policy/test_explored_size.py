@@ -72,10 +72,10 @@ def test_a_smaller_image_is_drawn_from_it(name, sizes, request):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (["explore.height=16"], "explore.height: one side alone is given: give both, or none"),
+        (["explore.height=16"], "explore.height: only one side is set: set both or neither"),
         (
             ["explore.height=24", "explore.width=16"],
-            "explore.height: 24 is no whole part of model.height = 32",
+            "explore.height: 24 does not divide model.height = 32",
         ),
         (
             ["explore.height=16", "explore.width=16", "arm=naive_quant"],

@@ -194,8 +194,12 @@ def test_a_hub_id_without_network_or_cache(monkeypatch, tmp_path):
     [
         ("flux_kontext", {}, "'redder' has no image to edit, which family 'flux_kontext' needs"),
         ("sd3", {"image": "a.png"}, "'redder' has an image, but family 'sd3' edits none: leave"),
-        ("flux_kontext", {"image": "no.png"}, r"no.png: no image that can be read \(No such file"),
-        ("flux_kontext", {"image": "a.txt"}, r"a.txt: no image that can be read \(cannot identify"),
+        ("flux_kontext", {"image": "no.png"}, r"no.png: cannot be read as an image \(No such file"),
+        (
+            "flux_kontext",
+            {"image": "a.txt"},
+            r"a.txt: cannot be read as an image \(cannot identify",
+        ),
     ],
 )
 def test_images_to_edit_are_found_before_anything_starts(request, tmp_path, name, line, said):

@@ -144,7 +144,7 @@ def test_frames_of_a_model_of_images(tiny_sd3_dir, change):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (["explore.frames=5"], "explore.frames: 5 without model.frames: images have none"),
+        (["explore.frames=5"], "explore.frames: 5 without model.frames: images have no frames"),
         (["model.frames=5", "explore.frames=9"], "explore.frames: 9 is more than model.frames = 5"),
         (
             ["model.frames=9", "explore.frames=5", "arm=naive_quant"],

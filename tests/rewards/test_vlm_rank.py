@@ -154,6 +154,6 @@ def test_held_out_images_need_a_scorer_that_does_not_compare():
     for others in ([], [plain | {"weight": 0.0}], [plain | {"required": False}]):
         with pytest.raises(ValueError, match="held-out images have no reward"):
             Rewards.model_validate({"scorers": [ranks, *others]})
-    with pytest.raises(ValueError, match="nothing about the weights that made them"):
+    with pytest.raises(ValueError, match="does not measure the weights that generated them"):
         Rewards.model_validate({"scorers": [plain], "evaluation_scorers": [ranks]})
     assert Rewards.model_validate({"scorers": [ranks, plain]}).comparing_labels == ["vlm_rank"]
