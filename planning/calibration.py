@@ -178,7 +178,7 @@ def _scatter(config: RunConfig, spans: Sequence[Span], work: Mapping[Span, float
     for sizes in _points(config, spans, work).values():
         for values in sizes.values():
             median = statistics.median(values)
-            deviation += sum(abs(value - median) for value in values) / max(median, 1e-9) * median
+            deviation += sum(abs(value - median) for value in values)
     total_work = sum(work[span] for span in spans)
     return deviation / max(total_work, 1e-9)
 

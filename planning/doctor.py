@@ -192,7 +192,7 @@ def _shared(config: RunConfig, facts: Sequence[Facts]) -> Check:
         advice = "mount one directory there on all nodes and name it in run_root"
         return Check(name, "failed", f"{config.run_root} is another on {', '.join(blind)}", advice)
     if locked:
-        return Check(name, "failed", f"not writable on {', '.join(locked)}", "give the right to")
+        return Check(name, "failed", f"not writable on {', '.join(locked)}", "grant write access")
     if all(each.shared is None for each in facts):
         return Check(name, "failed", "run_root is not set", "set run_root=DIR, on shared storage")
     return Check(name, "ok", f"{config.run_root}, seen and written by {len(facts)}")

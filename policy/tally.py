@@ -202,14 +202,14 @@ def fused_attention() -> Iterator[None]:
 
     original_norm = functional.rms_norm
 
-    def norm(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         _single_kernel.append(None)
         try:
-            result = original_norm(x, *args, **kwargs)
+            result = original_norm(input, *args, **kwargs)
         finally:
             _single_kernel.pop()
         for tally in _active:
-            tally.normalized(x)
+            tally.normalized(input)
         return result
 
     functional.scaled_dot_product_attention, functional.rms_norm = attention, norm

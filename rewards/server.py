@@ -49,10 +49,10 @@ class HttpScorer(BuiltIn):
     """Scorer that posts images and prompts to ``url`` and reads the scores from the answer.
 
     ``encoding`` npz sends raw pixels, json sends PNG in base64. A timeout after ``timeout_s``, a
-    broken connection and a status 5xx, 408, 425 or 429 are retried ``retries`` times; keep (retries
-    + 1) x timeout_s below the deadline of the reward service. ``batch_size`` 0 sends all images in
-    one request. With ``clips``, in npz only, whole clips [B, F, 3, H, W] are sent instead of single
-    frames.
+    broken connection and a status 5xx, 408, 425 or 429 are retried up to ``retries`` times; no
+    retry starts later than (retries + 1) x timeout_s after the first attempt, so keep that well
+    below the deadline of the reward service. ``batch_size`` 0 sends all images in one request. With
+    ``clips``, in npz only, whole clips [B, F, 3, H, W] are sent instead of single frames.
 
     Images are sent to ``url`` only: no redirect is followed, and plain http to another machine
     needs ``plain_http``. An answer longer than scores can be is rejected.
@@ -117,15 +117,20 @@ def post(
     """Post ``body`` to ``url`` and return the answer: up to ``most`` bytes, within ``timeout_s``.
 
     Failures that may be temporary are retried with exponential backoff, or after the seconds in
-    Retry-After, up to ``timeout_s``, if they are longer. No redirect is followed, and plain http
-    uses no proxy. Raises ScorerError if no attempt succeeds.
+    Retry-After, up to ``timeout_s``, if they are longer; but no later than ``(retries + 1) *
+    timeout_s`` after the first attempt. No redirect is followed, and plain http uses no proxy.
+    Raises ScorerError if no attempt succeeds.
     """
     request = urllib.request.Request(url, body, dict(headers))
-    problem, pause = "", 0.0
-    for attempt in range(retries + 1):
-        if attempt:
-            time.sleep(max(pause, FIRST_BACKOFF_S * 2 ** (attempt - 1)))
-        pause = 0.0
+    end = time.monotonic() + (retries + 1) * timeout_s
+    problem, tries, pause = "", 0, 0.0
+    while tries <= retries:
+        if tries:
+            pause = max(pause, FIRST_BACKOFF_S * 2 ** (tries - 1))
+            if time.monotonic() + pause > end:
+                break
+            time.sleep(pause)
+        tries, pause = tries + 1, 0.0
         try:
             return _read(request, timeout_s, most)
         except urllib.error.HTTPError as error:
@@ -139,7 +144,7 @@ def post(
         # URLError and timeouts are OSErrors
         except (OSError, http.client.HTTPException) as error:
             problem = f"did not answer ({getattr(error, 'reason', None) or error})"
-    raise ScorerError(f"{url} {' '.join(problem.split())}, tries: {attempt + 1}")
+    raise ScorerError(f"{url} {' '.join(problem.split())}, tries: {tries}")
 
 
 def _read(request: urllib.request.Request, timeout_s: float, most: int) -> bytes:

@@ -267,7 +267,7 @@ def _stage_sources(into: Path, name: str) -> None:
             target = into / below / inside.relative_to(folder)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(inside, target)
-        elif ".." in image.parts:
+        elif ".." in image.parts and not inside.is_relative_to(folder):
             raise ConfigError(
                 f"prompts: {name!r}: the image {str(image)!r} lies outside the folder of the"
                 " prompt file, which is submitted: give a path inside it, or an absolute one"

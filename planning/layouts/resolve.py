@@ -141,10 +141,11 @@ def keep_layout(config: RunConfig, recorded: RunConfig) -> RunConfig:
 
 def costs_of(config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Assumptions) -> Costs:
     """Return the seconds of tasks and the bytes of actors on each kind of GPU."""
-    tasks, memory, parts = {}, {}, {}
+    tasks, memory, parts, known = {}, {}, {}, []
     dtype = DTYPES[config.regenerate.precision]
     for kind in [each.kind for each in gpus]:
         device, backend, counts = on_kind(config, family, kind, given)
+        known.append((backend, counts))
         held = actor_memory(config, counts, family, backend, dtype)
         parts[kind] = parts_of(config, counts, backend, held)
         move = {service: each.models / host_link(kind) for service, each in parts[kind].items()}
@@ -164,12 +165,15 @@ def costs_of(config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Ass
         services = config.services.model_copy(
             update={"learner": config.services.learner.model_copy(update={"replicas": replicas})}
         )
-        parts = actor_memory(
-            config.model_copy(update={"services": services}), counts, family, backend, dtype
-        )["learner"]
+        replicated = config.model_copy(update={"services": services})
+        # the learner packs in the format of the rollout actors' kind, which is not chosen yet
+        held = [
+            actor_memory(replicated, counts, family, backend, dtype)["learner"]
+            for backend, counts in known
+        ]
         # reserve room for exploring ahead, which also keeps the previous policy
         ahead = counts.trained * 4 if not config.explore_ahead and config.plan.regenerate else 0
-        return float(sum(size or 0 for size in parts.values()) + ahead)
+        return float(max(sum(size or 0 for size in parts.values()) for parts in held) + ahead)
 
     return Costs(tasks, memory, learner, config.prompts.encode_once, parts)
 

@@ -92,6 +92,9 @@ def test_images_to_edit_are_sent_along(tmp_path, monkeypatch):
     prompts.write_text(json.dumps({"prompt": "x", "image": "../elsewhere/c.png"}) + "\n")
     with pytest.raises(ConfigError, match=r"c.png' lies outside the folder of the prompt file"):
         jobs.stage(tmp_path / "again", "quickstart", config)
+    # a missing image within the folder is reported by the job, like every missing file
+    prompts.write_text(json.dumps({"prompt": "x", "image": "in/../gone.png"}) + "\n")
+    jobs.stage(tmp_path / "third", "quickstart", config)
 
 
 def test_presets_and_files_of_the_tree_go_by_their_own_names(tmp_path):

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from email.message import Message
+from urllib.error import HTTPError
 
 import numpy as np
 import pytest
@@ -55,6 +57,31 @@ def test_batches_keep_their_order(server):
     assert np.allclose(scores, IMAGES.mean((1, 2, 3)))
     assert [len(told["prompts"]) for told in server.requests] == [2, 1]
     assert HttpScorer(server.url)(IMAGES[:0], [], []).shape == (0,) and len(server.requests) == 2
+
+
+def test_no_retry_starts_after_the_time_of_all_attempts(monkeypatch):
+    """Each attempt takes 50 s, and the server asks for pauses of 60 s: starts at 0, 110, 220, 330.
+
+    Six attempts of 60 s each may take 360 s, so a fifth one would start too late, at 440 s.
+    """
+    seconds, starts = [0.0], []
+
+    def wait(pause: float) -> None:
+        seconds[0] += pause
+
+    def unavailable(*_: object) -> bytes:
+        starts.append(seconds[0])
+        wait(50.0)
+        headers = Message()
+        headers["Retry-After"] = "60"
+        raise HTTPError("http://localhost/", 503, "busy", headers, None)
+
+    monkeypatch.setattr(rewards.server, "_read", unavailable)
+    monkeypatch.setattr(rewards.server.time, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr(rewards.server.time, "sleep", wait)
+    with pytest.raises(ScorerError, match="answered 503 busy, tries: 4"):
+        rewards.server.post("http://localhost/", b"", {}, timeout_s=60.0, retries=5, most=1)
+    assert starts == [0.0, 110.0, 220.0, 330.0]
 
 
 @pytest.mark.parametrize("trouble", [500, 503, 429, "slow", "hang up"])

@@ -100,13 +100,12 @@ def inside(word: str) -> str:
 
     Words that cannot create anything, such as URLs, are returned unchanged.
     """
+    if word.startswith(("run_root=/nowhere", "http", "ray")):
+        return word
+    word = word.replace("..", "__")
     if "=" in word or "://" in word or word.startswith("-"):
-        return (
-            word
-            if word.startswith(("run_root=/nowhere", "http", "ray"))
-            else word.replace("=/", "=")
-        )
-    return word.replace("..", "__").lstrip("/~")
+        return word.replace("=/", "=")
+    return word.lstrip("/~")
 
 
 def command_line(folder: Path, example: Sequence[str]) -> None:
