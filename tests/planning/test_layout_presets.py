@@ -125,6 +125,16 @@ def test_a_judge_on_a_server_gets_no_share_of_a_gpu():
     assert groups["reward"].actors == config.services.reward.actors
 
 
+def test_the_learner_is_sized_for_the_larger_format_of_mixed_gpus():
+    """The learner packs FP8 for rollout actors on H100 (twice the bytes of NVFP4 for B200)."""
+    kinds = [Gpus("B200", 8, 180), Gpus("H100", 8, 80)]
+    with preset("flux1-sol_rl-hpsv2") as (config, family):
+        single = [costs_of(config, family, [kind], Assumptions()).learner(2) for kind in kinds]
+        for gpus in (kinds, kinds[::-1]):
+            mixed = costs_of(config, family, gpus, Assumptions()).learner(2)
+            assert mixed == max(single) > min(single)
+
+
 def test_a_plan_says_where_replicas_wait_for_each_other():
     """FlowGRPO's presets take two optimizer steps per iteration, dealt evenly."""
     gpus, seconds, said = [Gpus("B200", 8, 180)], {}, {}

@@ -256,7 +256,7 @@ def test_what_a_gpu_would_move_by_hand():
     with fused_attention(), Tally() as tally:
         y = x @ w
         torch.add(y.view(16, 4), 1.0)
-        torch.nn.functional.rms_norm(input=x, normalized_shape=(8,))  # by keyword, as torch names it
+        torch.nn.functional.rms_norm(input=x, normalized_shape=(8,))
     product, sum_ = 2 * (4 * 8 + 8 * 16 + 4 * 16), 2 * 2 * 4 * 16
     assert (tally.kernels, tally.small) == (3, product)
     assert tally.bytes == product + sum_ + 2 * 2 * 4 * 8
