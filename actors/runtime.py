@@ -82,8 +82,9 @@ Actor = TypeVar("Actor", bound=type)
 
 
 def on_device(kind: str, change: str) -> Callable[[Actor], Actor]:
-    """Decorate an actor's class so that its methods raise OutOfMemoryError if the GPU's memory is
-    exhausted, with one line that names the service ``kind`` and the settings to ``change``.
+    """Decorate an actor's class so that its methods report exhausted GPU memory in one line.
+
+    They raise OutOfMemoryError, which names the service ``kind`` and the settings to ``change``.
     """
 
     def wrapped(method: Callable[..., object]) -> Callable[..., object]:

@@ -1,11 +1,11 @@
-"""Plain DiffusionNFT: the ring against one process that does the same work with the same cores, and
-against one process that draws the images of all prompts as one batch, as single-process trainers
-do.
+"""Benchmark of the ring against single processes that do the same work with the same cores.
 
-The arm explores nothing, so that only the encoder, the reward and the learner work. A plain process
-has a thread per core. So has the ring's learner, and its results are bit-identical; with
-``--set services.learner.replicas=N`` the ring's N replicas share the cores, and its results are
-equal up to the order of sums.
+One process generates prompt by prompt like the ring; the other generates the images of all prompts
+in one batch, as single-process trainers do. The arm is plain DiffusionNFT, which explores nothing,
+so that only the encoder, the reward and the learner work. A single process has a thread per core.
+So has the ring's learner, and its results are bit-identical; with ``--set
+services.learner.replicas=N`` the N replicas share the cores, and results are equal up to the order
+of sums.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def measure(options: Options) -> list[Ratio]:
 
 
 def of_plain_arm(config: RunConfig) -> RunConfig:
-    """The configuration as plain DiffusionNFT, whose replicas share the cores."""
+    """Return the configuration as plain DiffusionNFT, whose replicas share the cores."""
     equal = one_rollout_actor(with_threads(config, os.cpu_count() or 1))
     tree = equal.model_dump(mode="json")
     return parse(tree | {"name": f"{config.name[:80]}-bench-loop", "arm": "diffusionnft"})
 
 
 def in_one_process(config: RunConfig) -> RunConfig:
-    """The configuration of a plain process, which has the threads of all replicas."""
+    """Return the configuration of a single process, which has the threads of all replicas."""
     tree = config.model_dump(mode="json")
     learner = tree["services"]["learner"]
     threads = learner["replicas"] * learner["threads"]
@@ -105,7 +105,7 @@ async def _alternate(config: RunConfig, repeats: int, scratch: Path) -> dict[str
 
 
 def _require_same(ours: Path, theirs: Path, index: int) -> None:
-    """Raises RuntimeError where two checkpoints hold other tensors."""
+    """Raise RuntimeError if two checkpoints contain different tensors."""
     first, second = (json.loads((at / STATE).read_text())["files"] for at in (ours, theirs))
     if first != second:
         differ = ", ".join(name for name in first if first[name] != second.get(name))
@@ -116,8 +116,9 @@ def _require_same(ours: Path, theirs: Path, index: int) -> None:
 
 
 def _require_close(ours: Path, theirs: Path) -> None:
-    """Raise RuntimeError if two checkpoints after the first update are farther than ``CLOSE`` from
-    each other, relative to what one of them moved. B of every LoRA pair begins as zeros.
+    """Raise RuntimeError if two checkpoints after the first update differ by more than ``CLOSE``.
+
+    The difference is relative to the update itself: B of every LoRA pair starts as zeros.
     """
     first, second = (load_file(at / "adapter.safetensors") for at in (ours, theirs))
     moved = [name for name in first if "lora_B" in name]

@@ -96,10 +96,10 @@ def recompute(
 
 
 def bare_copy(transformer: nn.Module, loaded: torch.dtype, wanted: torch.dtype) -> nn.Module:
-    """The modules of ``transformer`` again, without adapters, on the same memory.
+    """Return a copy of ``transformer`` without adapters, which shares its memory.
 
-    Where ``wanted`` is another type than it was ``loaded`` in, parameters of the latter are
-    converted, into memory of their own; what a family keeps in float32 stays.
+    If ``wanted`` differs from the type in which it was ``loaded``, parameters of that type are
+    converted into new memory; parameters that the family keeps in float32 stay shared.
     """
     base = {name for name, _ in transformer.named_parameters() if ".lora_" not in name}
     shared: dict[int, Tensor] = {id(buffer): buffer for buffer in transformer.buffers()}

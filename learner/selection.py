@@ -26,7 +26,7 @@ class Selected:
 
 
 def best_worst(rewards: np.ndarray, keep: int, keys: np.ndarray) -> np.ndarray:
-    """The paper's rule (arXiv 2604.06916): the keep/2 highest and keep/2 lowest of the others."""
+    """Select the keep/2 highest and the keep/2 lowest rewards (arXiv 2604.06916)."""
     if keep % 2:
         raise ValueError(
             f"rule 'best_worst' keeps as many best as worst, so keep = {keep} must be even"

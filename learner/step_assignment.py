@@ -1,5 +1,6 @@
-"""Distribution of an iteration's samples over its optimizer steps, and the resulting waiting times
-of replicas.
+"""Assignment of an iteration's samples to its optimizer steps.
+
+It determines how long replicas wait for each other.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class StepAssignment:
         return int(counts.max(axis=1).sum())
 
     def slowdown(self, owners: np.ndarray) -> float:
-        """Return the ratio of an update's duration to the computing time of its busiest replica,
-        averaged over ``TRIED`` updates.
+        """Return the duration of an update relative to the computing time of its busiest replica.
+
+        The mean over ``TRIED`` updates.
         """
         mean = sum(self.busiest(owners, seed) for seed in range(TRIED)) / TRIED
         return mean / int(np.bincount(owners).max())

@@ -38,7 +38,7 @@ class TrainedAdapter:
             group["lr"] = learning_rate
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients that there are, by parameter name."""
+        """Return all existing gradients by parameter name."""
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def forget_gradients(self) -> None:
@@ -46,7 +46,7 @@ class TrainedAdapter:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _by_expert(self, transformer: nn.Module) -> list[list[str]]:
-        """Parameter names of each of its transformers."""
+        """Return the parameter names of each transformer."""
         found = (
             {id(parameter) for parameter in expert.parameters()}
             for expert in experts_of(transformer)
@@ -94,8 +94,10 @@ class TrainedAdapter:
         return norm.item()
 
     def require_change(self, before: dict[str, Tensor], norm: float, learning_rate: float) -> None:
-        """Raise NothingLearned if all weights equal those of ``before``, a ``state()``, although
-        the last gradient had this ``norm``. Nothing else would report such a run.
+        """Raise NothingLearned if no weight changed although the gradient was not zero.
+
+        ``before`` is a ``state()`` and ``norm`` the norm of the last gradient. Nothing else would
+        report such a run.
         """
         same = (
             torch.equal(parameter.detach().cpu(), before[f"weight/{name}"])
@@ -109,8 +111,9 @@ class TrainedAdapter:
             )
 
     def state(self) -> dict[str, Tensor]:
-        """Return a copy on the CPU: "weight/NAME", and the optimizer's "exp_avg/NAME",
-        "exp_avg_sq/NAME" and "step/NAME".
+        """Return a copy of weights and optimizer state on the CPU.
+
+        Keys are "weight/NAME", "exp_avg/NAME", "exp_avg_sq/NAME" and "step/NAME".
         """
         tensors = {f"weight/{name}": parameter for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():

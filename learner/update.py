@@ -105,8 +105,9 @@ class Updater:
         before: dict[str, Tensor],
         learning_rate: float,
     ) -> None:
-        """Raise NothingLearned if the steps, with gradients of these norms, did not change the
-        weights ``before`` although there was something to learn.
+        """Raise NothingLearned if the steps changed no weight although they should have.
+
+        ``norms`` are those of the steps' gradients, ``before`` is the state before the steps.
         """
         if any(norms):
             self.trained.require_change(before, norms[-1], learning_rate)
@@ -118,8 +119,9 @@ class Updater:
             )
 
     def gradient(self, samples: TrainingSamples, sigmas: Tensor) -> Tensor:
-        """Return the gradient of the mean loss over all points of ``samples``: flat, float32 [D] on
-        the CPU. Changes nothing. Raises NonFiniteTraining.
+        """Return the gradient of the mean loss over all points of ``samples``.
+
+        It is flat, float32 [D], on the CPU. Weights do not change. Raises NonFiniteTraining.
         """
         self._alike = self._like_current()
         try:
@@ -204,8 +206,9 @@ class Updater:
             yield Points.cat(waiting).to(self.device)
 
     def _like_current(self) -> frozenset[str]:
-        """Return the adapters that are bit-identical to "current": until the first optimizer step
-        their velocities are, too.
+        """Return the adapters that are bit-identical to "current".
+
+        Their velocities are identical too, until the first optimizer step.
         """
         others = set(self.objective.policies) - {"current", "ref"}
         return frozenset(
@@ -245,8 +248,9 @@ class Updater:
     def _velocity(
         self, denoiser: nn.Module, points: Points, cond: Conditioning, policy: str
     ) -> Tensor:
-        """Return the velocities of one policy by ``denoiser``, the transformer or its compiled
-        form.
+        """Return the velocities of one policy.
+
+        ``denoiser`` is the transformer or its compiled form.
         """
         with use_adapter(self.transformer, None if policy == "ref" else policy):
             return velocity(self.family, denoiser, points.x_t, points.sigma, cond, self.guided)

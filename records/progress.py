@@ -92,7 +92,7 @@ class Progress:
     # ---- called by the loop
 
     def starting(self, actors: int) -> None:
-        """The run starts this number of actors."""
+        """Report that the run starts this number of actors."""
         self._actors, self._began = (0, actors), self._clock()
         if not self.live:
             self.note("starting actors")
@@ -112,7 +112,10 @@ class Progress:
     def iteration_started(
         self, i: int, groups: int, images: int, totals: Mapping[str, int] | None = None
     ) -> None:
-        """Iteration ``i`` starts, with the number of prompts, of images to explore, and totals."""
+        """Report that iteration ``i`` starts, with its numbers of prompts and of images to explore.
+
+        ``totals`` are the numbers of images of further stages.
+        """
         before = {stage: count for stage, count in self.counts.items() if count}
         self.totals = {
             **before,
@@ -130,7 +133,7 @@ class Progress:
         self.counts[stage] = self.counts.get(stage, 0) + n
 
     def iteration_finished(self, metrics: Mapping[str, object]) -> None:
-        """The iteration's row of metrics.jsonl is complete."""
+        """Report the end of an iteration, with its row of metrics.jsonl."""
         self._running = False
         self._finished += 1
         self._durations.append(self._clock() - self._iteration_began)
@@ -145,7 +148,7 @@ class Progress:
             self.note(self._line(metrics))
 
     def evaluation_finished(self, metrics: Mapping[str, object]) -> None:
-        """An evaluation's row of metrics.jsonl is complete."""
+        """Report the end of an evaluation, with its row of metrics.jsonl."""
         value = finite_or_none(metrics.get("reward/eval_mean"))
         if value is not None:
             self.held_out.append(value)
@@ -178,7 +181,7 @@ class Progress:
         return max(0.0, one * remaining - min(spent, one))
 
     def render(self) -> RenderableType:
-        """The live display, for terminals of any width."""
+        """Return the live display, for terminals of any width."""
         narrow = self.console.width < 60
         head = Table.grid(padding=(0, 1))
         done = self._finished + self.first
@@ -260,7 +263,7 @@ class Progress:
         )
 
     def _line(self, metrics: Mapping[str, object]) -> str:
-        """An iteration in one plain line."""
+        """Return one line of text for an iteration."""
         parts = [
             f"iteration {self.first + self._finished}/{self.total}",
             f"reward {decimals(self.reward_now)}",
@@ -289,10 +292,9 @@ class Progress:
 
 @contextmanager
 def status_spinner(text: str, console: Console | None = None) -> Iterator[None]:
-    """A moving line with ``text`` on a terminal, for what is over before ``Progress`` begins."""
+    """Show a spinner with ``text`` on a terminal, for work before ``Progress`` starts."""
     shown = console or Console()
-    shown.file = cast(
-        IO[str], FaultTolerantStream(shown.file, lambda why: None)
-    )  # ``Progress`` tells it
+    # ``Progress`` reports write errors
+    shown.file = cast(IO[str], FaultTolerantStream(shown.file, lambda why: None))
     with shown.status(text) if shown.is_terminal else nullcontext():
         yield

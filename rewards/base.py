@@ -35,7 +35,7 @@ class Scorer(Protocol):
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> np.ndarray:
-        """images uint8 [B, 3, H, W], B prompts, B dicts of prompt metadata -> float32 [B]."""
+        """Score images uint8 [B, 3, H, W] with B prompts and B dicts of metadata: float32 [B]."""
         ...
 
 

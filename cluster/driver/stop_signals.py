@@ -41,7 +41,7 @@ class Stopping:
     """Stops the task that called ``listen`` when a signal arrives."""
 
     def __init__(self, updating: asyncio.Lock):
-        """``updating``: held while the work must not be interrupted."""
+        """Create the listener; ``updating`` is locked while the work must not be interrupted."""
         self.signal: str | None = None
         self._updating = updating
         self._first_signal_at = 0.0

@@ -1,9 +1,9 @@
-"""Host memory by jemalloc, which Ray's wheel brings, in processes that compute on CPUs.
+"""Use of jemalloc, which is part of Ray's wheel, in processes that compute on CPUs.
 
-All requests of torch are aligned, and before version 2.38 glibc cannot give such a request the
-block of the same size that was just freed: half of what a learner holds are holes between blocks.
-It also gives pages back that the next pass needs again. jemalloc does neither, as it is set here.
-Which library hands out memory changes no bit of a result.
+All allocations of torch are aligned, and before version 2.38 glibc cannot reuse a freed block of
+the same size for an aligned allocation: half of a learner's memory would be gaps between blocks.
+It also returns pages to the system that the next pass needs again. jemalloc does neither with the
+settings below. The allocator does not change results.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import platform
 from pathlib import Path
 
 LIBRARY = "core/libjemalloc.so"
-"""In Ray's package."""
+"""Path of the library in Ray's package."""
 SETTINGS = "narenas:1,dirty_decay_ms:-1,tcache:false"
-"""One arena, as one thread allocates nearly all; freed pages are kept for the next pass. No caches
-of freed blocks by thread, as Ray starts some thirty threads in a process.
+"""Settings of jemalloc.
+
+There is one arena, because one thread makes nearly all allocations, and freed pages are kept for
+the next pass. There are no caches per thread, because Ray starts about thirty threads per process.
 """
 
 
 def variables() -> dict[str, str]:
-    """What a process is started with to have jemalloc. Nothing where ``LD_PRELOAD`` is set, whose
-    owner has chosen, and where Ray's build for this machine brings no jemalloc.
+    """Return the environment variables with which a process starts to use jemalloc.
+
+    Empty if the user has set ``LD_PRELOAD``, or if Ray's build for this machine has no jemalloc.
     """
     library = _library()
     if os.environ.get("LD_PRELOAD") or library is None:

@@ -101,8 +101,10 @@ class Template:
     """A template process, which ends when the driver ends, also if the driver is killed."""
 
     def __init__(self, config: RunConfig, fork: bool = False):
-        """Start the process; its socket accepts requests at once, which it answers once it has
-        imported what the actors need.
+        """Start the process.
+
+        Its socket accepts requests at once; they are answered when the modules that actors need are
+        imported.
         """
         import tempfile
 

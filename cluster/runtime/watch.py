@@ -34,8 +34,10 @@ class NodeWatch:
     """
 
     def __init__(self, silence_s: float):
-        """A node is lost if it has not answered for ``silence_s`` seconds, or has refused for
-        three fifths of that time; 0 disables the checks.
+        """Create a watch; ``silence_s`` 0 disables it.
+
+        A node counts as lost if it has not answered for ``silence_s`` seconds, or has refused
+        connections for three fifths of that time.
         """
         # one interval after the last accepted connection, and one for each failed attempt
         self._every_s = silence_s / (TRIES + 1)

@@ -168,7 +168,7 @@ class Family(Pipeline, ABC):
         return latents
 
     def packed(self, spatial: Tensor) -> Tensor:
-        """The inverse of ``spatial``."""
+        """Invert ``spatial``."""
         return spatial
 
     def smaller_noise(self, noise: Tensor, smaller: Family) -> Tensor:
