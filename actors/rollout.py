@@ -42,7 +42,7 @@ class RolloutActor:
         exploration = self._run.plan.explore
         if exploration is None:
             raise RuntimeError(
-                f"arm {self._run.arm!r} explores nothing: it needs no rollout actors"
+                f"arm {self._run.arm!r} explores nothing and must not start rollout actors"
             )
         self._guided = Guided.at(self._run.guidance, exploration.guidance)
         self._own, why = resolve_backend(
@@ -157,5 +157,5 @@ class RolloutActor:
         explorer = self._explorer
         held = explorer.version if explorer else None
         if explorer is None or held != version:
-            raise RuntimeError(f"{who} asks for version {version}, this explorer has {held}")
+            raise RuntimeError(f"{who} needs version {version}, but this rollout actor has {held}")
         return explorer

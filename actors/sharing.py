@@ -33,8 +33,8 @@ def share(
         first += count
     if not all(portions):
         raise RunFailed(
-            f"an iteration is left with {total} scored samples of {len(groups)} prompts, which"
-            f" {size} replicas of the learner cannot share"
+            f"only {total} scored samples of {len(groups)} prompts are left in an iteration, too"
+            f" few for {size} replicas of the learner"
         )
     return [UpdateRequest(iteration, tuple(mine)) for mine in portions]
 

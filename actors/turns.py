@@ -47,6 +47,6 @@ class Turn:
         """Raise RuntimeError if it is not the actor's turn, so that weights may be missing."""
         if not self._has_it:
             raise RuntimeError(
-                f"{self._who} is asked to {what} while it is not its turn on the GPU: this should"
-                " never happen, please report it"
+                f"{self._who} was called to {what} outside its turn on the GPU: this is a bug,"
+                " please report it"
             )

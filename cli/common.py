@@ -35,9 +35,9 @@ def add_overrides(sub: argparse.ArgumentParser, what: str = "override one value"
 
 def add_measuring(sub: argparse.ArgumentParser, out: str = "directory to write") -> None:
     """Add ``--threads`` and ``--out``, for commands that measure in their own process."""
-    text = "CPU threads; as the configuration's rollout actors unless given"
+    text = "CPU threads (default: those of the configuration's rollout actors)"
     sub.add_argument("--threads", type=int, help=text)
-    sub.add_argument("--out", metavar="DIR", help=f"{out}; beside the run directories unless given")
+    sub.add_argument("--out", metavar="DIR", help=f"{out} (default: next to the run directories)")
 
 
 def add_resume(sub: argparse.ArgumentParser) -> None:
@@ -49,15 +49,15 @@ def add_resume(sub: argparse.ArgumentParser) -> None:
 def add_cluster(sub: argparse.ArgumentParser) -> None:
     """Add ``--address``, for commands that connect to a running cluster."""
     where = (
-        "host:port of the cluster's head, or its dashboard's URL; RAY_ADDRESS, or the cluster on"
-        " this machine, unless given"
+        "host:port of the cluster's head, or its dashboard's URL (default: RAY_ADDRESS, or the"
+        " cluster on this machine)"
     )
     sub.add_argument("--address", metavar="URL", help=where)
 
 
 def add_checkpoint(sub: argparse.ArgumentParser, of: str = "a checkpoint of the run") -> None:
     """Add ``--checkpoint``."""
-    text = f"{of}; the last one unless given"
+    text = f"{of} (default: the last one)"
     sub.add_argument("--checkpoint", type=int, metavar="STEP", help=text)
 
 

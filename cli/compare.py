@@ -16,26 +16,26 @@ def declare(sub: argparse.ArgumentParser) -> None:
     what = "a preset, a TOML file, or a comparison: a TOML file that lists its cells"
     add_config(sub, required=False, what=what)
     for name, metavar, text in (
-        ("arms", "A,B", "arms; the configuration's own unless given"),
-        ("objectives", "X,Y", "objectives; the configuration's own unless given"),
-        ("baseline", "CELL", "the cell that the others are compared with; the first unless given"),
+        ("arms", "A,B", "arms (default: that of the configuration)"),
+        ("objectives", "X,Y", "objectives (default: that of the configuration)"),
+        ("baseline", "CELL", "cell with which the others are compared (default: the first)"),
         (
             "out",
             "DIR",
-            "directory of the runs and the report; NAME-compare under run_root unless given",
+            "directory of the runs and the report (default: NAME-compare under run_root)",
         ),
     ):
         sub.add_argument(f"--{name}", metavar=metavar, help=text)
-    text = "run seeds per cell; 1, or the comparison's own number, unless given"
+    text = "number of run seeds per cell (default: that of the comparison file, or 1)"
     sub.add_argument("--seeds", type=int, metavar="N", help=text)
-    text = "a cell for every value; more than one: for every combination"
+    text = "one cell for each value, or for each combination of values if repeated"
     sub.add_argument("--vary", action="append", default=[], metavar="a.b=v,w", help=text)
     text = (
-        "count operations too, so many quantized ones as one unquantized, such as 4,2,1; the"
-        " comparison's own ratios unless given"
+        "also compare by operations; RATIO quantized operations count as one unquantized, such as"
+        " 4,2,1 (default: the ratios of the comparison file)"
     )
     sub.add_argument("--operations", metavar="R,S", help=text)
-    text = "compare these run directories instead; nothing is trained"
+    text = "compare these run directories instead of training"
     sub.add_argument("--runs", nargs="+", metavar="DIR", help=text)
 
 

@@ -22,7 +22,11 @@ HELP = "check the machine or the cluster that a run would use, one line per chec
 
 def declare(sub: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    add_config(sub, required=False, what="the run to check for; the machine alone unless given")
+    add_config(
+        sub,
+        required=False,
+        what=("configuration of the run to check for (default: check the machine only)"),
+    )
     add_cluster(sub)
     sub.add_argument("--json", action="store_true", help="print the checks as one JSON object")
 
@@ -30,7 +34,7 @@ def declare(sub: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print a line per check; return exit code 2 if one failed."""
     if options.overrides and options.config is None:
-        raise ConfigError("--set: give the configuration that it belongs to")
+        raise ConfigError("--set needs a configuration")
     config = load(options.config, options.overrides) if options.config is not None else None
     address = address_given(options.address)
     if is_dashboard(address):

@@ -13,7 +13,7 @@ def declare(sub: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     sub.add_argument("run", help="a run directory")
     add_checkpoint(sub)
-    text = "a prompt file, all of it; the run's held-out prompts unless given"
+    text = "score all prompts of this file (default: the held-out prompts of the run)"
     sub.add_argument("--prompts", metavar="FILE", help=text)
 
 

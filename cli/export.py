@@ -17,11 +17,11 @@ def declare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("out", help="directory to write")
     sub.add_argument("--weights", choices=("ema", "current", "old"), default="ema")
     add_checkpoint(sub)
-    declared = "what the card declares; as the base model's own card does unless given"
+    declared = "license that the model card declares (default: that of the base model's card)"
     sub.add_argument("--licence", "--license", metavar="NAME", help=declared)
-    hub = "put the directory on the hub, as the repository of this name"
+    hub = "push the directory to this repository on the hub"
     sub.add_argument("--push", metavar="OWNER/NAME", help=hub)
-    sub.add_argument("--private", action="store_true", help="make that repository a private one")
+    sub.add_argument("--private", action="store_true", help="make the repository private")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     from learner.checkpoint import find, step_of
 
     if options.private and not options.push:
-        raise ConfigError("--private: only what is pushed can be private: add --push OWNER/NAME")
+        raise ConfigError("--private needs --push OWNER/NAME")
     if options.push:
         check_hub(options.push)
     out, step = Path(options.out), step_of(find(rundir, options.checkpoint))

@@ -27,20 +27,21 @@ def declare(sub: argparse.ArgumentParser) -> None:
         "--run",
         metavar="DIR",
         help=(
-            "the trained policy of this run, with the run's own configuration; --set may change"
-            " what is measured"
+            "measure the trained policy of this run, with its configuration; --set may change how"
+            " it is measured"
         ),
     )
     add_checkpoint(sub, "with --run: a checkpoint")
-    text = "training prompts, drawn by the run seed"
+    text = "number of training prompts, chosen by the run seed"
     sub.add_argument("--prompts", type=int, default=32, metavar="P", help=text)
     sub.add_argument("--seeds", type=int, default=96, metavar="N", help="seeds per prompt")
-    text = "explore steps of the proxies"
+    text = "numbers of explore steps to measure"
     sub.add_argument("--steps", type=int, nargs="+", default=[2, 4, 6, 8], help=text)
-    text = "precisions of the proxies"
+    text = "backends (precisions) to measure"
     sub.add_argument("--backends", nargs="+", default=["emulated_nvfp4", "fp32"], help=text)
     text = (
-        "merged: the policy, packed; beside: its adapter on packed base weights; base: these alone"
+        "merged: packed weights with the adapter merged; beside: the adapter on packed base"
+        " weights; base: packed base weights only"
     )
     forms = ("merged", "beside", "base")
     sub.add_argument("--weights", nargs="+", choices=forms, default=["merged"], help=text)
@@ -51,13 +52,12 @@ def run(options: argparse.Namespace) -> int:
     """Measure, write the files and print the tables."""
     if (options.config is None) == (options.run is None):
         raise ConfigError(
-            "fidelity: give a preset name or a TOML file, or --run DIR, which brings its own"
-            " configuration"
+            "fidelity: give a preset name or a TOML file, or --run DIR, which uses the"
+            " configuration of that run"
         )
     if options.checkpoint is not None and options.run is None:
         raise ConfigError(
-            f"fidelity: --checkpoint {options.checkpoint}: of which run? Give --run DIR in place of"
-            " a configuration"
+            f"fidelity: --checkpoint {options.checkpoint}needs --run DIR instead of a configuration"
         )
     require_positive(options, "prompts", "steps", "threads")
     rundir = None

@@ -24,19 +24,13 @@ HELP = (
     " weights"
 )
 ASSUMED = (
-    (
-        "gpus",
-        int,
-        None,
-        "N",
-        "GPUs to lay the run out on; those of layout.gpus or a node unless given",
-    ),
+    ("gpus", int, None, "N", "number of GPUs (default: layout.gpus, or those of one node)"),
     (
         "peak_tflops",
         float,
         None,
         "T",
-        "assumed dense BF16 peak of a GPU; the accelerator's unless given",
+        "assumed dense BF16 peak of a GPU (default: that of the accelerator)",
     ),
     ("quantized_peak_tflops", float, None, "T", "assumed peak in quantized layers"),
     (
@@ -44,19 +38,25 @@ ASSUMED = (
         float,
         None,
         "TB/S",
-        "assumed bandwidth of a GPU's memory; the accelerator's unless given",
+        "assumed memory bandwidth of a GPU (default: that of the accelerator)",
     ),
     (
         "utilisation",
         float,
         None,
         "U",
-        "assumed share of the peaks that is reached; as measured on an H200 unless given,"
-        " on CPUs 0.4",
+        "assumed fraction of the peaks that is reached (default: as measured on an H200; on CPUs"
+        " 0.4)",
     ),
-    ("gpu_memory_gb", float, None, "GB", "assumed memory of a GPU; the accelerator's unless given"),
-    ("node_gpus", int, 8, "N", "GPUs of an assumed node"),
-    ("node_cpus", int, 96, "N", "CPUs of an assumed node"),
+    (
+        "gpu_memory_gb",
+        float,
+        None,
+        "GB",
+        ("assumed memory of a GPU (default: that of the accelerator)"),
+    ),
+    ("node_gpus", int, 8, "N", "GPUs per assumed node"),
+    ("node_cpus", int, 96, "N", "CPUs per assumed node"),
 )
 """Fields of ``planning.assumptions.Assumptions``: name, type, default, unit, help."""
 
@@ -67,25 +67,25 @@ def declare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help="place on the nodes of the cluster with this head; on assumed nodes unless given",
+        help="head of a cluster on whose nodes to place actors (default: assumed nodes)",
     )
     sub.add_argument(
         "--accelerator",
         metavar="NAME",
-        help="GPUs assumed, such as B200; services.rollout.accelerator unless given",
+        help="assumed kind of GPU, such as B200 (default: services.rollout.accelerator)",
     )
     sub.add_argument(
         "--from",
         dest="from_run",
         metavar="RUN",
-        help="calls take what they took in this run, a run directory; sizes and layout may differ",
+        help=(
+            "run directory whose measured durations of calls are used; sizes and layout may differ"
+        ),
     )
     sub.add_argument(
-        "--out", metavar="FILE.html", help="draw the timeline of a simulated iteration here"
+        "--out", metavar="FILE.html", help="file for the timeline of a simulated iteration"
     )
-    sub.add_argument(
-        "--json", action="store_true", help="print the prediction as one JSON object instead"
-    )
+    sub.add_argument("--json", action="store_true", help="print the prediction as one JSON object")
     for name, kind, default, unit, text in ASSUMED:
         sub.add_argument(
             f"--{name.replace('_', '-')}", type=kind, default=default, metavar=unit, help=text
@@ -198,7 +198,9 @@ def draw(out: str, name: str, iteration: Simulated | None) -> None:
     from analysis.report.timeline import write_page
 
     if iteration is None:
-        raise ConfigError(f"--out {out}: no GPU is asked for, so there is no iteration to draw")
+        raise ConfigError(
+            f"--out {out}: the configuration requests no GPU, so there is no iteration to draw"
+        )
     try:
         write_page(Path(out), name, iteration.spans, iteration.spans_end)
     except OSError as error:

@@ -9,7 +9,7 @@ from configs.load import ConfigError
 from records import lock
 from records.errors import error_summary
 
-HELP = "write report.html of a run again, from what is in its directory"
+HELP = "write report.html of a run again, from the files in its directory"
 
 
 def declare(sub: argparse.ArgumentParser) -> None:

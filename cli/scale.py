@@ -15,7 +15,7 @@ def declare(sub: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     for kind in SCALABLE:
         sub.add_argument(f"--{kind}", type=int, metavar="N", help=f"{kind} actors")
-    sub.add_argument("--run", metavar="NAME", help="which run, where there are several")
+    sub.add_argument("--run", metavar="NAME", help="name of the run, if several are active")
     add_cluster(sub)
 
 

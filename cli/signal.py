@@ -22,20 +22,22 @@ def declare(sub: argparse.ArgumentParser) -> None:
         metavar="NAME[,KEY=VALUE...]",
         help=(
             "an objective with settings of [objective], such as flow_grpo,window.size=3; may be"
-            " repeated; the configuration's own unless given"
+            " repeated (default: that of the configuration)"
         ),
     )
-    text = "seeds per prompt that are explored; as many as selection.keep: nothing is selected"
+    text = "number of explored seeds per prompt; with selection.keep seeds, nothing is selected"
     sub.add_argument("--pools", type=int, nargs="+", metavar="N", help=text)
     text = "selection rules"
     sub.add_argument("--rules", nargs="+", default=["best_worst"], choices=RULES, help=text)
-    text = "precisions of exploring; the configuration's own unless given"
+    text = "backends (precisions) of exploring (default: that of the configuration)"
     sub.add_argument("--backends", nargs="+", help=text)
-    sub.add_argument("--steps", type=int, nargs="+", help="steps of exploring")
-    sub.add_argument("--prompts", type=int, default=4, metavar="P", help="prompts of a batch")
-    text = "independent batches; at least 3"
+    sub.add_argument("--steps", type=int, nargs="+", help="number of explore steps")
+    sub.add_argument(
+        "--prompts", type=int, default=4, metavar="P", help=("number of prompts per batch")
+    )
+    text = "number of independent batches, at least 3"
     sub.add_argument("--batches", type=int, default=8, metavar="B", help=text)
-    add_measuring(sub, "directory to write, or to go on with")
+    add_measuring(sub, "directory to write, or to continue")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -6,12 +6,14 @@ import argparse
 
 from cli.common import DONE, add_cluster, through_job
 
-HELP = "show what a running job is doing: actors, versions, progress, rates"
+HELP = "show the state of a running job: actors, versions, progress, rates"
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    sub.add_argument("--run", metavar="NAME", help="one run; all of the cluster unless given")
+    sub.add_argument(
+        "--run", metavar="NAME", help=("name of a run (default: all runs of the cluster)")
+    )
     add_cluster(sub)
 
 

@@ -16,16 +16,16 @@ def declare(sub: argparse.ArgumentParser) -> None:
         "--address",
         metavar="URL",
         help=(
-            "the cluster's dashboard, http://HOST:8265; RAY_API_SERVER_ADDRESS or RAY_ADDRESS"
-            " unless given"
+            "URL of the cluster's dashboard, http://HOST:8265 (default: RAY_API_SERVER_ADDRESS or"
+            " RAY_ADDRESS)"
         ),
     )
     sub.add_argument(
         "--follow",
         action="store_true",
         help=(
-            "show the job's log until it ends; its exit code is then the run's, or 4 when the"
-            " dashboard answers no more"
+            "show the job's log until it ends; the exit code is that of the run, or 4 if the"
+            " dashboard no longer answers"
         ),
     )
     add_resume(sub)
@@ -41,10 +41,10 @@ def run(options: argparse.Namespace) -> int:
     stop = f"after a checkpoint: ray job stop{address_option} {job}"
     print(f"submitted: {job}", flush=True)
     if not options.follow:
-        print(f"follow: ray job logs{address_option} --follow {job}\nstop, {stop}")
+        print(f"follow: ray job logs{address_option} --follow {job}\nto stop it {stop}")
         return DONE
     try:
         return follow(client, job, show, say)
     except KeyboardInterrupt:
-        say(f"the job goes on; stop it, {stop}")
+        say(f"the job continues; to stop it {stop}")
         return STOPPED

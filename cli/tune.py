@@ -10,32 +10,32 @@ from cli.common import DONE, add_config, add_measuring, require_positive, say
 from configs.load import ConfigError, load_tree, parse
 from configs.schema import RunConfig
 
-HELP = "measure which exploring settings find most contrast for what they cost; writes the TOML"
+HELP = "find the exploring settings with the most contrast for their cost, and write them as TOML"
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_config(sub)
-    text = "most that a setting may cost, as a share of what the configuration's own costs"
+    text = "maximum cost of a setting, relative to the cost of the configuration"
     sub.add_argument("--budget", type=float, default=1.0, metavar="B", help=text)
-    text = "what costs are counted in: seconds on this machine, or operations"
+    text = "unit of costs: seconds on this machine, or operations"
     sub.add_argument("--by", choices=["seconds", "operations"], default="seconds", help=text)
-    text = "with --by operations: so many quantized ones count as one unquantized"
+    text = "with --by operations: number of quantized operations that count as one unquantized"
     sub.add_argument("--ratio", type=float, default=4.0, metavar="R", help=text)
-    text = "training prompts, drawn by the run seed"
+    text = "number of training prompts, chosen by the run seed"
     sub.add_argument("--prompts", type=int, default=16, metavar="P", help=text)
-    text = "seeds per prompt that are measured; no pool can be larger"
+    text = "number of measured seeds per prompt, the maximum size of a pool"
     sub.add_argument("--seeds", type=int, default=96, metavar="N", help=text)
     for name, text in (
-        ("steps", "steps of exploring; 4, 6 and 8 unless given"),
-        ("pools", "seeds per prompt that are explored; N/2, 3N/4 and N unless given"),
-        ("keep", "seeds per prompt that are kept; the configuration's own unless given"),
-        ("prune", "explore steps after which half of the configuration's pool could be dropped"),
+        ("steps", "numbers of explore steps (default: 4 6 8)"),
+        ("pools", "numbers of explored seeds per prompt (default: N/2, 3N/4 and N)"),
+        ("keep", "numbers of kept seeds per prompt (default: that of the configuration)"),
+        ("prune", "steps after which half of the pool could be dropped"),
     ):
         sub.add_argument(f"--{name}", type=int, nargs="+", metavar="K", help=text)
-    text = "precisions of exploring; the configuration's own unless given"
+    text = "backends (precisions) of exploring (default: that of the configuration)"
     sub.add_argument("--backends", nargs="+", help=text)
-    text = "sizes of proxy images beside the configuration's own, such as 256x256"
+    text = "further sizes of proxy images, such as 256x256"
     sub.add_argument("--sizes", nargs="+", metavar="HxW", help=text)
     add_measuring(sub)
 

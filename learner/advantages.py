@@ -23,7 +23,7 @@ def advantages(
     """
     if settings.std is None or settings.eps is None:
         raise ValueError(
-            f"advantages of std = {settings.std}, eps = {settings.eps}: give both, or take"
+            f"advantages of std = {settings.std}, eps = {settings.eps}: set both, or use"
             " RunConfig.resolved_advantages"
         )
     if not groups:

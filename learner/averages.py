@@ -83,6 +83,6 @@ class Averages:
         apart = any(not torch.equal(before[key], current[key]) for key in before)
         if apart and all(torch.equal(before[key], after[key]) for key in before):
             raise NothingLearned(
-                f"the average {name!r} did not move although the trained weights are elsewhere: at"
-                f" decay {decay:g} a step is lost in rounding; {advice}"
+                f"the average {name!r} did not move although the trained weights differ from it:"
+                f" at decay {decay:g} a step is lost to rounding; {advice}"
             )

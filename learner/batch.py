@@ -67,9 +67,7 @@ def check_groups(
     """
     indices = [*(group.prompt_index for group in groups), *elsewhere]
     if len(set(indices)) != len(indices):
-        raise ValueError(
-            f"groups of prompts {indices}: each prompt may come once, nothing may count twice"
-        )
+        raise ValueError(f"groups of prompts {indices}: each prompt may occur only once")
     for group in groups:
         count, latents = len(group.select_local(group.rewards)), group.samples["latents"]
         shape = (count, *latent_shape)
@@ -80,14 +78,14 @@ def check_groups(
         ):
             raise ValueError(
                 f"prompt {group.prompt_index}: latents {list(latents.shape)} and conditioning of"
-                f" {len(group.cond)} rows, wanted {list(shape)} for {count} rewards, and 1 row;"
-                f" every other array needs {count} rows too"
+                f" {len(group.cond)} rows; expected {list(shape)} for {count} rewards, and 1 row;"
+                f" all other arrays need {count} rows"
             )
         missing = {"states", "log_probs"} - group.samples.keys() if paths else set()
         if missing:
             raise ValueError(
                 f"prompt {group.prompt_index}: no {' and no '.join(sorted(missing))}: this"
-                " objective trains on the paths of its own stochastic solver, regenerate with it"
+                " objective trains on paths of its stochastic solver: regenerate with that solver"
             )
 
 
@@ -165,8 +163,8 @@ def save_failure_data(
     except OSError as error:
         return f"its data could not be saved to {str(path)!r}: {error.strerror or error}"
     return (
-        f"its data are in {str(path)!r}: look there, then lower optimizer.lr or "
-        "max_grad_norm, or fix the scorer, and start again from the last checkpoint"
+        f"its data are in {str(path)!r}: inspect them, then lower optimizer.lr or max_grad_norm,"
+        " or fix the scorer, and start again from the last checkpoint"
     )
 
 

@@ -68,7 +68,7 @@ def find(rundir: RunDirectory, step: int | None) -> Path:
     if path is None or not path.is_dir():
         there = ", ".join(str(step_of(other)) for other in whole) or "none"
         wanted = "no checkpoint yet" if step is None else f"no checkpoint {step}"
-        raise ConfigError(f"{rundir.path}: {wanted}; there are: {there}")
+        raise ConfigError(f"{rundir.path}: {wanted}; available: {there}")
     return path
 
 
@@ -104,13 +104,13 @@ def write(
         except CheckpointError:
             last = None
         kept = (
-            f"the last whole checkpoint is {last.name}"
+            f"the last complete checkpoint is {last.name}"
             if last
             else "there is no earlier checkpoint"
         )
         raise CheckpointError(
             f"checkpoint {str(path)!r} could not be written: {error.strerror or error}: {kept};"
-            " make room or rights, then --resume"
+            " free disk space or grant write access, then continue with --resume"
         ) from error
 
 
@@ -132,12 +132,12 @@ def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], Tree]:
             data = (path / name).read_bytes()
             if hashlib.sha256(data).hexdigest() != digest:
                 raise CheckpointError(
-                    f"checkpoint {str(path)!r}: {name} is not what was written: resume from an"
-                    " earlier checkpoint"
+                    f"checkpoint {str(path)!r}: {name} is damaged: resume from an earlier"
+                    " checkpoint"
                 )
             files[name.removesuffix(ENDING)] = safetensors.torch.load(data)
         if not isinstance(body["state"], dict):
-            raise TypeError("its state is no object")
+            raise TypeError("its state is not an object")
         return files, body["state"]
     except (
         OSError,
@@ -161,7 +161,7 @@ def prune(root: str | Path, keep_last: int) -> None:
     Raises ValueError if ``keep_last`` is below 1.
     """
     if keep_last < 1:
-        raise ValueError(f"keep_last is {keep_last}: the last checkpoint must stay")
+        raise ValueError(f"keep_last is {keep_last}: at least the last checkpoint must be kept")
     for old in _whole(Path(root))[:-keep_last]:
         # renamed first, so that a kill cannot leave an incomplete directory under this name
         doomed = atomic.temporary_path(old)
@@ -194,7 +194,7 @@ def require_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what
             ]
             raise CheckpointError(
                 f"{what}: {name!r} is {said[0]} in the checkpoint but {said[1]} in this run: use"
-                " the configuration it was made with"
+                " the configuration with which it was written"
             )
 
 

@@ -87,7 +87,7 @@ class PolicyExporter:
         plan = self.config.plan.explore
         if plan is None:
             raise ValueError(
-                f"arm {self.config.arm!r} explores nothing, so there is nothing to export"
+                f"arm {self.config.arm!r} explores nothing, so no weights are exported"
             )
         if self._backend is None:
             # a guess until rollout actors report their choice: that on a GPU if there is one here
@@ -101,8 +101,8 @@ class PolicyExporter:
     def _use(self, backend: Backend) -> None:
         if self.config.lora.base != "full" and not backend.quantizes:
             raise ValueError(
-                f"lora.base = {self.config.lora.base!r}: exploring in {backend.name} would explore"
-                " another model than is trained: use a backend that quantizes, or 'full'"
+                f"lora.base = {self.config.lora.base!r}: exploring in {backend.name} would not use"
+                " the quantized base that is trained: use a backend that quantizes, or 'full'"
             )
         unquantized = self.config.explore.modules_to_not_convert
         self._rows = quantize_plan(self.transformer, self.family, unquantized, backend)

@@ -97,7 +97,8 @@ def estimates(
     counts = {len(values) for values in columns.values()}
     if len(counts) != 1 or not min(counts):
         raise ValueError(
-            f"columns of {sorted(counts)} prompts: all need the same number, at least one"
+            f"columns of {sorted(counts)} prompts: all need the same number of prompts, at least"
+            " one"
         )
     (count,) = counts
     picks = np.random.default_rng(seed).integers(0, count, (draws, count))
@@ -171,7 +172,7 @@ def _checked(proxy: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, np.ndarr
     if not (np.isfinite(proxy).all() and np.isfinite(truth).all()):
         bad = int((~np.isfinite(proxy)).sum() + (~np.isfinite(truth)).sum())
         raise ValueError(
-            f"{bad} rewards are not finite: a seed without a reward has no rank, leave its"
-            " prompt out"
+            f"{bad} rewards are not finite: a seed without a reward has no rank, so leave out its"
+            " prompt"
         )
     return proxy, truth

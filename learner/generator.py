@@ -106,7 +106,7 @@ class Generator:
         name = self.objective.sampling_adapter if weights is None else weights
         if name != "base" and name not in self.adapters:
             raise ValueError(
-                f"weights {name!r} are unknown: use one of {', '.join((*self.adapters, 'base'))}"
+                f"unknown weights {name!r}: use one of {', '.join((*self.adapters, 'base'))}"
             )
         solver, paths = solver or self.config.plan.solver, self.objective.path_solver
         return name, paths if paths is not None and paths.name == solver else solver

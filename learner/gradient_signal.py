@@ -52,7 +52,7 @@ def mean_cosine(gradients: Sequence[Tensor]) -> Cosine:
     rows = torch.stack([part.double() for part in gradients])
     norms = rows.norm(dim=1, keepdim=True)
     if not bool((norms > 0).all()):
-        raise ValueError("a gradient is zero: no reward of its batch differs from another")
+        raise ValueError("a gradient is zero: all rewards of its batch are equal")
     rows = rows / norms
     cosines = (rows @ rows.T).numpy()
 

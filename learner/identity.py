@@ -132,7 +132,7 @@ def _emulation(backend: Backend, device: torch.device) -> Backend:
         if other.wire_format == backend.wire_format and other.unavailable_reason(device) is None:
             return other
     raise ValueError(
-        f"audit.identity_every: nothing on the learner's {device.type} computes"
+        f"audit.identity_every: the learner's device ({device.type}) cannot compute in"
         f" {backend.wire_format}: set it to 0"
     )
 

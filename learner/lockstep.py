@@ -63,7 +63,7 @@ class Passes:
         requests = replicas.all_gather([what, own])
         if len({name for name, _ in requests}) > 1:
             names = ", ".join(name for name, _ in requests)
-            raise OutOfStep(f"replicas were asked to go through different weights: {names}")
+            raise OutOfStep(f"replicas got calls for different weights: {names}")
         calls: list[object] = []
         # counted on the denoiser itself, as a solver may need more passes than steps
         hook = self.transformer.register_forward_hook(lambda *_: calls.append(None))
@@ -71,7 +71,7 @@ class Passes:
             with collective(replicas, "generating"):
                 yield
                 if len(calls) != own:
-                    raise OutOfStep(f"{len(calls)} passes were made, {own} were announced")
+                    raise OutOfStep(f"{len(calls)} passes were made, but {own} were announced")
                 for _ in range(max(count for _, count in requests) - own):
                     self._one()
         finally:

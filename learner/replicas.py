@@ -116,7 +116,7 @@ class DistributedReplicas(Replicas):
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(
             self.device
         )
-        with self._naming("waiting for their word"), self._timed("time/replica_wait_s"):
+        with self._naming("waiting for their messages"), self._timed("time/replica_wait_s"):
             # only tensors of one size can be gathered, so the longest message sets it
             length = torch.tensor([len(data)], device=self.device)
             lengths = [torch.empty_like(length) for _ in range(self.size)]
@@ -202,7 +202,7 @@ def reach_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     except RuntimeError as error:
         reason = first_line(error)
         raise GroupBroken(
-            f"nobody answers at {host}:{port}, the rendezvous of the learner's replicas: {reason}"
+            f"no answer at {host}:{port}, the rendezvous of the learner's replicas: {reason}"
         ) from None
 
 

@@ -44,7 +44,7 @@ def old_policy_decay(settings: OldPolicy, s: int) -> float:
             return min(settings.slope * max(s - settings.delay, 0), settings.cap)
         case None:
             raise ValueError(
-                "old_policy.schedule is None: give one, or take RunConfig.resolved_old_policy"
+                "old_policy.schedule is None: set one, or use RunConfig.resolved_old_policy"
             )
 
 

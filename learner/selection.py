@@ -29,7 +29,8 @@ def best_worst(rewards: np.ndarray, keep: int, keys: np.ndarray) -> np.ndarray:
     """Select the keep/2 highest and the keep/2 lowest rewards (arXiv 2604.06916)."""
     if keep % 2:
         raise ValueError(
-            f"rule 'best_worst' keeps as many best as worst, so keep = {keep} must be even"
+            f"rule 'best_worst' keeps equal numbers of best and worst, so keep = {keep} must be"
+            " even"
         )
     order = np.argsort(-rewards, kind="stable")
     best, rest = order[: keep // 2], np.sort(order[keep // 2 :])
@@ -106,7 +107,7 @@ def _check(values: np.ndarray, indices: np.ndarray, keep: int, rule: str) -> Non
             " reward before selecting"
         )
     if rule not in RULES:
-        raise ValueError(f"selection rule {rule!r} is unknown: use one of {', '.join(RULES)}")
+        raise ValueError(f"unknown selection rule {rule!r}: use one of {', '.join(RULES)}")
     if keep < 1:
         raise ValueError(f"keep is {keep}: at least one sample must be kept")
     if len(values) < keep:

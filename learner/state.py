@@ -76,8 +76,8 @@ class LearnerState:
         counts = _counts(path, state)
         if state["seed"] != self._config.seed:
             raise checkpoint.CheckpointError(
-                f"checkpoint {str(path)!r} is of run seed {state['seed']}, this run has seed"
-                f" {self._config.seed}: use the same"
+                f"checkpoint {str(path)!r} is of run seed {state['seed']}, but this run has seed"
+                f" {self._config.seed}: use the same seed"
             )
         for name in self._names:
             file = adapter_file(name)
@@ -119,7 +119,7 @@ def _counts(path: str | Path, state: Tree) -> Counts:
         or type(last) not in (int, type(None))
     ):
         raise checkpoint.CheckpointError(
-            f"checkpoint {str(path)!r}: its {checkpoint.STATE} does not say how far the learner"
-            " was: resume from an earlier checkpoint"
+            f"checkpoint {str(path)!r}: its {checkpoint.STATE} does not contain the position of"
+            " the learner: resume from an earlier checkpoint"
         )
     return Counts(done, last)

@@ -105,8 +105,8 @@ class TrainedAdapter:
         )
         if learning_rate and all(same):
             raise NothingLearned(
-                f"the optimizer changed no weight although the gradient's norm is {norm:.3g}:"
-                f" at optimizer.lr = {learning_rate:g} a step is lost in rounding, or was skipped;"
+                f"the optimizer changed no weight although the gradient's norm is {norm:.3g}: at"
+                f" optimizer.lr = {learning_rate:g} a step is lost to rounding, or was skipped;"
                 " raise it"
             )
 

@@ -218,8 +218,8 @@ class Trainer:
         """Return (advantages [K] by prompt, of all replicas; metrics). Raises ValueError."""
         if self.last_iteration is not None and iteration <= self.last_iteration:
             raise ValueError(
-                f"iteration {iteration} was trained already, the last one was"
-                f" {self.last_iteration}: nothing may count twice"
+                f"iteration {iteration} was already trained on, the last one is"
+                f" {self.last_iteration}: no iteration may be trained on twice"
             )
         check_groups(
             groups, elsewhere, self.family.latent_shape, self.objective.path_solver is not None

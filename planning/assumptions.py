@@ -118,8 +118,8 @@ def device_of(config: RunConfig, given: Assumptions) -> tuple[Device | None, str
     known = ACCELERATORS.get(name)
     if known is None and (given.peak_tflops is None or given.gpu_memory_gb is None):
         raise ConfigError(
-            f"--accelerator {name}: known here are {', '.join(ACCELERATORS)}: give"
-            " --peak-tflops, --quantized-peak-tflops and --gpu-memory-gb"
+            f"--accelerator {name}: known are {', '.join(ACCELERATORS)}: give --peak-tflops,"
+            " --quantized-peak-tflops and --gpu-memory-gb"
         )
     peak = given.peak_tflops or (known.bf16 if known else 0.0)
     memory_gb = given.gpu_memory_gb or (known.memory_gb if known else 0.0)
@@ -159,8 +159,7 @@ def backend_of(config: RunConfig, accelerator: str | None) -> tuple[Backend, str
     known = ACCELERATORS.get(accelerator or "")
     if known is None:
         raise ConfigError(
-            f"explore.backend: 'auto' on {accelerator} is not known here: give --set"
-            " explore.backend=..."
+            f"explore.backend: 'auto' on {accelerator} is unknown: give --set explore.backend=..."
         )
     best = next(backend for backend in auto_backends("cuda") if known.runs(backend))
-    return best, f"auto, on {accelerator} with what it needs installed"
+    return best, f"auto, on {accelerator} with all required packages"

@@ -54,7 +54,7 @@ def calibrate(
     used = [span for span in spans if span.outcome == "done" and not _warms_up(span)]
     if not any(span.work in NEEDED for span in used):
         raise ConfigError(
-            "--from: the run's timeline.jsonl has no update after the first: train for longer"
+            "--from: the run's timeline.jsonl has no update after the first: train longer"
         )
     wanted = {(span.service, span.work): cores_of(config, span, capacity) for span in spans}
     speeds = [1.0]

@@ -65,7 +65,7 @@ def check_configuration(config: RunConfig) -> list[Check]:
             why = getattr(error, "strerror", None) or error
             raise ConfigError(
                 f"{addr[0]}:{addr[1]} cannot be served ({why}): set logging.prometheus_port to a"
-                " free one, logging.prometheus_host to an address of this machine"
+                " free port, and logging.prometheus_host to an address of this machine"
             ) from None
 
     checks: dict[str, Callable[[RunConfig], None]] = {
@@ -111,11 +111,13 @@ def check_run_root_writable(config: RunConfig) -> Check:
         reason = f"{str(path)[:200]}: {error.strerror or error}"
         return Check("run root", "failed", reason, "set run_root=DIR")
     if not existing.is_dir():
-        return Check("run root", "failed", f"{existing} is no directory", "set run_root=DIR")
+        return Check("run root", "failed", f"{existing} is not a directory", "set run_root=DIR")
     if not os.access(existing, os.W_OK | os.X_OK):
         return Check("run root", "failed", f"{existing} cannot be written", "set run_root=DIR")
     if free < LEAST_DISK_GB:
-        return Check("run root", "failed", f"{free:.1f} GB free at {existing}", "make room there")
+        return Check(
+            "run root", "failed", f"{free:.1f} GB free at {existing}", ("free disk space there")
+        )
     return Check("run root", "ok", f"{path}, {free:.1f} GB free")
 
 
@@ -136,7 +138,7 @@ def _machine(facts: Facts) -> Check:
     return Check(
         f"machine {facts.host}{where}",
         "ok",
-        f"{facts.cores} cores, {facts.free_gb:.1f} GB free, {gpus}{driver}; explores in"
+        f"{facts.cores} cores, {facts.free_gb:.1f} GB free, {gpus}{driver}; supported backends:"
         f" {', '.join(facts.backends)}",
     )
 
@@ -152,7 +154,9 @@ def _alike(facts: Sequence[Facts]) -> Check:
             if expected.get(name) != actual.get(name)
         ]
     if differences:
-        return Check("versions", "failed", "; ".join(differences), "install the same on all nodes")
+        return Check(
+            "versions", "failed", "; ".join(differences), ("install the same versions on all nodes")
+        )
     summary = f"python {first.python}, torch {first.packages.get('torch', 'not installed')}"
     return Check("versions", "ok", f"{summary} on {len(facts)} node{'s' * (len(facts) > 1)}")
 
@@ -171,8 +175,8 @@ def _gpus(config: RunConfig | None, facts: Sequence[Facts]) -> Check:
         return Check(
             "GPUs",
             "failed",
-            f"there are {count}, the configuration asks for {requested}",
-            "give --address of a cluster that has them, or a configuration for CPUs",
+            f"{count} available, but the configuration requests {requested}",
+            "give --address of a cluster with enough GPUs, or a configuration for CPUs",
         )
     if missing:
         return Check("GPUs", "note", f"{count}; {'; '.join(missing)}", "exploring may be slow")
@@ -189,13 +193,22 @@ def _shared(config: RunConfig, facts: Sequence[Facts]) -> Check:
     blind = [each.host for each in facts if each.shared is False]
     locked = [f"{each.host} ({each.writable})" for each in facts if each.writable]
     if blind:
-        advice = "mount one directory there on all nodes and name it in run_root"
-        return Check(name, "failed", f"{config.run_root} is another on {', '.join(blind)}", advice)
+        advice = "mount the same directory on all nodes and set run_root to it"
+        return Check(
+            name,
+            "failed",
+            (f"{config.run_root} is a different directory on {', '.join(blind)}"),
+            advice,
+        )
     if locked:
         return Check(name, "failed", f"not writable on {', '.join(locked)}", "grant write access")
     if all(each.shared is None for each in facts):
         return Check(name, "failed", "run_root is not set", "set run_root=DIR, on shared storage")
-    return Check(name, "ok", f"{config.run_root}, seen and written by {len(facts)}")
+    return Check(
+        name,
+        "ok",
+        (f"{config.run_root}, readable and writable on {len(facts)} node{'s' * (len(facts) > 1)}"),
+    )
 
 
 def _clocks(facts: Sequence[Facts]) -> Check:
@@ -208,10 +221,10 @@ def _clocks(facts: Sequence[Facts]) -> Check:
 def _bandwidth(facts: Sequence[Facts]) -> Check:
     known = [(each.bandwidth_mb_s, each.host) for each in facts if each.bandwidth_mb_s is not None]
     if not known:
-        return Check("bandwidth", "note", "one node only: nothing is sent between machines")
+        return Check("bandwidth", "note", "only one node: nothing is sent between machines")
     rate, host = min(known)
     slow = rate < SLOW_MB_S
-    advice = "publishing waits for it: look at the link" if slow else ""
+    advice = "publishing is limited by this link: check it" if slow else ""
     return Check("bandwidth", "note" if slow else "ok", f"{rate:.0f} MB/s to {host}", advice)
 
 
@@ -228,9 +241,9 @@ def check_token(joined: bool, home: Path | None = None) -> Check:
         if not joined:
             return Check(name, "note", "Ray's token is off; a local Ray listens on loopback")
         advice = "RAY_AUTH_MODE=token, or a firewall around the head (docs/security.md)"
-        return Check(name, "note", "off: anybody who reaches the dashboard runs code", advice)
+        return Check(name, "note", "off: anyone who can reach the dashboard can run code", advice)
     if exists and stat.S_IMODE(file.stat().st_mode) & 0o077:
-        return Check(name, "note", f"{file} can be read by other users", f"chmod 600 {file}")
+        return Check(name, "note", f"{file} is readable by other users", f"chmod 600 {file}")
     return Check(name, "ok", "asked for" if exists else "none needed yet")
 
 

@@ -70,7 +70,7 @@ def object_store_bytes(
         f"{NUMBERS[versions_held(config)]} versions of the weights, per node with rollout actors": (
             versions_bytes(config, sent)
         ),
-        "images of an iteration, were none scored yet": (
+        "images of an iteration, if none is scored yet": (
             3
             * prompts
             * (explored * pixels(config.explored_model) + regenerated * pixels(config.model))

@@ -224,7 +224,7 @@ def _missing(unplaced: Sequence[Need], needs: Sequence[Need], nodes: Sequence[No
         of_kind = [need for need in unplaced if need.kind == kind]
         total = sum(need.kind == kind for need in needs)
         line = (
-            f"services.{kind}: {len(of_kind)} of {total} actors have no place: each needs"
+            f"services.{kind}: {len(of_kind)} of {total} actors cannot be placed: each needs"
             f" {of_kind[0].describe()}; free now: {available}"
         )
         if not any(matches(node.labels, of_kind[0].labels) for node in nodes):

@@ -131,8 +131,8 @@ def _gpus(config: RunConfig, given: Assumptions, nodes: Sequence[Node] | None) -
     if device is None or name is None:
         if given.gpus:
             raise ConfigError(
-                f"--gpus {given.gpus}: no service asks for a GPU: --set layout.mode=auto asks"
-                " for a layout on them"
+                f"--gpus {given.gpus}: no service requests a GPU: --set layout.mode=auto chooses a"
+                " layout on GPUs"
             )
         return []
     single = Gpus(name, 1, device.memory_gb, given.node_cpus / given.node_gpus)

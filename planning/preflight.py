@@ -58,8 +58,8 @@ def check_model(config: RunConfig) -> None:
     except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         why = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"model.path: the configuration files of {config.model.path!r} make no model"
-            f" ({type(error).__name__}: {why}): download the pipeline again"
+            f"model.path: the configuration files of {config.model.path!r} do not describe a valid"
+            f" model ({type(error).__name__}: {why}): download the pipeline again"
         ) from None
 
 
@@ -78,9 +78,9 @@ def check_prompts(config: RunConfig, prompts: Sequence[Prompt]) -> None:
         if not edits and prompt.image is not None:
             editors = ", ".join(name for name, family in FAMILIES.items() if family.edits)
             raise ConfigError(
-                f"prompts: {prompt.text[:60]!r} has an image, but family"
-                f" {config.model.family!r} edits none: leave 'image' out, or take a model that"
-                f" edits ({editors})"
+                f"prompts: {prompt.text[:60]!r} has an image, but family {config.model.family!r}"
+                " does not edit images: leave out 'image', or use a model that edits images"
+                f" ({editors})"
             )
     refuse_unreadable(prompt.image for prompt in prompts if prompt.image is not None)
 
@@ -114,8 +114,8 @@ def check_explored(config: RunConfig) -> None:
         family = family_for(config.explored_model)
         if family.edits:
             raise ValueError(
-                "model.height: a model that edits explores at the size that it trains at: leave"
-                " explore.height and explore.width out"
+                "model.height: a model that edits images must explore at the training size: leave"
+                " out explore.height and explore.width"
             )
         family.check()
     except ValueError as error:
@@ -144,7 +144,7 @@ def check_scorers(config: RunConfig) -> None:
         except ScorerSetupError as error:
             raise ConfigError(str(error)) from None
         except ImportError as error:
-            advice = "put its directory on PYTHONPATH, or install what it needs"
+            advice = "add its directory to PYTHONPATH, or install its dependencies"
             raise ConfigError(
                 f"rewards.scorers: {scorer.name!r} cannot be imported ({error}): {advice}"
             ) from None
@@ -160,13 +160,13 @@ def check_resumable(config: RunConfig, rundir: RunDirectory) -> None:
     changed = differences(rundir.configuration(), config)
     if changed:
         raise ConfigError(
-            f"--resume: {rundir.path} was started with another configuration:"
-            f" {'; '.join(changed)}; give the same, or another name"
+            f"--resume: {rundir.path} was started with a different configuration:"
+            f" {'; '.join(changed)}; use the same configuration, or another name"
         )
     if changed := changed_files(config.prompts, rundir.prompts()):
         raise ConfigError(
-            f"--resume: {', '.join(changed)}: no longer what {rundir.path} was started with:"
-            " put it back, or give another name"
+            f"--resume: {', '.join(changed)}changed since {rundir.path} was started: restore it,"
+            " or use another name"
         )
 
 

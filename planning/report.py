@@ -50,7 +50,7 @@ def _summary(plan: Plan) -> list[str]:
     config, arm = plan.config, plan.config.plan
     recomputed = config.optimizer.recomputed
     recomputation = (
-        f"; {recomputed:.0%} of the blocks computed again going backward" if recomputed else ""
+        f"; {recomputed:.0%} of the blocks recomputed in the backward pass" if recomputed else ""
     )
     points, others = training_points(config)
     keep, model = config.selection.keep, config.model
@@ -65,7 +65,7 @@ def _summary(plan: Plan) -> list[str]:
         explore += f", {_size(explored_model)}"
     full = f"{config.regenerate.steps} steps {arm.solver}, {config.regenerate.precision}"
     regenerate = (
-        f"{keep} seeds, {full}" if arm.regenerate else "nothing: trained on what was explored"
+        f"{keep} seeds, {full}" if arm.regenerate else "nothing: explored images are trained on"
     )
     guidance = "" if model.guidance is None else f", embedded guidance {model.guidance:g}"
     if scales.stages:
@@ -83,9 +83,9 @@ def _summary(plan: Plan) -> list[str]:
         f"  {explore}",
         f"  regenerate  {regenerate}",
         (
-            f"  update      {keep} samples x {points} points, {others:.3g} passes of other policies"
-            f" beside the trained one; LoRA rank {config.lora.rank} alpha {config.lora.alpha:g},"
-            f" {plan.trained / 1e6:.1f} million parameters{recomputation}"
+            f"  update      {keep} samples x {points} points, {others:.3g} passes of policies"
+            f" other than the trained one; LoRA rank {config.lora.rank} alpha"
+            f" {config.lora.alpha:g}, {plan.trained / 1e6:.1f} million parameters{recomputation}"
         ),
         (
             f"  quantized   {plan.quantized_weights / 1e9:.4g} of {plan.all_weights / 1e9:.4g}"
@@ -120,21 +120,18 @@ def _services(plan: Plan) -> list[str]:
 def _memory(plan: Plan) -> list[str]:
     lines = [
         "",
-        (
-            "memory of each actor, GB of 1e9 bytes; libraries of the device and gaps of its"
-            " allocator come on top"
-        ),
+        ("memory of each actor, GB of 1e9 bytes; without device libraries and allocator gaps"),
     ]
     leaves = configured_layout(plan.config).leaves
     for kind, parts in plan.memory.items():
         service = plan.config.services.of(kind)
         where = f"GPU, share {service.gpus:g}" if service.gpus else "host"
         if kind == "encoder" and plan.config.model.text_offload and service.gpus:
-            where += ", only while it encodes"
+            where += ", only while encoding"
         if kind in leaves:
             where += ", denoiser and autoencoder in host memory between turns"
         if kind == "encoder" and plan.config.prompts.encode_once:
-            where += ", only at the start, before the others"
+            where += ", only at the start, before the other actors"
         known = sum(size for size in parts.values() if size is not None)
         lines.append(f"  {kind:<12}{known / GB:9.3f}  ({where})")
         lines += [
@@ -148,7 +145,7 @@ def _bytes(plan: Plan) -> list[str]:
     lines = [
         "",
         (
-            f"broadcast   {plan.broadcast / GB:.3f} GB to each rollout actor at first,"
+            f"broadcast   {plan.broadcast / GB:.3f} GB to each rollout actor at the start,"
             f" {plan.changing / GB:.3f} GB after each iteration, in shards of"
             f" {plan.config.publish.shard_mb} MiB"
             if plan.broadcast
@@ -169,7 +166,7 @@ def _operations(plan: Plan) -> list[str]:
     lines = [
         "",
         "operations of an iteration, PFLOP"
-        + ("" if device is None else "; seconds are a prediction from the assumptions below"),
+        + ("" if device is None else "; seconds are predicted from the assumptions below"),
     ]
     for name, stage in plan.stages.items():
         parts = [f"denoiser {stage.denoising / 1e15:.3g}"]
@@ -183,13 +180,14 @@ def _operations(plan: Plan) -> list[str]:
     if device is None:
         return [
             *lines,
-            "  no GPU is asked for, so no time is predicted; --peak-tflops gives one to divide by",
+            "  no GPU is requested, so no time is predicted; --peak-tflops sets a speed",
         ]
     evaluation = plan.evaluation
     if plan.outlook is None:
         lines.append(
-            f"iteration   {iteration_seconds(plan, device):.1f} s: regenerating overlaps exploring,"
-            " the update comes after both; scoring, transfers and publishing not counted"
+            f"iteration   {iteration_seconds(plan, device):.1f} s: regeneration overlaps"
+            " exploration, the update follows both; scoring, transfers and publishing are not"
+            " counted"
         )
     lines += [
         (
@@ -210,9 +208,9 @@ def _assumed(device: Device) -> str:
         f"{at.bf16 / 1e12:.4g} of {device.tflops:g} TFLOP/s",
         f"{at.quantized / 1e12:.4g} of {device.quantized_tflops:g} in quantized layers",
         f"{narrow / 1e12:.3g} decoding in BF16, {wide / 1e12:.3g} in FP32",
-        moved if math.isfinite(device.bandwidth) else "bytes take no time",
+        moved if math.isfinite(device.bandwidth) else "memory traffic takes no time",
         *([f"{device.memory_gb:g} GB"] if device.memory_gb else []),
-        *([] if device.utilisation else ["shares as measured on one H200"]),
+        *([] if device.utilisation else ["fractions of the peaks as measured on one H200"]),
     ]
     return f"assumed     {device.name}: {'; '.join(parts)}"
 
@@ -246,7 +244,7 @@ def _warnings(plan: Plan) -> list[str]:
     outlook, room = plan.outlook, device.memory_gb if device is not None else 0.0
     if not chosen and services.takes_turns and outlook and outlook.fullest_gb > room > 0:
         lines.append(
-            f"too large   in its fullest turn a GPU holds {outlook.fullest_gb:.1f} GB, it has"
+            f"too large   in its largest turn a GPU needs {outlook.fullest_gb:.1f} GB, but has"
             f" {room:.1f} GB"
         )
     if (

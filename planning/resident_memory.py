@@ -134,7 +134,7 @@ def _learner(
     }
     if config.plan.explore and not on_gpus(config, config.services.learner):
         # always in host memory, so it counts only for a learner that computes on CPUs
-        held["last version, what changes of it, its adapter"] = (
+        held["last version, its changing part, its adapter"] = (
             counts.broadcast + counts.changing + 4 * counts.trained
         )
     if replicas > 1:

@@ -30,32 +30,30 @@ class Saving:
 FEW = 8  # images or points in a pass
 EAGER = ("regenerate.compile=false", "optimizer.compile=false")
 SAVINGS = (
-    Saving(("prompts.encode_once=true",), "prompts are encoded at the start, and held on the host"),
+    Saving(
+        ("prompts.encode_once=true",), ("prompts are encoded at the start and kept in host memory")
+    ),
     Saving(("model.vae_slicing=true",), "one image is decoded at a time"),
-    Saving(("optimizer.gradient_checkpointing=true",), "blocks are computed twice in training"),
+    Saving(("optimizer.gradient_checkpointing=true",), "blocks are recomputed in training"),
     Saving(
         (
             f"explore.chunk_size={FEW}",
             f"regenerate.batch_size={FEW}",
             f"optimizer.batch_size={FEW}",
         ),
-        "smaller passes, less busy GPUs; other last bits",
+        "smaller passes use GPUs less well; results differ in the last bits",
     ),
     Saving(
         ("optimizer.batch_size=1", "regenerate.batch_size=2", "explore.chunk_size=4"), "more so"
     ),
-    Saving(
-        ('lora.base="int8"',),
-        "frozen weights in 8 bits; adapters beside them, not merged",
-        needs=EAGER,
-    ),
+    Saving(('lora.base="int8"',), "frozen weights in 8 bits; adapters are not merged", needs=EAGER),
     Saving(('lora.base="nf4"',), "frozen weights in 4 bits"),
     Saving(("audit.identity_every=0",), "rollout actors are not compared with the learner"),
     Saving(("services.reward.gpus=0",), "images are scored on CPUs"),
     Saving(("services.encoder.gpus=0",), "prompts are encoded on CPUs"),
     Saving(
         ('services.learner.shard="base"',),
-        "learner replicas have a part of the frozen weights each, and gather blocks in every pass",
+        "each learner replica holds a part of the frozen weights and gathers blocks in every pass",
         needs=EAGER,
         instead_of="lora.base",
     ),
@@ -96,7 +94,7 @@ def savings_lines(
         gb = choice.best.gb if choice else 0.0
         yield f"  {gb:6.1f} GB, fits, with {options}: {saving.costs}"
         return
-    yield "  nothing else is known that saves memory: fewer pixels, or a larger GPU"
+    yield "  no other option saves memory: use fewer pixels or a larger GPU"
 
 
 def changed(config: RunConfig, settings: dict[str, str]) -> RunConfig:

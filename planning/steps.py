@@ -36,7 +36,7 @@ def step_lines(config: RunConfig) -> list[str]:
     rows = [[row[0], *row[2:]] for row in cost.table({"": step})]
     return [
         "",
-        f"a step of {batch_of(config)} images, predicted speed against BF16 by the format and by"
-        " how activations are packed; shares as measured on one H200",
+        f"a step of {batch_of(config)} images, predicted speed relative to BF16, by format and by"
+        " the way activations are packed; fractions of the peaks as measured on one H200",
         *(f"  {line}" for line in aligned(rows, right=True)),
     ]

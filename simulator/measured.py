@@ -53,7 +53,7 @@ def iteration_seconds(rundir: RunDirectory) -> list[float]:
     rows = [row for row in rundir.metrics() if row.get("kind") == "iteration"]
     seconds = [float(row["time/iteration_s"]) for row in rows[1:]]
     if not seconds:
-        raise ConfigError(f"--from {rundir.path}: it has no iteration after the first")
+        raise ConfigError(f"--from {rundir.path}: it has only one iteration")
     return seconds
 
 
@@ -123,7 +123,7 @@ def require_same(config: RunConfig, run: RunConfig) -> None:
             value, other = value[name], other[name]
         if value != other:
             raise ConfigError(
-                f"--from: the run has another {key}: only sizes and layouts may differ from it"
+                f"--from: the run has a different {key}: only sizes and layouts may differ"
             )
     if on_gpus(run):
         return
@@ -131,8 +131,8 @@ def require_same(config: RunConfig, run: RunConfig) -> None:
     for key, threads in _threads(config, kinds_of(config)).items():
         if threads != other[key]:
             raise ConfigError(
-                f"--from: the run has {key} = {other[key]}, here it is {threads}: its timeline does"
-                " not tell what calls take with other numbers of threads"
+                f"--from: the run has {key} = {other[key]}, here it is {threads}: its timeline has"
+                " no durations for other numbers of threads"
             )
 
 
@@ -167,15 +167,15 @@ def measured_lines(config: RunConfig, found: Simulated, model: Measured, name: s
     learner = config.services.learner
     threads = f"learner {learner.threads}"
     if config.plan.regenerate:
-        threads += f", {learner.regeneration_threads} while it regenerates"
+        threads += f", {learner.regeneration_threads} while regenerating"
     return [
         "",
-        f"simulated   {found.iteration:.2f} s per iteration, with calls as {name} had them"
-        f" ({model.spans} calls; its own iterations took {model.seconds:.2f} s)",
+        f"simulated   {found.iteration:.2f} s per iteration, with the durations of calls in {name}"
+        f" ({model.spans} calls; its iterations took {model.seconds:.2f} s)",
         f"  idle      cores {found.mean_idle:.0%} without any work; of their time, actors: {idle}",
         f"  critical  {chain}",
         f"  assumed   {model.hardware.cores:g} cores, each at {model.hardware.together:.0%} of its"
-        f" speed while all are busy, as the run showed; threads as there: {threads}",
+        f" speed while all are busy, as measured in the run; threads as in the run: {threads}",
     ]
 
 

@@ -63,14 +63,14 @@ def gpus_of_run(rundir: RunDirectory) -> RunGpus:
             continue
         if "gpu" not in row:
             raise ConfigError(
-                f"{where}: its events do not say which GPU an actor was on, as it was made by an"
-                " earlier version of Sol-RL: train for a few iterations with this one"
+                f"{where}: its events do not contain the GPUs of actors, because an earlier"
+                " version of Sol-RL wrote them: train for a few iterations with this version"
             )
         names.add(str(row["device"]))
         of[str(row["kind"]), int(row["actor"]), int(row["incarnation"])] = str(row["gpu"])
     if len(names) != 1:
-        kinds = " and ".join(sorted(names)) or "no GPU at all"
-        raise ConfigError(f"{where}: its actors were on {kinds}: one kind of GPU can be read")
+        kinds = " and ".join(sorted(names)) or "no GPU"
+        raise ConfigError(f"{where}: its actors were on {kinds}: --from supports one kind of GPU")
     (name,) = names
     known = accelerator_of(name)
     if known is None:
@@ -92,9 +92,9 @@ class MeasuredOnGpus:
         """Return the line of a plan that says that its durations come from the run ``name``."""
         count = sum(each.count for each in self.gpus.laid())
         return (
-            f"from        calls take what they took in {name} ({self.spans} calls on {count} x"
-            f" {self.gpus.kind}, in iterations of {self.seconds:.2f} s), and so does publishing;"
-            " operations and adding up gradients as counted"
+            f"from        durations of calls are those of {name} ({self.spans} calls on {count} x"
+            f" {self.gpus.kind}, in iterations of {self.seconds:.2f} s), and so is publishing;"
+            " operations and summing of gradients are counted"
         )
 
 
@@ -124,8 +124,8 @@ def plan_from(
     gpus, ran = gpus_of_run(rundir), rundir.configuration()
     if given.accelerator not in (None, gpus.kind):
         raise ConfigError(
-            f"--accelerator {given.accelerator}: the run of --from was on {gpus.kind}, which does"
-            " not tell what calls take on others"
+            f"--accelerator {given.accelerator}: the run of --from was on {gpus.kind}, so"
+            " durations on other GPUs are unknown"
         )
     config = _recomputing_as(config, ran)
     require_same(config, ran)
@@ -133,7 +133,7 @@ def plan_from(
     # a first plan with computed durations supplies the time of summing gradients
     counted = make_plan(config, given, nodes).scenarios
     if counted is None:
-        raise ConfigError(f"--from: {config.name} has no layout on GPUs, as the run has")
+        raise ConfigError(f"--from: {config.name} has no layout on GPUs, but the run has one")
     model = measured_on_gpus(rundir, gpus, counted.mine.durations[gpus.kind].summing)
     plan = make_plan(config, replace(given, measured={gpus.kind: model.durations}), nodes)
     _require_as_many_sharing(plan.config, ran)
@@ -157,8 +157,8 @@ def _require_as_many_sharing(config: RunConfig, ran: RunConfig) -> None:
     if own.shard != other.shard or (own.shard == "base" and own.replicas != other.replicas):
         raise ConfigError(
             f"--from: the run has {other.replicas} learner replicas with shard = {other.shard!r},"
-            f" here there are {own.replicas} with {own.shard!r}: what they gather from each other"
-            " is not known apart"
+            f" here there are {own.replicas} with {own.shard!r}: the time of gathering weights was"
+            " not measured separately"
         )
 
 

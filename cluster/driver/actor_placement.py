@@ -58,7 +58,7 @@ class ActorPlacement:
             granted = self._requests.granted(actor)
             if granted is None:
                 need = self._placer.need(actor).describe()
-                raise NoRoom([f"Ray has not granted the place that it was asked for: {need}"])
+                raise NoRoom([f"Ray has not granted the reserved resources: {need}"])
             self._placer.put([actor], granted)
             self._requests.withdraw(actor)
         try:

@@ -134,8 +134,8 @@ def read_driver_state(path: Path) -> DriverState:
     extra: object = read(path)[1].get("extra")
     if not isinstance(extra, dict) or not _has_valid_types(cast(Tree, extra)):
         raise CheckpointError(
-            f"checkpoint {str(path)!r}: its {STATE} does not say how far the run was: resume from"
-            " an earlier checkpoint"
+            f"checkpoint {str(path)!r}: its {STATE} does not contain the position of the run:"
+            " resume from an earlier checkpoint"
         )
     return cast(DriverState, extra)
 

@@ -74,8 +74,8 @@ class CachedEncoderClient(EncoderClient):
             except LOST as error:
                 why = error_summary(error)
         raise RunFailed(
-            f"prompts.encode_once: prompts were encoded {tries} times and lost before they were"
-            f" here, last: {why}; continue with --resume"
+            f"prompts.encode_once: encoded prompts were lost {tries} times before they arrived,"
+            f" last: {why}; continue with --resume"
         )
 
     async def forget_lost(self, within_s: float) -> int:
@@ -108,8 +108,8 @@ class CachedEncoderClient(EncoderClient):
         if missing:
             texts = [prompt.text for prompt in missing[0]]
             raise RunFailed(
-                f"prompts.encode_once: {texts} was not encoded at the start: this should never"
-                " happen, please report it"
+                f"prompts.encode_once: {texts} was not encoded at the start: this is a bug, please"
+                " report it"
             )
         return [self.known[group_key(group)] for group in groups]
 

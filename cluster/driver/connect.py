@@ -64,12 +64,12 @@ def check_run_root(config: RunConfig, joined: bool) -> None:
     """Raise ConfigError if the run root is missing on a cluster or would be lost with the job."""
     if joined and config.run_root is None:
         raise ConfigError(
-            "run_root: required on a cluster: a directory that is shared and writable, --set"
-            " run_root=DIR"
+            "run_root is required on a cluster: give a writable directory that all nodes share,"
+            " --set run_root=DIR"
         )
     path = os.path.abspath(config.run_root or "runs")
     if "/runtime_resources/working_dir_files/" in path:
         raise ConfigError(
-            f"run_root = {path!r}: lies in the job's unpacked working directory and would die"
-            " with it; give a shared one"
+            f"run_root = {path!r}: is in the job's temporary working directory and would be"
+            " deleted with it; give a shared directory"
         )

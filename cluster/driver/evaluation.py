@@ -123,7 +123,7 @@ async def evaluate(
     scored = Scored.concatenate([scored for scored, _ in results])
     if not np.isfinite(scored.rewards).any():
         raise RunFailed(
-            "no held-out image could be scored: see events.jsonl for what the scorers said"
+            "no held-out image could be scored: see events.jsonl for the errors of the scorers"
         )
     shape = (len(prompts), settings.noises)
     return Evaluation(

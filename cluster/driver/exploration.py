@@ -47,7 +47,7 @@ class SeedLedger:
         where = "within itself" if before == place else f"those of iteration {before[0]}"
         raise RunFailed(
             f"the seeds of iteration {place[0]}, prompt {place[1]}, repeat {where}: its images"
-            " would be the same again; this should never happen, please report it"
+            " would be the same again; this is a bug, please report it"
         )
 
 
@@ -158,9 +158,8 @@ class Exploration:
         usable, keep = int(np.isfinite(scored.rewards).sum()), self._config.selection.keep
         if usable < keep:
             raise RunFailed(
-                f"prompt {it.prompts[p].text!r} is left with {usable} scored images of"
-                f" {len(seeds)}, selection.keep = {keep} are needed: see"
-                " events.jsonl for what its scorers said"
+                f"prompt {it.prompts[p].text!r} has only {usable} scored images of {len(seeds)},"
+                f" but selection.keep = {keep}: see events.jsonl for the errors of its scorers"
             )
         chosen = await self._services.selector.select(it.index, p, scored.rewards)
         if self._extremes and images:

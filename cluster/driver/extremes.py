@@ -114,7 +114,7 @@ class Extremes:
             why = error_summary(error)
             self._event("images_missed", iteration=index, why=why)
             if why != self._last_failure:
-                self._note(f"iteration {index}: its images are not kept ({why})")
+                self._note(f"iteration {index}: its best and worst images were not saved ({why})")
             self._last_failure = why
 
     def _write(self, index: int, shown: Sequence[Extreme]) -> None:

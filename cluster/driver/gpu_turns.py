@@ -91,7 +91,9 @@ class GpuTurns(NoGpuTurns):
         no longer waits.
         """
         if self.holder != "rollout":
-            raise RunFailed("a rollout actor is asked to explore in the learner's turn on the GPU")
+            raise RunFailed(
+                "a rollout actor was called to explore in the learner's turn on the GPU"
+            )
         if member.has_gpu is not True:
             member.has_gpu = None  # unknown until the actor answers
             self._moves[-1].append(await self._rollout.ask(member, RolloutActor.begin_turn))

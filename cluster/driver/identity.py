@@ -105,8 +105,8 @@ class PolicyIdentity:
             self._note(text)
             return
         raise RunFailed(
-            f"{text}; nothing explored since the last check can be trusted: look at that machine,"
-            " and continue with --resume from a checkpoint before, or with audit.identity_action ="
+            f"{text}; images explored since the last check may be wrong: check that machine, and"
+            " continue with --resume from an earlier checkpoint, or set audit.identity_action ="
             " 'warn'"
         )
 

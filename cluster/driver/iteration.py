@@ -92,8 +92,8 @@ class Iteration:
         if not 0 <= self.staleness <= bound:
             raise RunFailed(
                 f"iteration {self.index} was explored with policy version {self.version},"
-                f" explore_ahead = {bound} allows {self.index - bound} to {self.index}: this should"
-                " never happen, please report it"
+                f" explore_ahead = {bound} allows {self.index - bound} to {self.index}: this is a"
+                " bug, please report it"
             )
 
     def begin_turn(self, tell: Callable[[str, int], None]) -> None:

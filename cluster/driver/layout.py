@@ -42,7 +42,7 @@ def choose_cluster_layout(config: RunConfig, tell: Callable[[str], None]) -> Run
         tell(f"layout: {best.numbers.mode}, {text}")
         if config.optimizer.gradient_checkpointing == "auto":
             share = final.config.optimizer.recomputed
-            tell(f"optimizer.gradient_checkpointing = {share:g}: the fastest that has the memory")
+            tell(f"optimizer.gradient_checkpointing = {share:g}: the fastest that fits the memory")
     return with_threads(final.config, cores)
 
 

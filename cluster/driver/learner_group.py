@@ -85,14 +85,14 @@ class LearnerGroup:
             try:
                 return await self._join()
             except (ActorLost, InputsLost, StateLost) as loss:
-                why = f"lost while the replicas met: {loss}"
+                why = f"lost while the replicas connected: {loss}"
                 await self.pool.renew(why)
             except RayError as error:
                 why = cause(error)
                 break
         raise RunFailed(
-            f"the {size} replicas of the learner did not come together: {why}; their"
-            " nodes must reach each other on any port, then continue with --resume"
+            f"the {size} replicas of the learner could not connect: {why}; make sure that their"
+            " nodes reach each other on all ports, then continue with --resume"
         )
 
     async def _join(self) -> None:

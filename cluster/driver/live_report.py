@@ -66,7 +66,7 @@ class LiveReport:
             if why and why != self._last_failure:  # report the same reason only once
                 with contextlib.suppress(OSError):  # the disk may be full for the event as well
                     self._event("report_failed", why=why)
-                self._note(f"the report is not written while the run goes on: {why}")
+                self._note(f"the report is not updated during the run: {why}")
             self._last_failure = why
             await asyncio.sleep(REST * (time.monotonic() - began))
 

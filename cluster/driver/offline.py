@@ -42,7 +42,7 @@ def export_run(
     state = files.get(adapter_file(weights))
     if state is None:
         raise ConfigError(
-            f"--weights {weights}: this run's objective keeps no such adapter; there are:"
+            f"--weights {weights}: this run's objective has no such adapter; available:"
             f" {', '.join(sorted(files))}"
         )
     try:
@@ -79,7 +79,7 @@ def evaluate_run(
         return _write_results(config, path, prompts, given, target, results)
     # an evaluation has no checkpoint to return to
     except (StateLost, InputsLost) as loss:
-        raise RunFailed(f"{loss}: the evaluation has to be made again") from None
+        raise RunFailed(f"{loss}: repeat the evaluation") from None
     except OSError as error:
         raise RunFailed(f"{error.filename or rundir.path}: {error.strerror or error}") from None
     finally:
@@ -94,7 +94,8 @@ def _require_writable(target: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"{target.parent}: cannot be written ({error.strerror or error}): evaluate writes there"
+            f"{target.parent}: cannot be written ({error.strerror or error}): evaluate needs to"
+            " write its results there"
         ) from None
 
 

@@ -119,8 +119,8 @@ class RankMonitor:
         finer = finer_backend(explored, available, self._finest)
         if finer is None:
             self._note(
-                f"{text}: {explored} is the finest precision here up to regenerate.precision: raise"
-                " explore.steps"
+                f"{text}: {explored} is the finest precision supported here up to"
+                " regenerate.precision: raise explore.steps"
             )
             return
         self.backend = finer

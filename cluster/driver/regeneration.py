@@ -77,8 +77,8 @@ class Regeneration:
         usable = np.isfinite(rewards)
         if not usable.any():
             raise RunFailed(
-                f"prompt {it.prompts[p].text!r} is left with none of its {len(seeds)} regenerated"
-                " images scored: see events.jsonl for what its scorers said"
+                f"prompt {it.prompts[p].text!r} has no score for any of its {len(seeds)}"
+                " regenerated images: see events.jsonl for the errors of its scorers"
             )
         rows = tuple(
             SampleRows(generated.samples, tuple(np.flatnonzero(kept).tolist()))

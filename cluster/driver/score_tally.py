@@ -132,14 +132,14 @@ class ConstantScores:
         for label, value in constant.items():
             self._event("scorer_constant", iteration=iteration, scorer=label, value=value)
             self._note(
-                f"iteration {iteration}: scorer {label!r} gave {value:g} for every image: it ranks"
-                " nothing"
+                f"iteration {iteration}: scorer {label!r} gave {value:g} for every image, so it"
+                " does not rank them"
             )
         self._in_a_row = self._in_a_row + 1 if constant.keys() == tally.labels else 0
         if self._in_a_row >= MOST_CONSTANT:
             raise RunFailed(
                 f"iteration {iteration}: every scorer gave every image the same score,"
-                f" {MOST_CONSTANT} iterations in a row, so nothing can be learned: look at"
+                f" {MOST_CONSTANT} iterations in a row, so nothing can be learned: check"
                 f" {', '.join(constant)}, and continue with --resume"
             )
 

@@ -237,10 +237,11 @@ class Scoring:
                 self.tally.error = max(self.tally.error or 0.0, error)
                 if error > TOLERANCE:
                     raise RunFailed(
-                        f"scorer {label!r} gave the same {len(texts)} images other scores when"
-                        f" asked again in reverse: up to {error:.2g} standard deviations apart; it"
-                        " answers for other images, in another order, for an earlier batch or at"
-                        " random: fix it, or set rewards.deterministic = false"
+                        f"scorer {label!r} gave the same {len(texts)} images different scores when"
+                        f" they were scored again in reverse order: up to {error:.2g} standard"
+                        " deviations apart; it may score other images, in another order, from an"
+                        " earlier batch, or at random: fix it, or set rewards.deterministic ="
+                        " false"
                     )
 
     async def _score_in_pool(

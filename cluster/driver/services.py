@@ -198,7 +198,7 @@ class ActorServices:
             async with asyncio.timeout(STOP_S):
                 await (self.learners if pool is self.learners.pool else pool).stop()
         except TimeoutError:
-            why = f"{pool.kind}: what it had under way did not end within {STOP_S:g} s"
+            why = f"{pool.kind}: its running tasks did not end within {STOP_S:g} s"
             raise TimeoutError(why) from None
         finally:
             pool.supervisor.kill()
@@ -230,7 +230,10 @@ class ActorServices:
         pool = next((pool for pool in self.pools if pool.kind == kind), None)
         if pool is None or kind not in SCALABLE:
             scalable = " and ".join(SCALABLE)
-            why = f"{kind}: cannot be scaled in this run; {scalable} can, where the run has them"
+            why = (
+                f"{kind}: cannot be scaled in this run; scalable are {scalable}, if the run has"
+                " them"
+            )
             raise ConfigError([why])
         limits = self.config.services.of(kind)
         if size < limits.min_actors or (limits.max_actors is not None and size > limits.max_actors):

@@ -136,7 +136,7 @@ class Session:
         else:
             event("run_started", arm=arm, iterations=iterations)
         if why := self.rundir.lock_unsupported:
-            why = f"{why}: nothing keeps a second driver out of this directory"
+            why = f"{why}: do not start a second driver in this directory"
             event("run_not_locked", why=why)
         return checkpoint
 
@@ -166,8 +166,8 @@ class Session:
         before = position.next_iteration
         if position.restored >= limit:
             raise RunFailed(
-                f"{why}; services.learner.max_restarts = {limit} returns to a checkpoint are used"
-                " up: fix the cause and continue with --resume"
+                f"{why}; services.learner.max_restarts = {limit} returns to a checkpoint are"
+                " exhausted: fix the cause and continue with --resume"
             )
         # counted over the session: else a learner that dies in every iteration would be restored
         # without end
@@ -186,7 +186,9 @@ class Session:
             checkpoint=checkpoint.name if checkpoint else None,
             seconds=round(time.monotonic() - began, 3),
         )
-        self.progress.note(f"{why}: back to iteration {position.next_iteration} with a new learner")
+        self.progress.note(
+            f"{why}: returning to iteration {position.next_iteration} with a new learner"
+        )
         return checkpoint
 
     async def _continue(self, checkpoint: Path | None) -> None:

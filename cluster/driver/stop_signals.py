@@ -34,7 +34,7 @@ async def unless_stopped(work: Coroutine[None, None, Value]) -> Value:
     try:
         return await work
     except asyncio.CancelledError:
-        raise Stopped(f"stopped by {stopping.signal} before anything was started") from None
+        raise Stopped(f"stopped by {stopping.signal} before any actor started") from None
 
 
 class Stopping:

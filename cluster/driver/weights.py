@@ -77,7 +77,7 @@ class WeightChannel:
         if version not in self._held:
             known = ", ".join(map(str, sorted(self._held))) or "none"
             raise RunFailed(
-                f"policy version {version} is asked for, but those held are: {known}; continue with"
+                f"policy version {version} is not available; available: {known}; continue with"
                 " --resume"
             )
         return self._held[version]
@@ -179,8 +179,8 @@ class WeightChannel:
         if self.chosen not in runs:
             raise RunFailed(
                 f"this run explores in {self.chosen}, which its rollout actors here cannot run"
-                f" (they can {', '.join(sorted(runs))}): continue it with rollout actors on the"
-                " kind of GPU that it began on"
+                f" (they support {', '.join(sorted(runs))}): continue it with rollout actors on the"
+                " kind of GPU that it started on"
             )
         if not self.why:
             self.why = f"as the run began; its rollout actors here would take {own}"
@@ -252,8 +252,8 @@ def one_backend(rollout: ActorPool) -> str | None:
     if len(hosts) > 1:
         backends = ", ".join(f"{backend} on {host}" for backend, host in hosts.items())
         raise RunFailed(
-            f"the rollout actors run different precision backends ({backends}), and a run has one:"
-            " name it in explore.backend, or keep rollout actors to one kind of GPU"
+            f"the rollout actors run different precision backends ({backends}), but a run must"
+            " have one: set explore.backend, or keep rollout actors on one kind of GPU"
         )
     return next(iter(hosts), None)
 
@@ -274,8 +274,8 @@ def incompatibility(rollout: ActorPool, info: ActorInfo) -> str | None:
         return None
     return (
         f"on {info.host} runs precision backend {info.backend}, the others"
-        f" {', '.join(sorted(others))}: keep rollout actors to one kind of GPU"
-        " (services.rollout.accelerator), or name the backend in explore.backend"
+        f" {', '.join(sorted(others))}: keep rollout actors on one kind of GPU"
+        " (services.rollout.accelerator), or set explore.backend"
     )
 
 

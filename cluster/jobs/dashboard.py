@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 TOKEN_WANTED = (
-    "this cluster wants a token: export RAY_AUTH_MODE=token, and put the token in ~/.ray/auth_token"
-    " or at RAY_AUTH_TOKEN_PATH"
+    "this cluster requires a token: export RAY_AUTH_MODE=token, and put the token in"
+    " ~/.ray/auth_token or at RAY_AUTH_TOKEN_PATH"
 )
 ANSWER_S = (10.0, 120.0)
 """Timeouts for a dashboard to accept a connection and to answer, seconds."""
@@ -47,7 +47,7 @@ def job_client(address: str | None) -> JobSubmissionClient:
             else f"RAY_ADDRESS = {os.environ.get('RAY_ADDRESS', 'not set')}"
         )
     if url and not url.startswith(URL):
-        raise ConfigError(f"{at}: the URL of a Ray dashboard is expected, http://HOST:8265")
+        raise ConfigError(f"{at}: expected the URL of a Ray dashboard, http://HOST:8265")
     try:
         with _only(url):
             return Client(url)
@@ -96,9 +96,10 @@ def config_errors(
         raise ConfigError(f"{at}: {TOKEN_WANTED}") from None
     except connection_errors() as error:
         fix = advice(error) or (
-            f"`ray job list {at}` tells what is there, the dashboard's log on the head why"
+            f"`ray job list {at}` lists the jobs, and the dashboard's log on the head has the"
+            " reason"
         )
-        raise ConfigError(f"{at}: the job was not taken ({short_line(error)}); {fix}") from None
+        raise ConfigError(f"{at}: the job was not accepted ({short_line(error)}); {fix}") from None
 
 
 def ask_through_job(
@@ -117,7 +118,7 @@ def ask_through_job(
             if str(job.status) == "RUNNING" and "-m cluster train" in job.entrypoint
         ]
     if not running:
-        raise ConfigError(f"--address {address}: no submitted run is running there")
+        raise ConfigError(f"--address {address}: no submitted run is active there")
     with config_errors(client):
         job = client.submit_job(
             entrypoint=shlex.join(["python", "-m", "cluster", *arguments]),

@@ -56,8 +56,8 @@ def _placed(config: RunConfig) -> tuple[RunConfig, Check]:
         place(needs_of(config), free_nodes())
     except NoRoom as error:
         reasons = "; ".join(error.lines)
-        return config, Check("placement", "note", f"other jobs hold what it needs: {reasons}")
-    return config, Check("placement", "ok", f"{len(needs_of(config))} actors have a place")
+        return config, Check("placement", "note", f"other jobs occupy what it needs: {reasons}")
+    return config, Check("placement", "ok", f"{len(needs_of(config))} actors can be placed")
 
 
 def _stores(config: RunConfig | None) -> list[Check]:

@@ -73,14 +73,14 @@ def follow(
         silent_since = None if info is not None else silent_since or now
         if silent_since is not None and now - silent_since >= GIVE_UP_S:
             say(
-                f"{at}: no answer for {now - silent_since:.0f} s ({broken}); the job may go on: ray"
-                f" job logs --address {at} --follow {job}"
+                f"{at}: no answer for {now - silent_since:.0f} s ({broken}); the job may still be"
+                f" running: ray job logs --address {at} --follow {job}"
             )
             return OUT_OF_SIGHT
         if log.fresh and broken != QUIET:
             say(
-                f"{at}: the log broke off ({broken or 'closed by the other side'}), the job goes on"
-                " as far as is known; reconnecting"
+                f"{at}: the log was interrupted ({broken or 'closed by the dashboard'}), the job"
+                " is probably still running; reconnecting"
             )
             log.fresh = False
         time.sleep(PAUSE_S)

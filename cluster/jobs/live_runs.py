@@ -91,9 +91,9 @@ def require_listener(address: str, given_as: str = "--address") -> None:
         with socket.create_connection((host.strip("[]"), int(port)), LISTENER_S) as to:
             if os.environ.get("RAY_USE_TLS", "0") == "0" and not _speaks_http2(to):
                 raise ConfigError(
-                    f"{given_as} {address}: what listens there is no head of a Ray cluster; give"
-                    " host:port of one (6379 unless it was started otherwise), or its dashboard's"
-                    " URL, http://HOST:8265"
+                    f"{given_as} {address}: the process that listens there is not the head of a"
+                    " Ray cluster; give host:port of one (port 6379 by default), or its"
+                    " dashboard's URL, http://HOST:8265"
                 )
         if not address.startswith("ray://") and _refuses_token(address):
             raise ConfigError(f"{given_as} {address}: {TOKEN_WANTED}")
@@ -158,7 +158,7 @@ def run_states(name: str | None) -> dict[str, RunState]:
     if not chosen:
         names = ", ".join(sorted(state["run"] for state in running.values()))
         raise ConfigError(
-            f"no run {name!r} on this cluster; there are: {names}"
+            f"no run {name!r} on this cluster; active runs: {names}"
             if names
             else "no run on this cluster"
         )
@@ -178,7 +178,7 @@ def scale(name: str | None, sizes: Sizes, timeout_s: float = SCALE_S) -> str:
     matching = run_states(name)
     if len(matching) > 1:
         names = ", ".join(sorted(state["run"] for state in matching.values()))
-        raise ConfigError(f"--run: which one? there are: {names}")
+        raise ConfigError(f"--run is required, because several runs are active: {names}")
     (key,) = matching
     try:
         board = ray.get_actor(NAME, namespace=NAMESPACE)
@@ -203,4 +203,6 @@ def scale(name: str | None, sizes: Sizes, timeout_s: float = SCALE_S) -> str:
                 f"the run ended, or its board was lost, before it had {sizes}: see `sol-rl status`"
             )
         time.sleep(0.3)
-    raise RunFailed(f"not done within {timeout_s:g} s; the run keeps trying: see `sol-rl status`")
+    raise RunFailed(
+        f"not done within {timeout_s:g} s; the run continues to try: see `sol-rl status`"
+    )

@@ -138,8 +138,8 @@ def _too_large(tree: Path) -> Callable[[Exception], str | None]:
         }
         name = max(sizes, key=lambda entry: sizes[entry])
         return (
-            f"the largest is {name!r} ({sizes[name] / 1e6:.0f} MB): keep it outside {TREE}, and"
-            " name it by an absolute path"
+            f"the largest is {name!r} ({sizes[name] / 1e6:.0f} MB): move it out of {TREE}, and use"
+            " its absolute path"
         )
 
     return advice
@@ -167,7 +167,7 @@ def check_files_of_job(config: RunConfig) -> None:
     for key, name in named:
         if name and _is_here(name) and not is_sent_with_job(name):
             raise ConfigError(
-                f"{key} = {name!r}: lies on this machine and is not sent with a job: give an"
+                f"{key} = {name!r}: is on this machine and is not sent with a job: give an"
                 " absolute path on storage that nodes share"
             )
 
@@ -236,8 +236,8 @@ def stage(into: Path, source: str, config: RunConfig) -> str:
         path = Path(name)
         if not path.is_absolute() and ".." in path.parts:
             raise ConfigError(
-                f"prompts: {name!r} lies outside the directory that is submitted: give a path"
-                " inside it, or an absolute one that nodes share"
+                f"prompts: {name!r} is outside the directory that is submitted: give a path inside"
+                " it, or an absolute one that nodes share"
             )
         if not path.is_absolute() and path.is_file() and not (into / path).exists():
             (into / path).parent.mkdir(parents=True, exist_ok=True)
@@ -269,6 +269,6 @@ def _stage_sources(into: Path, name: str) -> None:
             shutil.copy(inside, target)
         elif ".." in image.parts and not inside.is_relative_to(folder):
             raise ConfigError(
-                f"prompts: {name!r}: the image {str(image)!r} lies outside the folder of the"
-                " prompt file, which is submitted: give a path inside it, or an absolute one"
+                f"prompts: {name!r}: the image {str(image)!r} is outside the folder of the prompt"
+                " file, which is submitted: give a path inside it, or an absolute one"
             )

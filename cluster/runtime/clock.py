@@ -62,6 +62,6 @@ class _Jumping(selectors.DefaultSelector):
         if ready := super().select(0):
             return ready
         if timeout is None:
-            raise Stuck("everything waits and no timer is set")
+            raise Stuck("all tasks wait and no timer is set")
         self._loop.jump(max(0.0, timeout))
         return []

@@ -34,10 +34,14 @@ def main() -> None:
             answer = _request(answer, request)
         if answer:
             return
-        why = "it ended, or has another Ray"
+        why = "it ended, or uses another version of Ray"
     except OSError as error:
         why = str(error)
-    print(f"no fork from {os.environ[SOCKET]}: {why}; importing anew", file=sys.stderr, flush=True)
+    print(
+        f"no fork from {os.environ[SOCKET]}: {why}; importing modules again",
+        file=sys.stderr,
+        flush=True,
+    )
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 

@@ -93,7 +93,9 @@ class _Start:
     async def without_room(self, error: NoRoom) -> None:
         """Handle an attempt for which no node had room."""
         if self._late:
-            raise RunFailed(f"{self.who} had no place for {self.deadline_s:g} s: {error}") from None
+            raise RunFailed(
+                f"{self.who} could not be placed for {self.deadline_s:g} s: {error}"
+            ) from None
         await self._wait(str(error), PAUSE_S)
 
     async def without_answer(self, error: Exception) -> None:
@@ -101,7 +103,7 @@ class _Start:
         if isinstance(error, TimeoutError):
             raise RunFailed(
                 f"{self.who} was not placed or not ready within services.start_deadline_s ="
-                f" {self.deadline_s:g} s: something else may hold its share of the node (see `ray"
+                f" {self.deadline_s:g} s: other processes may occupy its resources (see `ray"
                 " status`), or loading takes longer"
             ) from None
         if isinstance(error, OutOfMemoryError):

@@ -51,7 +51,7 @@ class NodeWatch:
         self._addresses = dict(addresses)
         for node in self._gone:
             if node not in addresses:
-                self._lose(node, "Ray has given its node up")
+                self._lose(node, "Ray reports its node as dead")
 
     def gone(self, node: str) -> asyncio.Future[str]:
         """Return a future that gets the reason when ``node`` is lost; never if it is unknown."""
@@ -85,7 +85,7 @@ class NodeWatch:
                     self._lose(node, "its node refuses connections")
                 elif failures == TRIES:
                     silent_s = self._every_s * (TRIES + 1)
-                    self._lose(node, f"its node answers no connection for {silent_s:g} s")
+                    self._lose(node, f"its node has not accepted a connection for {silent_s:g} s")
             elif answer is Reply.TAKEN:  # a lost node came back
                 self.lost.discard(node)
                 self._gone[node] = asyncio.get_running_loop().create_future()

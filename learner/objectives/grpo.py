@@ -82,7 +82,7 @@ class PathGRPO:
         if states.shape[1] != count + 1 or stored.shape != (len(states), count):
             raise ValueError(
                 f"paths of {states.shape[1] - 1} steps, the schedule has {count}: regenerate with"
-                " the steps that are trained on"
+                " the same number of steps"
             )
         windows = self._windows(samples, len(states))
         chosen = [self.steps(count, rng, window) for window in windows]

@@ -64,7 +64,7 @@ def arms_of(config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Assu
             why_not[arm] = error.lines[0]
             continue
         if best.prediction is None:
-            why_not[arm] = best.why_not or "nothing is predicted of its layout"
+            why_not[arm] = best.why_not or "its layout has no prediction"
         else:
             scenarios[arm] = scenario_of(arm_config, best, family, gpus, given, costs)
     return Arms(scenarios, why_not)

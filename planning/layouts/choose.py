@@ -72,10 +72,10 @@ def choose(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> Choice:
     if mode == "auto" and others:
         why = "the fastest by prediction"
     if best.numbers.ahead and "explore_ahead" not in config.model_fields_set:
-        why += "; rollout actors explore ahead, with the policy of the iteration before"
+        why += "; rollout actors explore ahead, with the policy of the previous iteration"
     if best.numbers.leaves:
         leaving = " and ".join(NAMES[kind] for kind in best.numbers.leaves)
-        why += f"; {leaving} leave to host memory between turns, as both do not fit on one GPU"
+        why += f"; {leaving} move to host memory between turns, because both do not fit on one GPU"
     return Choice(best, table, why, bound(costs.tasks, gpus))
 
 
@@ -83,7 +83,7 @@ def assessed(numbers: LayoutSpec, gpus: Sequence[Gpus], costs: Costs) -> Candida
     """Return a layout with its prediction, or with the reason why it is impossible."""
     laid = assign_gpus(numbers, gpus)
     if laid is None:
-        return Candidate(numbers, None, "its shares have no room on these GPUs")
+        return Candidate(numbers, None, "its GPU shares do not fit on these GPUs")
     room = {each.kind: each.memory_gb for each in gpus}
     held = [(costs.held_gb(each, numbers), each) for each in laid]
     gb = max(size for size, _ in held)
@@ -115,8 +115,8 @@ def _no_host_memory(
         needed, available = costs.host_gb(part, numbers), room[part.kind]
         if available is not None and needed > available:
             return (
-                f"{' and '.join(numbers.leaves)} between turns: {needed:.1f} GB of host memory for"
-                f" each {part.kind}, a node has {available:.1f} GB for each"
+                f"{' and '.join(numbers.leaves)} between turns: {needed:.1f} GB of host memory per"
+                f" {part.kind}, but a node has {available:.1f} GB for each"
             )
     return None
 
@@ -182,17 +182,18 @@ def _nothing_fits(
     closest = min(considered, key=lambda each: (each.short <= 0, each.short), default=None)
     there = " and ".join(f"{each.count} x {each.kind} of {each.memory_gb:g} GB" for each in gpus)
     mode = config.layout.mode if config.layout else "auto"
-    why = (
-        closest.why_not if closest else "it needs rollout actors and learners on GPUs of their own"
-    )
+    why = closest.why_not if closest else "it needs separate GPUs for rollout actors and learners"
     if not closest and config.services.learner.shard == "base":
-        why = "replicas that share the base (services.learner.shard) need a GPU each, two at least"
+        why = (
+            "replicas that share the base (services.learner.shard) need one GPU each, at least two"
+        )
     crowded = (c.why_not for c in considered if c.numbers.leaves and c.why_not and not c.short)
     if (no_room := next(crowded, None)) is not None:
         why = f"{why}; with {no_room}"
     line = (
-        f"layout.mode = {mode!r}: {config.model.path} does not fit on {there}: {why}; nearest that"
-        f" fits: {_nearest(config, gpus, costs) or 'none: fewer images in a pass need less memory'}"
+        f"layout.mode = {mode!r}: {config.model.path} does not fit on {there}: {why}; nearest"
+        " layout that fits:"
+        f" {_nearest(config, gpus, costs) or 'none: reduce the number of images per pass'}"
     )
     return DoesNotFit(line, closest.gb if closest else 0.0, closest.short if closest else 0.0)
 

@@ -52,11 +52,10 @@ def gpus_of(nodes: Sequence[Node], memory: Mapping[str, float]) -> list[Gpus]:
         if not whole:
             continue
         if kind not in memory:
-            named = kind or f"without a label {ACCELERATOR}"
+            named = kind or f"without the label {ACCELERATOR}"
             raise ConfigError(
-                f"layout: nothing is known of the GPU {named}"
-                f" (known: {', '.join(memory)}): give actors, gpus and replicas of services by"
-                " hand"
+                f"layout: unknown GPU {named} (known: {', '.join(memory)}): set actors, gpus and"
+                " replicas of the services explicitly"
             )
         count[kind] += whole
         cpus[kind] = min(cpus.get(kind, node.cpus / whole), node.cpus / whole)

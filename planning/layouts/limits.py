@@ -35,7 +35,7 @@ def refuse_too_many(
                 raise ConfigError(
                     f"services.{kind}: {service.count} actors of {each:g} {what} each need"
                     f" {service.count * each:g}, {where} {available:g}: at most"
-                    f" {int(available / each)} have a place"
+                    f" {int(available / each)} can be placed"
                 )
 
 
@@ -48,7 +48,7 @@ def refuse_on_this_machine(config: RunConfig) -> None:
         if (count := config.services.of(kind).count) > most:
             named = "replicas" if kind == "learner" else "actors"
             raise ConfigError(
-                f"services.{kind}.{named} = {count}: this machine has {cores} cores and"
-                f" {gb:.1f} GB; an actor needs {ACTOR_GB:g} GB before it loads a model, and a"
-                f" core starts {PER_CORE} at most: lower it to {most} or less"
+                f"services.{kind}.{named} = {count}: this machine has {cores} cores and {gb:.1f}"
+                f" GB; an actor needs {ACTOR_GB:g} GB before it loads a model, and a core can start"
+                f" at most {PER_CORE} actors: lower it to {most} or less"
             )

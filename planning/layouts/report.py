@@ -88,7 +88,10 @@ def outlook_lines(config: RunConfig, outlook: Outlook) -> list[str]:
 def _layout(config: RunConfig, outlook: Outlook) -> list[str]:
     gpus = " and ".join(f"{each.count} x {each.kind}" for each in outlook.gpus)
     if outlook.choice is None:
-        return ["", f"layout      by hand on {gpus}: {configured_layout(config).describe()}"]
+        return [
+            "",
+            (f"layout      as configured, on {gpus}: {configured_layout(config).describe()}"),
+        ]
     choice = outlook.choice
     lines = ["", f"layout      {choice.best.numbers.mode} on {gpus}: {choice.why}"]
     for each in choice.table:
@@ -108,10 +111,10 @@ def _not_chosen(each: Candidate, choice: Choice, config: RunConfig) -> str:
     if each.seconds >= choice.best.seconds or each.numbers == choice.best.numbers:
         return ""
     if config.layout is not None and config.layout.mode not in ("auto", each.numbers.mode):
-        return "; not asked for"
+        return "; not requested"
     if each.numbers.ahead == choice.best.numbers.ahead:
-        return "; not by the arithmetic that chooses"
-    return "; explores with the policy before, so only on request: explore_ahead = 1"
+        return "; not chosen by the closed-form estimate"
+    return "; explores with the previous policy, so only if explore_ahead = 1 is set"
 
 
 def _seconds(config: RunConfig, outlook: Outlook) -> list[str]:
@@ -122,15 +125,15 @@ def _seconds(config: RunConfig, outlook: Outlook) -> list[str]:
     return [
         (
             f"predicted   {found.iteration:.1f} s per iteration,"
-            f" {found.iteration / outlook.bound:.2f} x {outlook.bound:.1f} s, all of its work"
-            f" spread over these GPUs; samples to train on after {found.rollout:.1f} s"
+            f" {found.iteration / outlook.bound:.2f} x {outlook.bound:.1f} sfor all of its work"
+            f" spread evenly over these GPUs; samples to train on after {found.rollout:.1f} s"
         ),
         f"  idle      GPUs {found.mean_idle:.0%} of an iteration; of their time, actors: {idle}",
         *simulated,
         *_gathered(outlook),
         (
-            f"  assumed   actors on one GPU take turns {_cost_of_turns(config, outlook)};"
-            " scorers in FP32 where they say so"
+            f"  assumed   actors on one GPU take turns {_cost_of_turns(config, outlook)}; scorers"
+            " compute in FP32 if they require it"
         ),
     ]
 
@@ -151,7 +154,7 @@ def _cost_of_turns(config: RunConfig, outlook: Outlook) -> str:
     if not numbers.leaves:
         return "at no cost"
     speeds = {f"{host_link(each.kind) / 1e9:g}" for each in outlook.gpus}
-    return f"at no cost but for weights that leave, at {' or '.join(sorted(speeds))} GB/s each way"
+    return f"at no cost, except for moving weights at {' or '.join(sorted(speeds))} GB/s each way"
 
 
 def _arms(config: RunConfig, outlook: Outlook) -> list[str]:
@@ -182,8 +185,8 @@ def warnings(config: RunConfig, outlook: Outlook) -> list[str]:
     if prediction.explore and outlook.unhidden > (1 - HIDDEN) * prediction.iteration:
         behind = "the learner" if prediction.idle.get("learner", 1) < 0.5 else "other stages"
         lines.append(
-            f"hidden      exploring is hidden behind {behind}: were it free, an iteration would"
-            f" take {outlook.unhidden:.1f} s instead of {prediction.iteration:.1f} s"
+            f"hidden      exploring is hidden behind {behind}: if it took no time, an iteration"
+            f" would take {outlook.unhidden:.1f} s instead of {prediction.iteration:.1f} s"
         )
     for simpler in SIMPLER.get(config.arm, ()):
         other = outlook.arms.get(simpler)
@@ -196,8 +199,8 @@ def warnings(config: RunConfig, outlook: Outlook) -> list[str]:
         lines.append(
             f"waiting     an update lasts {factor:.2f} times as long as its busiest replica"
             " computes: replicas wait for each other after each of"
-            f" {config.optimizer.steps_per_iteration} optimizer steps, which have unequal numbers"
-            " of their samples"
+            f" {config.optimizer.steps_per_iteration} optimizer steps, because they have unequal"
+            " numbers of samples in them"
             + ("" if config.optimizer.deal == "even" else ": set optimizer.deal = 'even'")
         )
     idle = [(n, share, actors) for n, share, actors in prediction.gpu_idle if share > IDLE]

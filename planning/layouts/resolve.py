@@ -58,9 +58,9 @@ def resolve_layout(
     if not gpus:
         mode = config.layout.mode if config.layout else None
         raise ConfigError(
-            f"layout.mode = {mode!r}: there is no GPU here for {config.model.path}: run it"
-            " where GPUs are, or give services.rollout, learner, encoder and reward gpus = 0 to"
-            " run it on CPUs"
+            f"layout.mode = {mode!r}: there is no GPU for {config.model.path}: run it on machines"
+            " with GPUs, or set gpus = 0 for services.rollout, learner, encoder and reward to run"
+            " on CPUs"
         )
     used_gpus = limit_gpus(gpus, config.layout.gpus if config.layout else None)
     choice = choose(config, used_gpus, costs_of(config, family, used_gpus, given or Assumptions()))
@@ -98,7 +98,7 @@ def limit_gpus(gpus: Sequence[Gpus], count: int | None) -> list[Gpus]:
     available = sum(each.count for each in gpus)
     if count is not None and count > available:
         raise ConfigError(
-            f"layout.gpus = {count}: there are {available} GPUs: lower it, or add nodes"
+            f"layout.gpus = {count}, but there are only {available} GPUs: lower it, or add nodes"
         )
     return [replace(each, count=min(each.count, count or each.count)) for each in gpus]
 

@@ -157,7 +157,7 @@ def test_what_auto_took_is_said_and_named(monkeypatch):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("model.path='/no/such'", "there is no directory '/no/such'"),
+        ("model.path='/no/such'", "there is not a directory '/no/such'"),
         ("model.family='flux'", "but family 'flux' is a FluxPipeline"),
         ("lora.targets=['attn.query']", "no linear of the transformer ends in 'attn.query'"),
         ("explore.modules_to_not_convert=['*.nothing']", "'*.nothing' matches no module"),

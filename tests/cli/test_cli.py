@@ -27,7 +27,7 @@ def config_file(tmp_path, tiny_sd3_dir) -> Path:
         ("explore.stepz=3", "did you mean 'steps'"),
         ("selection.keep=10", "10 samples cannot be kept out of explore.pool_size = 8"),
         ("selection.keep=3", "3 is odd"),
-        ("model.path=/no/such/model", "there is no directory '/no/such/model'"),
+        ("model.path=/no/such/model", "there is not a directory '/no/such/model'"),
         ("prompts.train=/no/such/file.txt", "cannot be read"),
         ("rewards.scorers=[{name = 'shpes'}]", "did you mean 'shapes'"),
         ("rewards.scorers=[{name = 'tests.nothing:X'}]", "there is no module 'tests.nothing'"),
@@ -133,8 +133,8 @@ def test_a_cluster_that_wants_a_token_says_so(monkeypatch, config_file, capsys, 
     assert main(["train", str(config_file)]) == 3
     assert main(["doctor", str(config_file), "--address", "h:1"]) == 2
     run, doctor = capsys.readouterr().err.splitlines()
-    assert "cannot be joined: this cluster wants a token: export RAY_AUTH_MODE=token" in run
-    assert doctor.startswith("--address h:1: this cluster wants a token: ")
+    assert "cannot be joined: this cluster requires a token: export RAY_AUTH_MODE=token" in run
+    assert doctor.startswith("--address h:1: this cluster requires a token: ")
 
 
 def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(

@@ -64,10 +64,7 @@ def test_where_seeds_begin_can_be_said_still():
 
 def test_a_checkpoint_of_no_run_is_refused(capsys):
     assert main(["fidelity", "quickstart", "--checkpoint", "3"]) == 2
-    assert (
-        line(capsys)
-        == "fidelity: --checkpoint 3: of which run? Give --run DIR in place of a configuration"
-    )
+    assert line(capsys) == "fidelity: --checkpoint 3needs --run DIR instead of a configuration"
 
 
 # ---- evaluate
@@ -158,7 +155,7 @@ def test_a_prompt_file_with_a_zero_byte(rundir, capsys):
     ("settings", "wanted"),
     [
         ([f'run_root="{"x" * 5000}"'], "File name too long: set run_root=DIR"),
-        (['run_root="/etc/passwd/runs"'], "run root: /etc/passwd is no directory"),
+        (['run_root="/etc/passwd/runs"'], "run root: /etc/passwd is not a directory"),
         (
             ["logging.prometheus_port=9999", 'logging.prometheus_host="a\\u0000b"'],
             "cannot be served (host name must not contain null character)",

@@ -13,7 +13,7 @@ def test_the_cluster_that_is_connected(ray_here, tmp_path, capsys):
     code = main(["doctor", "quickstart", "--set", f"run_root={tmp_path}", "--address", "auto"])
     lines = capsys.readouterr().out.splitlines()
     assert code == 0, lines
-    assert any("actors have a place" in line for line in lines)
+    assert any("actors can be placed" in line for line in lines)
     assert any(f"{tmp_path}, seen and written by 1" in line for line in lines)
     assert any(line.startswith("ok      object store: ") for line in lines)
     assert list(tmp_path.iterdir()) == []

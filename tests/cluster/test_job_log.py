@@ -118,7 +118,7 @@ def test_a_dashboard_that_is_gone_is_given_up_without_calling_the_run_failed(mon
     monkeypatch.setattr(job_log, "PAUSE_S", 0.02)
     code, shown, lines = followed(Client([["one\n", LOST]], [OSError("refused\nat length")]))
     assert code == OUT_OF_SIGHT == 4 and shown == "one\n" and len(lines) == 2
-    assert f"the job may go on: ray job logs --address {URL} --follow job-1" in lines[1]
+    assert f"the job may still be running: ray job logs --address {URL} --follow job-1" in lines[1]
     assert "\n" not in lines[1]
 
 

@@ -92,7 +92,7 @@ def test_a_failure_is_told_once_for_as_long_as_it_is_the_same(
 
     one = asyncio.run(go())
     assert one.events == [("report_failed", {"why": why})]
-    assert one.notes == [f"the report is not written while the run goes on: {why}"]
+    assert one.notes == [f"the report is not updated during the run: {why}"]
 
 
 @pytest.mark.parametrize(

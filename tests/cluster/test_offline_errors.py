@@ -40,7 +40,7 @@ def said(capsys) -> str:
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        ({"path": "/no/such/model"}, "model.path: there is no directory '/no/such/model'"),
+        ({"path": "/no/such/model"}, "model.path: there is not a directory '/no/such/model'"),
         ({"family": "flux"}, "but family 'flux' is a FluxPipeline"),
         ({"width": 40}, "model.width: 40 pixels"),
     ],

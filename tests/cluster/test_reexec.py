@@ -76,7 +76,7 @@ def test_a_template_that_is_a_fork_of_its_command(command, tmp_path):
             assert (worker["imported"], worker["parent"], errors) == (["ray"], made.pid, "")
             assert worker["threads"] == 1
         other, errors = launch(tmp_path, told["path"], **its | {"RAY_JOB_ID": "02000000"})
-        assert other["imported"] == [] and "it ended, or has another Ray" in errors
+        assert other["imported"] == [] and "it ended, or uses another version of Ray" in errors
         raylet.kill()
     deadline = time.monotonic() + 60
     while made.status() != psutil.STATUS_ZOMBIE:  # until the command asks how it ended

@@ -134,7 +134,8 @@ def test_constant_scores_are_counted_in_a_row():
         watch.observe(7, same)
     assert [fields["iteration"] for _, fields in events] == [0, 1, 3, 5, 6, 7]
     assert notes[0] == (
-        "iteration 0: scorer 'jpeg_compressibility' gave 0.5 for every image: it ranks nothing"
+        "iteration 0: scorer 'jpeg_compressibility' gave 0.5 for every image, so it does not rank"
+        " them"
     )
 
 

@@ -153,7 +153,7 @@ def test_what_comes_when_the_run_is_over_does_not_end_it_otherwise():
 
 
 def test_what_starts_nothing_is_ended_at_once():
-    with pytest.raises(Stopped, match="stopped by SIGTERM before anything was started"):
+    with pytest.raises(Stopped, match="stopped by SIGTERM before any actor started"):
         asyncio.run(unless_stopped(signals_then_sleep("SIGTERM")))
 
     async def seven() -> int:
@@ -252,7 +252,7 @@ def test_a_run_that_waits_for_nodes_stops_at_once(ray_here, tiny_sd3_dir, tmp_pa
     with meanwhile((waits, lambda: signalled("SIGTERM"))):
         code = main_here("train", write_toml(config, tmp_path))
     said = capsys.readouterr()
-    assert (code, said.err) == (130, "stopped by SIGTERM before anything was started\n")
+    assert (code, said.err) == (130, "stopped by SIGTERM before any actor started\n")
     assert "waiting up to 600 s" in said.out
     assert not RunDirectory.of(config).path.exists()
 

@@ -78,7 +78,7 @@ def test_a_job_that_is_not_taken_is_one_line(monkeypatch, capsys, error, said):
     monkeypatch.setattr(jobs, "stage", small)
     assert main(["submit", "quickstart", "--set", "run_root=/data", "--address", HERE]) == 2
     told = line(capsys)
-    assert told.startswith(f"--address {HERE}: the job was not taken (") and said in told
+    assert told.startswith(f"--address {HERE}: the job was not accepted (") and said in told
     assert ("'photos' (3 MB)" in told) == isinstance(error, ValueError)
 
 
@@ -98,7 +98,7 @@ def test_an_address_that_is_no_url_is_refused(monkeypatch, capsys, address):
     assert main(["submit", "quickstart", "--set", "run_root=/data", "--address", address]) == 2
     assert (
         line(capsys)
-        == f"--address {address}: the URL of a Ray dashboard is expected, http://HOST:8265"
+        == f"--address {address}: expected the URL of a Ray dashboard, http://HOST:8265"
     )
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", address)
     assert main(["submit", "quickstart", "--set", "run_root=/data"]) == 2

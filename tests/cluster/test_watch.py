@@ -55,7 +55,7 @@ def test_nodes_that_refuse_or_swallow_connections_are_lost_and_others_are_not():
         assert await asyncio.wait_for(watch.gone("refuses"), 60) == "its node refuses connections"
         assert watch.lost == {"refuses"}  # before the one that is silent
         why = await asyncio.wait_for(watch.gone("swallows"), 60)
-        assert why == "its node answers no connection for 0.25 s"
+        assert why == "its node has not accepted a connection for 0.25 s"
         assert watch.lost == {"refuses", "swallows"} and not watch.gone("answers").done()
         await watch.close()
 
@@ -83,7 +83,7 @@ def test_what_ray_gives_up_is_lost_at_once_and_watched_no_more():
     async def main(address: tuple[str, int]) -> None:
         watch = await watched(node=address)
         watch.set_addresses({})
-        assert watch.gone("node").result() == "Ray has given its node up"
+        assert watch.gone("node").result() == "Ray reports its node as dead"
         await asyncio.sleep(2 * SILENCE_S)
         assert watch.lost == {"node"}
         await watch.close()

@@ -63,7 +63,7 @@ def test_an_average_that_stands_still_is_refused(name, tiny_sd3_dir, monkeypatch
 
 def test_an_ema_whose_decay_rounds_to_one_is_refused(tiny_sd3_dir):
     trainer = tiny_trainer(tiny_sd3_dir, ema={"decay": 1 - 2**-53}, optimizer={"lr": 1e-4})
-    with pytest.raises(NothingLearned, match="a step is lost in rounding; lower ema.decay"):
+    with pytest.raises(NothingLearned, match="a step is lost to rounding; lower ema.decay"):
         trainer.update(0, tiny_groups())
 
 

@@ -46,15 +46,17 @@ def test_equal_nodes_are_well():
     ("change", "name", "outcome", "said"),
     [
         ({"packages": {**PACKAGES, "torch": "2.12.0"}}, "versions", "failed",
-         "torch is 2.13.0 on a, 2.12.0 on b: install the same on all nodes"),
+         "torch is 2.13.0 on a, 2.12.0 on b: install the same versions on all nodes"),
         ({"python": "3.12.1"}, "versions", "failed", "python is 3.11.9 on a, 3.12.1 on b"),
         ({"shared": False}, "shared directory", "failed", "/data is another on b: mount one"),
         ({"writable": "Permission denied"}, "shared directory", "failed",
          "not writable on b (Permission denied)"),
         ({"clock": -7.5}, "clocks", "failed", "at most 7.50 s apart (b): run an NTP client"),
         ({"bandwidth_mb_s": 12.0}, "bandwidth", "note", "12 MB/s to b: publishing waits for it"),
-        ({"problems": ("model.path: there is no directory '/m'",)},
-         "model and scorers on every node", "failed", "b: model.path: there is no directory '/m'"),
+        ({"problems": ("model.path: there is not a directory '/m'",)},
+         "model and scorers on every node", "failed", (
+             "b: model.path: there is not a directory '/m'"
+         )),
         ({"kernels": "Triton is missing"}, "GPUs", "note", "b: Triton is missing"),
     ],
 )  # fmt: skip
@@ -69,8 +71,8 @@ def test_gpus_that_are_not_there():
     found = outcomes([bare], "services.rollout.gpus=1", "services.rollout.actors=3")
     assert found["GPUs"] == (
         "failed",
-        "failed  GPUs: there are 0, the configuration asks for 3: give --address of a cluster that"
-        " has them, or a configuration for CPUs",
+        "failed  GPUs: there are 0, the configuration asks for 3: give --address of a cluster"
+        " with enough GPUs, or a configuration for CPUs",
     )
     flux = doctor.check_nodes(load("flux1-sol_rl-hpsv2"), [bare])
     assert next(check for check in flux if check.name == "GPUs").outcome == "failed"

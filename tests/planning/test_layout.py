@@ -203,8 +203,8 @@ def test_a_layout_that_does_not_fit_is_left_out():
 @pytest.mark.parametrize(
     ("count", "memory", "said"),
     [
-        (1, 60, "8.0 GB short; nearest that fits: split on 2 x B200"),
-        (8, 20, "15.0 GB short; nearest that fits: GPUs of at least 35 GB"),
+        (1, 60, "8.0 GB short; nearest layout that fits: split on 2 x B200"),
+        (8, 20, "15.0 GB short; nearest layout that fits: GPUs of at least 35 GB"),
     ],
 )
 def test_where_nothing_fits_a_line_says_what_is_short_and_what_would_fit(count, memory, said):
@@ -255,7 +255,7 @@ def test_a_machine_is_not_asked_for_more_actors_than_it_holds(monkeypatch):
         " 0.25 GB before it loads a model, and a core starts 64 at most: lower it to 96 or less"
     ]
     refuse_on_this_machine(load("quickstart", ["services.rollout.actors=96"]))
-    with pytest.raises(ConfigError, match="need 50000, there are 128: at most 256 have a place"):
+    with pytest.raises(ConfigError, match="need 50000, there are 128: at most 256 can be placed"):
         refuse_too_many(many, 0, 0, [Node("a", 64), Node("b", 64)])
 
 

@@ -49,8 +49,8 @@ def test_it_is_not_tried_where_they_fit_and_wins_only_where_it_is_faster():
     tight = choose(preset("flux1"), [Gpus("B200", 4, 60)], turning())
     assert tight.best.numbers.leaves
     assert tight.why == (
-        "the fastest by prediction; rollout actors and the learner's frozen weights leave to host"
-        " memory between turns, as both do not fit on one GPU"
+        "the fastest by prediction; rollout actors and the learner's frozen weights move to host"
+        " memory between turns, because both do not fit on one GPU"
     )
     split = next(each for each in tight.table if each.numbers.mode == "split")
     assert split.seconds == pytest.approx(1140 / 3) and split.seconds > tight.best.seconds
@@ -92,7 +92,7 @@ def test_host_memory_is_counted_where_it_is_known(host, fits):
         choose(preset("flux1"), gpus, turning())
     assert (
         "with rollout and learner between turns: 34.0 GB of host memory for each B200, a node has"
-        " 33.9 GB for each; nearest that fits:" in error.value.lines[0]
+        " 33.9 GB for each; nearest layout that fits:" in error.value.lines[0]
     )
 
 

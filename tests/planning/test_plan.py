@@ -231,7 +231,9 @@ def test_a_plan_on_assumed_gpus(tiny_sd3_dir, tmp_path):
     hopper = make_plan(on_gpus(tiny_sd3_dir, tmp_path, services__rollout__accelerator="H200"))
     assert hopper.backend == "fp8"
     assert hopper.device == Device("H200", 989.5, 1979, 141, None, 4.8, "fp8")
-    assert "4.8 TB/s; 141 GB; shares as measured on one H200\n" in "\n".join(lines_of(hopper))
+    assert "4.8 TB/s; 141 GB; fractions of the peaks as measured on one H200\n" in "\n".join(
+        lines_of(hopper)
+    )
 
 
 def test_as_many_nodes_as_shares_fill_are_tried_first(tiny_sd3_dir, tmp_path, monkeypatch):
@@ -282,7 +284,7 @@ def test_the_command_on_cpus(tiny_sana_dir, tmp_path, capsys):
     text = capsys.readouterr().out
     assert (
         "assumed     CPUs: 0.04 of 0.1 TFLOP/s; 0.04 of 0.1 in quantized layers; 0.04 decoding in"
-        " BF16, 0.02 in FP32; bytes take no time\n" in text
+        " BF16, 0.02 in FP32; memory traffic takes no time\n" in text
     )
 
 
@@ -308,7 +310,7 @@ def test_the_nodes_of_a_cluster(tiny_sd3_dir, tmp_path, capsys, monkeypatch):
     ("arguments", "said"),
     [
         (("--utilisation", "0"), "--utilisation 0: must be above 0"),
-        (("--set", "model.path=/no/such/model"), "there is no directory '/no/such/model'"),
+        (("--set", "model.path=/no/such/model"), "there is not a directory '/no/such/model'"),
         (
             ("--set", "model.width=40"),
             "model.width: 40 pixels; this model makes multiples of 4 up to 32",

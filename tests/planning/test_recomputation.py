@@ -107,7 +107,7 @@ def test_a_run_says_what_was_chosen(needs, monkeypatch):
     config = layout.choose_cluster_layout(load("flux1-sol_rl-hpsv2", [f"{KEY}=auto"]), said.append)
     assert config.optimizer.gradient_checkpointing == 0.25
     line, *more = said
-    assert more == [f"{KEY} = 0.25: the fastest that has the memory"]
+    assert more == [f"{KEY} = 0.25: the fastest that fits the memory"]
     taken, others = line.split("; others would take: ")
     mine = re.fullmatch(r"layout: shared, the fastest by prediction, ([\d.]+) s per .*", taken)
     assert mine is not None and "8 learner at 0.52 GPU" in taken

@@ -40,9 +40,10 @@ def lines(monkeypatch: pytest.MonkeyPatch, room: float, *overrides: str) -> list
 def test_savings_add_up_to_the_first_with_which_it_fits(monkeypatch: pytest.MonkeyPatch):
     assert lines(monkeypatch, 11) == [
         "    34.0 GB, 10.0 short, with --set prompts.encode_once=true: prompts are encoded at the"
-        " start, and held on the host",
+        " start and kept in host memory",
         "    18.0 GB, fits, with --set explore.chunk_size=8 --set regenerate.batch_size=8 --set"
-        " optimizer.batch_size=8: smaller passes, less busy GPUs; other last bits",
+        " optimizer.batch_size=8: smaller passes use GPUs less well; results differ in the last"
+        " bits",
     ]
 
 
@@ -58,7 +59,7 @@ def test_what_is_set_already_is_not_told(monkeypatch: pytest.MonkeyPatch):
 def test_where_nothing_helps_that_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(savings, "SAVINGS", savings.SAVINGS[:1])
     assert lines(monkeypatch, 99)[-1] == (
-        "  nothing else is known that saves memory: fewer pixels, or a larger GPU"
+        "  no other option saves memory: use fewer pixels or a larger GPU"
     )
 
 

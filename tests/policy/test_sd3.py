@@ -111,7 +111,7 @@ def test_conditioning_rows():
 def test_a_missing_directory_says_what_to_do(tmp_path):
     with pytest.raises(
         FileNotFoundError,
-        match=r"model.path: there is no directory .*nothing.*: give a diffusers pipeline",
+        match=r"model.path: there is not a directory .*nothing.*: give a diffusers pipeline",
     ):
         model_directory(Model(path=str(tmp_path / "nothing")))
     with pytest.raises(ValueError, match="has no model_index.json"):

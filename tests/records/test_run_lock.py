@@ -76,4 +76,4 @@ def test_a_file_system_without_locks_does_not_stop_a_run(
     (event,) = [
         event for event in RunDirectory.of(config).events() if event["event"] == "run_not_locked"
     ]
-    assert event["why"] == "No locks available: nothing keeps a second driver out of this directory"
+    assert event["why"] == "No locks available: do not start a second driver in this directory"
