@@ -131,10 +131,10 @@ def _sentence(config: RunConfig, export: Export, base: str | None) -> str:
 
 def _licence(licence: Mapping[str, str]) -> str:
     if not licence:
-        return "The base model's licence is not declared here: look at its own page before use."
+        return "The license of the base model is not declared here: check its page before use."
     name = licence.get("license_name", licence["license"])
     link = licence.get("license_link")
-    return f"Licence, as declared: {f'[{name}]({link})' if link else name}."
+    return f"License, as declared: {f'[{name}]({link})' if link else name}."
 
 
 def _rewards(run: RunData, export: Export) -> str:
@@ -157,7 +157,10 @@ def _rewards(run: RunData, export: Export) -> str:
         " error of the mean, clustered by prompt, of a change that of the paired difference."
     )
     if (after.get("weights"), step_of(after)) != (export.weights, export.updates):
-        note += f" The weights here are others: `{export.weights}` after {export.updates} updates."
+        note += (
+            f" The weights in this directory are different: `{export.weights}` after"
+            f" {export.updates} updates."
+        )
     return "\n".join([*rows, "", note])
 
 
@@ -177,7 +180,7 @@ def _prompts(run: RunData, config: RunConfig) -> str:
         f" iteration, to raise {scorers}."
     ]
     if examples:
-        lines.append(f"Of the held-out prompts, `{config.prompts.test}`:\n\n{examples}")
+        lines.append(f"From the held-out prompts, `{config.prompts.test}`:\n\n{examples}")
     return "\n\n".join(lines)
 
 

@@ -14,13 +14,13 @@ def check_hub(repository: str) -> None:
     from huggingface_hub import HfApi
 
     if not HUB_ID.fullmatch(repository):
-        raise ConfigError(f"--push {repository}: OWNER/NAME is expected")
+        raise ConfigError(f"--push {repository}: expected OWNER/NAME")
     try:
         HfApi().whoami()
     except Exception as error:  # errors of login and network have no common base class
         raise ConfigError(
-            f"--push {repository}: the hub does not know who this is ({first_line(error)}): run `hf"
-            " auth login`, or set HF_TOKEN"
+            f"--push {repository}: not logged in to the hub ({first_line(error)}): run `hf auth"
+            " login`, or set HF_TOKEN"
         ) from None
 
 
@@ -42,7 +42,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
         )
     except Exception as error:  # as above
         raise RunFailed(
-            f"--push {repository}: the hub did not take it ({first_line(error)}); the files are in"
-            f" {folder}"
+            f"--push {repository}: the upload to the hub failed ({first_line(error)}); the files"
+            f" are in {folder}"
         ) from None
     return f"https://huggingface.co/{repository}"

@@ -105,7 +105,7 @@ def choose_prompts(config: RunConfig, count: int, iteration: int = 0) -> list[Pr
     prompts = read_prompts(config.prompts.train)
     if count > len(prompts):
         raise ConfigError(
-            f"--prompts {count}: {config.prompts.train} holds {len(prompts)}; ask for fewer"
+            f"--prompts {count}: {config.prompts.train} has only {len(prompts)}: use fewer"
         )
     rows = prompts_of_iteration(len(prompts), count, iteration, config.seed)
     return [prompts[row] for row in rows]

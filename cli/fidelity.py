@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.checkpoint is not None and options.run is None:
         raise ConfigError(
-            f"fidelity: --checkpoint {options.checkpoint}needs --run DIR instead of a configuration"
+            f"fidelity: --checkpoint {options.checkpoint} needs --run DIR, not a configuration"
         )
     require_positive(options, "prompts", "steps", "threads")
     rundir = None

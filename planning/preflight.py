@@ -165,7 +165,7 @@ def check_resumable(config: RunConfig, rundir: RunDirectory) -> None:
         )
     if changed := changed_files(config.prompts, rundir.prompts()):
         raise ConfigError(
-            f"--resume: {', '.join(changed)}changed since {rundir.path} was started: restore it,"
+            f"--resume: {', '.join(changed)} changed since {rundir.path} was started: restore it,"
             " or use another name"
         )
 

@@ -59,8 +59,8 @@ def load_decoder(
     )
     if missing := sorted(info["missing_keys"]):
         raise FileNotFoundError(
-            f"explore.decoder: {str(folder)!r} lacks {len(missing)} weights, the first:"
-            f" {missing[0]}: download it again"
+            f"explore.decoder: {str(folder)!r} lacks {len(missing)} weights, such as {missing[0]}:"
+            " download it again"
         )
     return _configured_for_latents(vae, family).to(device).eval().requires_grad_(False)
 
@@ -127,7 +127,7 @@ def check_decoder(config: RunConfig, family: Family) -> None:
     if config.plan.explore is None or config.explore.decoder == "full":
         return
     if family.video:
-        raise ValueError("explore.decoder: 'tiny' decodes images, not clips: use 'full'")
+        raise ValueError("explore.decoder: 'tiny' does not decode clips: use 'full'")
     directory = _weights_file(config, family).parent
     try:
         blank = meta_decoder(config, family, torch.float32)
@@ -136,14 +136,15 @@ def check_decoder(config: RunConfig, family: Family) -> None:
         size = vae.decode(family.unscale(vae, latents), return_dict=False)[0].shape
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"explore.decoder_path: {str(directory)!r} does not take this model's latents:"
+            f"explore.decoder_path: {str(directory)!r} does not accept this model's latents:"
             f" {first_line(error)}"
         ) from None
     expected = (1, 3, family.model.height, family.model.width)
     if tuple(size) != expected:
         raise ValueError(
-            f"explore.decoder_path: {str(directory)!r} makes images of {size[-1]}x{size[-2]} pixels"
-            f" of this model's latents, not {expected[-1]}x{expected[-2]}: it is another model's"
+            f"explore.decoder_path: {str(directory)!r} makes images of {size[-1]}x{size[-2]}"
+            f" pixels from this model's latents, not {expected[-1]}x{expected[-2]}: it belongs to"
+            " another model"
         )
 
 
@@ -164,7 +165,7 @@ def _weights_file(config: RunConfig, family: Family) -> Path:
     name = config.explore.decoder_path or family.tiny_decoder
     if name is None:
         raise ValueError(
-            f"explore.decoder: no tiny decoder of family {family.name!r} is known: give"
+            f"explore.decoder: no default tiny decoder of family {family.name!r} is known: give"
             " explore.decoder_path, or use 'full'"
         )
     directory = Path(name).expanduser()
@@ -173,8 +174,8 @@ def _weights_file(config: RunConfig, family: Family) -> Path:
     for file in (CONFIG, WEIGHTS):
         if not (directory / file).is_file():
             raise FileNotFoundError(
-                f"explore.decoder_path: there is no {file} in {str(directory)!r}: give the"
-                f" directory of an {CLASS} with its weights as safetensors"
+                f"explore.decoder_path: {file} not found in {str(directory)!r}: give the directory"
+                f" of an {CLASS} with its weights as safetensors"
             )
     try:
         class_name = json.loads((directory / CONFIG).read_text())["_class_name"]
@@ -185,8 +186,8 @@ def _weights_file(config: RunConfig, family: Family) -> Path:
         ) from None
     if class_name != CLASS:
         raise ValueError(
-            f"explore.decoder_path: {str(directory)!r} holds a {class_name}, a tiny decoder is an"
-            f" {CLASS}"
+            f"explore.decoder_path: {str(directory)!r} contains a {class_name}, but a tiny decoder"
+            f" must be an {CLASS}"
         )
     return directory / WEIGHTS
 

@@ -43,7 +43,7 @@ def torch_release() -> tuple[int, int]:
 
 def torch_cuda() -> str:
     """Return the CUDA version that torch was built for."""
-    return torch.version.cuda or "none, a build for CPUs"
+    return torch.version.cuda or "none (CPU build)"
 
 
 def cuda_unavailable_reason() -> str | None:
@@ -67,8 +67,8 @@ def device_for(kind: str, gpus: float, limited: bool = True) -> torch.device:
         return torch.device("cpu")
     if (reason := cuda_unavailable_reason()) is not None:
         raise RuntimeError(
-            f"services.{kind}.gpus = {gpus:g}, but {reason}: install a driver and a torch that fit"
-            f" each other, or set services.{kind}.gpus = 0"
+            f"services.{kind}.gpus = {gpus:g}, but {reason}: install compatible versions of the"
+            f" driver and of torch, or set services.{kind}.gpus = 0"
         )
     if limited and gpus < 1:
         torch.cuda.set_per_process_memory_fraction(gpus)
@@ -119,14 +119,14 @@ def out_of_memory(error: BaseException) -> str | None:
     if not isinstance(error, torch.OutOfMemoryError):
         return None
     match = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
-    what = f"{match[1]} more were asked for" if match else "more was asked for than is free"
+    what = f"{match[1]} more were requested" if match else "the request exceeds the free memory"
     if not torch.cuda.is_available():
         return what
     free, total = torch.cuda.mem_get_info()
     used, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     return (
         f"{what}; this process holds {used / 1e9:.1f} GB and {(reserved - used) / 1e9:.1f} GB in"
-        f" gaps, {free / 1e9:.1f} of the GPU's {total / 1e9:.1f} GB are free"
+        f" allocator gaps, {free / 1e9:.1f} of the GPU's {total / 1e9:.1f} GB are free"
     )
 
 

@@ -35,7 +35,7 @@ class Experts(nn.Module):
         ``return_dict`` is set.
         """
         if return_dict:
-            raise ValueError("two transformers return a tuple")
+            raise ValueError("models with two transformers must return a tuple")
         below = None if timestep.device.type == "meta" else self.below(timestep)
         if below is None or not bool(below.any()):
             return self.transformer(timestep=timestep, return_dict=False, **rows)

@@ -81,8 +81,8 @@ class PackedPolicy:
         before, self._loaded = self._loaded, None
         if manifest.format != self.backend.wire_format:
             raise WireError(
-                f"version {manifest.version} is {manifest.format}, backend {self.backend.name}"
-                f" takes {self.backend.wire_format}"
+                f"version {manifest.version} is {manifest.format}, but backend {self.backend.name}"
+                f" needs {self.backend.wire_format}"
             )
         unpack_into(manifest, shards, self._targets(manifest), before)
         for layer in self._layers.values():
@@ -131,10 +131,10 @@ class PackedPolicy:
         ``cond`` has more than one row, and CompileFailed if compilation fails.
         """
         if self._loaded is None:
-            raise RuntimeError("this explorer has no policy version: load published weights first")
+            raise RuntimeError("no policy version is loaded: load published weights first")
         if len(cond) != 1:
             raise ValueError(
-                f"conditioning of {len(cond)} rows: explore takes one prompt at a time"
+                f"conditioning of {len(cond)} rows: explore accepts one prompt at a time"
             )
         with compile_failures("explore.compile"):
             denoiser = self.transformer if eager else self._denoiser
@@ -147,8 +147,8 @@ class PackedPolicy:
                 latents = sample_ends(*inputs, path, steps, start, guided)
         if not bool(torch.isfinite(latents).all()):
             raise RuntimeError(
-                f"policy version {self.version} gave latents that are not finite: lower"
-                " optimizer.lr and resume"
+                f"policy version {self.version} produced latents that are not finite: lower"
+                " optimizer.lr and continue with --resume"
             )
         return latents
 

@@ -126,5 +126,5 @@ def packed_bytes(rows: Sequence[ModuleRow], packing: FrozenFormat) -> int:
 def missing() -> str | None:
     """Return what has to be installed, or None if torchao is installed."""
     if importlib.util.find_spec("torchao") is None:
-        return "there is no module 'torchao': pip install -c constraints.txt -e '.[base]'"
+        return "torchao is not installed: pip install -c constraints.txt -e '.[base]'"
     return None

@@ -99,9 +99,9 @@ def target_modules(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
     }
     unmatched = [target for target, modules in matches.items() if not modules]
     if unmatched:
-        known = f"; there are such as {names[len(names) // 2]!r}" if names else ""
+        known = f"; existing names are such as {names[len(names) // 2]!r}" if names else ""
         raise ValueError(
-            "lora.targets: no linear of the transformer ends in"
+            "lora.targets: no linear layer of the transformer has a name that ends in"
             f" {' or '.join(map(repr, unmatched))}{known}"
         )
     selected = {name for modules in matches.values() for name in modules}
@@ -157,7 +157,7 @@ def require_adapter(modules: Sequence[tuple[str, LoraLayer]], name: str) -> None
         )
     existing = modules[0][1].lora_A
     if name not in existing:
-        raise KeyError(f"adapter {name!r} does not exist; there are {', '.join(existing)}")
+        raise KeyError(f"adapter {name!r} does not exist; available: {', '.join(existing)}")
 
 
 def matrices(layer: LoraLayer, name: str) -> tuple[nn.Parameter, nn.Parameter]:
@@ -196,13 +196,13 @@ def load_adapter_state(transformer: nn.Module, name: str, state: dict[str, Tenso
     if parameters.keys() != state.keys():
         wrong = sorted(parameters.keys() ^ state.keys())
         raise ValueError(
-            f"adapter {name!r}: {len(wrong)} keys are not the model's, such as {wrong[0]!r}:"
-            " other targets or model"
+            f"adapter {name!r}: {len(wrong)} keys do not belong to the model, such as"
+            f" {wrong[0]!r}: it has other targets or another model"
         )
     for key, parameter in parameters.items():
         if parameter.shape != state[key].shape:
             raise ValueError(
-                f"adapter {name!r}: {key} is {tuple(state[key].shape)}, the model's is"
+                f"adapter {name!r}: {key} is {tuple(state[key].shape)}, in the model it is"
                 f" {tuple(parameter.shape)}"
             )
         parameter.copy_(state[key])

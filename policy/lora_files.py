@@ -92,8 +92,8 @@ def load_diffusers_lora(
     file = file if file.is_file() else file / name
     if not file.is_file():
         raise FileNotFoundError(
-            f"lora.init_from: there is no {name} in {str(path)!r}: give the directory of a"
-            " diffusers LoRA"
+            f"lora.init_from: {name} not found in {str(path)!r}: give the directory of a diffusers"
+            " LoRA"
         )
     try:
         with safe_open(file, framework="pt") as opened:
@@ -117,10 +117,10 @@ def _alpha(metadata: str) -> float | None:
     """
     values: object = json.loads(metadata)
     if not isinstance(values, dict):
-        raise ValueError(f"its {METADATA} is no JSON object")
+        raise ValueError(f"its {METADATA} is not a JSON object")
     alpha = values.get(PREFIX + "lora_alpha")
     if alpha is not None and not (type(alpha) in (int, float) and 0 < alpha < math.inf):
-        raise ValueError(f"its lora_alpha is {str(alpha)[:80]!r}, no number above 0")
+        raise ValueError(f"its lora_alpha is {str(alpha)[:80]!r}, not a number above 0")
     return alpha
 
 
@@ -134,7 +134,7 @@ def start_from(state: Mapping[str, Tensor], lora: Lora) -> None:
     files = by_file(state)
     if len(files) > 1 and Path(str(lora.init_from)).is_file():
         raise ValueError(
-            f"lora.init_from: {lora.init_from!r} is one file, and the model has two transformers:"
+            f"lora.init_from: {lora.init_from!r} is one file, but the model has two transformers:"
             f" give a directory with {' and '.join(files)}"
         )
     for file, tensors in files.items():
@@ -146,16 +146,15 @@ def _start_from(state: Mapping[str, Tensor], lora: Lora, file: str) -> None:
     unknown = sorted(initial.keys() - state.keys())
     if unknown:
         raise ValueError(
-            f"lora.init_from: {lora.init_from!r} has {unknown[0]!r}, which is in no module of"
-            " lora.targets: add it there"
+            f"lora.init_from: {lora.init_from!r} has {unknown[0]!r}, which is not in lora.targets:"
+            " add it there"
         )
     modules = sorted({key.rsplit(".lora_", 1)[0] for key in state})
     provided = {key.rsplit(".lora_", 1)[0] for key in initial}
     if missing := [module for module in modules if module not in provided]:
         raise ValueError(
-            f"lora.init_from: {lora.init_from!r} has nothing for {len(missing)} of"
-            f" {len(modules)} adapted modules, such as {missing[0]!r}: name in lora.targets those"
-            " that it has"
+            f"lora.init_from: {lora.init_from!r} has nothing for {len(missing)} of {len(modules)}"
+            f" adapted modules, such as {missing[0]!r}: restrict lora.targets to those that it has"
         )
     for key, value in initial.items():
         module, part = key.rsplit(".lora_", 1)
@@ -175,8 +174,8 @@ def _start_from(state: Mapping[str, Tensor], lora: Lora, file: str) -> None:
             own = f"{up.shape[0]}x{down.shape[1]} of rank {rank}"
             expected = f"{b.shape[0]}x{a.shape[1]} of rank {lora.rank}"
             raise ValueError(
-                f"lora.init_from: {module} is {own}, here it is {expected}: raise lora.rank or use"
-                " another LoRA"
+                f"lora.init_from: {module} is {own}, but {expected} is expected: raise lora.rank"
+                " or use another LoRA"
             )
         a[:rank] = down
         b[:, :rank] = up * (((alpha or rank) / rank) / (lora.alpha / lora.rank))

@@ -78,7 +78,7 @@ def merged(transformer: nn.Module, name: str | None) -> Iterator[None]:
     if name is not None:
         require_adapter(modules, name)
         if any(isinstance(_base(layer), FrozenLinear) for _, layer in modules):
-            raise ValueError("adapters cannot be merged into weights that lora.base packs")
+            raise ValueError("adapters cannot be merged into weights that are packed by lora.base")
     # one undo function per module: an error halfway restores exactly the modules merged so far
     undo: list[Callable[[], object]] = []
     try:

@@ -100,8 +100,8 @@ def _host_buffers_for(tensors: Sequence[Tensor]) -> list[Tensor]:
     for tensor in tensors:
         if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             raise ValueError(
-                f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} cannot move"
-                " to host memory: its elements share memory, or lie apart"
+                f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} cannot"
+                " move to host memory: its elements overlap or are not contiguous"
             )
         starts.append(total)
         total += math.ceil(tensor.nbytes / ALIGNED) * ALIGNED

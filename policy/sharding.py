@@ -50,7 +50,7 @@ def shard_base(transformer: nn.Module, device: torch.device) -> None:
         # moved explicitly, because fully_shard leaves ignored parameters where they are
         parameter.data = parameter.data.to(device)
     group = dist.group.WORLD
-    assert group is not None, "replicas meet before they share the base"
+    assert group is not None, "replicas must connect before they shard the base"
     mesh = DeviceMesh.from_group(group, device.type)
     for part in (*blocks_of(transformer), transformer):
         # reshard the root too: the weights gathered for it would otherwise stay after a pass and be

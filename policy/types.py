@@ -29,7 +29,9 @@ class Conditioning:
     def __post_init__(self) -> None:
         lengths = {name: len(tensor) for name, tensor in self.tensors.items()}
         if len(set(lengths.values())) != 1:
-            raise ValueError(f"conditioning tensors need one common number of rows, got {lengths}")
+            raise ValueError(
+                f"conditioning tensors must have the same number of rows, got {lengths}"
+            )
 
     def __len__(self) -> int:
         """Return B, the number of prompts."""
@@ -82,7 +84,7 @@ class Conditioning:
             if name.startswith(NEGATIVE)
         }
         if not negative:
-            raise ValueError("conditioning without a negative prompt: guidance needs one")
+            raise ValueError("guidance needs conditioning with a negative prompt")
         positive = {name: self.tensors[name] for name in negative}
         return Conditioning(positive), Conditioning(negative)
 

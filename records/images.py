@@ -78,7 +78,7 @@ def save_images(
         )
     rows = len(images)
     if len(prompts) < rows:
-        raise ValueError(f"{len(prompts)} prompts for images of {rows}: give a prompt per row")
+        raise ValueError(f"{len(prompts)} prompts for images of {rows}: give one prompt per row")
     directory.mkdir(parents=True, exist_ok=True)
     prompt_rows = [
         {"index": index, "prompt": prompt} for index, prompt in enumerate(prompts[:rows])
@@ -210,7 +210,8 @@ def before_after(
     saved = find_images(directory)
     if len(saved.steps) < 2:
         raise FileNotFoundError(
-            f"{directory} holds images of {len(saved.steps)} step: before and after need two"
+            f"{directory} holds images of {len(saved.steps)} step: a comparison of before and"
+            " after needs two"
         )
     prompt_indices, head, gap = sorted({index for index, _ in saved.steps[0].files}), 26, 24
     before_and_after = [

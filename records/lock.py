@@ -78,7 +78,7 @@ def _try_lock(lock: int, directory: Path, what: str, remedy: str) -> str | None:
         _acquire(lock)
     except BlockingIOError:
         who = os.read(lock, MAX_HOLDER_BYTES).decode(errors="replace").strip() or "another process"
-        raise ConfigError(f"{directory}: {what} is at work here: {who}: {remedy}") from None
+        raise ConfigError(f"{directory}: {what} is active here: {who}: {remedy}") from None
     except OSError as error:
         return error.strerror or str(error)
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())

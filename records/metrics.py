@@ -37,13 +37,15 @@ class Metric:
 
 
 METRICS: dict[str, Metric] = {
-    "kind": Metric("what the row is of: iteration or evaluation", "text"),
-    "iteration": Metric("the newest finished iteration, from 0"),
-    "seconds": Metric("seconds of training so far, over all resumes"),
+    "kind": Metric("kind of row: iteration or evaluation", "text"),
+    "iteration": Metric("last finished iteration, counted from 0"),
+    "seconds": Metric("seconds of training so far, including earlier parts of a resumed run"),
     "policy_version": Metric("version of the policy that regenerated"),
     "explore/version": Metric("version of the policy that explored"),
     "explore/backend": Metric("precision that explored", "text"),
-    "staleness": Metric("updates by which the exploring policy was behind, at most explore_ahead"),
+    "staleness": Metric(
+        "number of updates by which the exploring policy was behind, at most explore_ahead"
+    ),
     "weights": Metric("which weights were evaluated", "text"),
     "samples_seen": Metric("samples trained on", "total"),
     "reward/train_mean": Metric("mean reward of the samples trained on"),
@@ -88,18 +90,21 @@ METRICS: dict[str, Metric] = {
         " the same packed weights; 0: the same bits"
     ),
     "audit/scorer_error": Metric(
-        "largest difference of a scorer's second answer for the same images, in standard deviations"
+        "largest difference between a scorer's two answers for the same images, in standard"
+        " deviations"
     ),
-    "audit/below": Metric("iterations in a row in which rank agreement was below its threshold"),
+    "audit/below": Metric(
+        "number of consecutive iterations with rank agreement below its threshold"
+    ),
     "weights/delta_cosine": Metric(
-        "cosine of this update's change of the weights and of the quantized weights"
+        "cosine between the changes of the weights and of the quantized weights in this update"
     ),
     "weights/codes_changed": Metric("share of quantized codes that the last update changed"),
-    "weights/version": Metric("version of the policy that was published last"),
+    "weights/version": Metric("policy version that was published last"),
     "weights/bytes": Metric("bytes of the packed weights that were published", "increment"),
     "memory/moved_s": Metric(
-        "seconds of the iteration in which weights moved between GPUs and host memory, where they"
-        " leave between turns"
+        "seconds of the iteration during which weights moved between GPUs and host memory, if"
+        " they leave between turns"
     ),
     "memory/moved_bytes": Metric(
         "bytes that moved between GPUs and host memory, over all actors", "increment"
@@ -111,7 +116,7 @@ METRICS: dict[str, Metric] = {
     ),
     "loss/clip_share": Metric("share of the ratios of loss/ratio that were clipped"),
     "loss/log_prob_drift": Metric(
-        "mean difference of a path's log-probability computed again and as it was stored"
+        "mean difference between the recomputed and the stored log-probability of a path"
     ),
     "loss/ema": Metric("distance from AWM's own average of the policy, unweighted"),
     "grad_norm": Metric("norm of the gradient before clipping, mean over the iteration's steps"),
@@ -119,30 +124,31 @@ METRICS: dict[str, Metric] = {
     "optimizer/points": Metric(
         "points of the loss in the update; a point is a sample at one time t"
     ),
-    "old_policy/decay": Metric("share of itself that the old policy keeps in the update"),
+    "old_policy/decay": Metric("decay of the old policy in the update"),
     "zero_std_ratio": Metric(
-        "share of prompts whose rewards are all equal, so that they teach nothing"
+        "share of prompts whose rewards are all equal, so that they have no signal"
     ),
-    "rewards/failed": Metric("samples dropped because a scorer failed on them", "increment"),
+    "rewards/failed": Metric("samples dropped because a scorer failed", "increment"),
     "rewards/stood_in": Metric(
-        "samples in which the group's mean stood in for an optional scorer that failed", "increment"
+        "samples for which the group's mean replaced the score of a failed optional scorer",
+        "increment",
     ),
-    "rewards/images_per_s/<scorer>": Metric(
-        "images per second of one actor, while the scorer works"
-    ),
-    "eval/unscored/<scorer>": Metric("held-out images that the scorer failed on"),
+    "rewards/images_per_s/<scorer>": Metric("images per second of one actor, while it scores"),
+    "eval/unscored/<scorer>": Metric("held-out images for which the scorer failed"),
     **{
         f"busy/{kind}": Metric(
-            f"share of the iteration in which the mean {kind} actor had a task in hand"
+            f"share of the iteration during which the mean {kind} actor had a task"
         )
         for kind in SERVICES
     },
     **{
-        f"queue/{kind}": Metric(f"most tasks that waited for {kind} actors in the iteration")
+        f"queue/{kind}": Metric(
+            f"maximum number of tasks waiting for {kind} actors in the iteration"
+        )
         for kind in SERVICES
     },
-    "busy/scorers.<scorer>": Metric("busy/reward of a scorer that has actors of its own"),
-    "queue/scorers.<scorer>": Metric("queue/reward of a scorer that has actors of its own"),
+    "busy/scorers.<scorer>": Metric("busy/reward of a scorer with its own actors"),
+    "queue/scorers.<scorer>": Metric("queue/reward of a scorer with its own actors"),
     "rollout/actors": Metric("rollout actors in service"),
     "rollout/reissued": Metric("retries of tasks", "total"),
     "actors/lost": Metric("actors of any service that died, or hung and were killed", "total"),
@@ -152,7 +158,7 @@ METRICS: dict[str, Metric] = {
         " time/explore_ahead_s"
     ),
     "time/explore_ahead_s": Metric(
-        "seconds for which it was explored before its turn: during the iteration before, or an"
+        "seconds for which the iteration was explored ahead, during the previous iteration or an"
         " evaluation"
     ),
     "time/regenerate_s": Metric(
@@ -160,14 +166,14 @@ METRICS: dict[str, Metric] = {
     ),
     "time/update_s": Metric("seconds of the weight update"),
     "time/allreduce_s": Metric(
-        "seconds of the update in which the learner's replicas added up gradients"
+        "seconds of the update during which the learner's replicas summed gradients"
     ),
     "time/replica_wait_s": Metric(
-        "seconds of the update in which the first replica waited for the slowest"
+        "seconds of the update during which the first replica waited for the slowest"
     ),
     "time/publish_s": Metric(
-        "seconds from the update until every rollout actor held the new policy,"
-        " or with explore_ahead could"
+        "seconds from the update until every rollout actor had loaded the new policy, or could"
+        " load it with explore_ahead"
     ),
     "time/iteration_s": Metric("seconds of a whole iteration"),
 }

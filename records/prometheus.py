@@ -45,8 +45,8 @@ class PrometheusExporter:
         except (OSError, TypeError, UnicodeError) as error:
             address, why = f"{host}:{port}", getattr(error, "strerror", None) or str(error)
             log.warning(
-                f"metrics are not served: {address}: {why}; training goes on (choose another with"
-                " --set logging.prometheus_port=PORT, 0 for none)"
+                f"metrics are not served: {address}: {why}; training continues (choose another"
+                " with --set logging.prometheus_port=PORT, 0 for none)"
             )
             if events is not None:
                 events("metrics_unavailable", address=address, why=why)

@@ -91,8 +91,8 @@ class RunDirectory:
 
     def _name_taken(self) -> ConfigError:
         return ConfigError(
-            f"{self.path}: a run of this name is there: --resume continues it, --set"
-            " name=... starts another"
+            f"{self.path}: a run of this name exists: --resume continues it, --set name=... starts"
+            " another"
         )
 
     def has_results(self) -> bool:
@@ -145,8 +145,8 @@ class RunDirectory:
         # ValueError: neither JSON nor text
         except (RecursionError, OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"{self.path}: no readable run here ({type(error).__name__}); give a directory"
-                " with a config.json"
+                f"{self.path}: no readable run ({type(error).__name__}); give a directory with a"
+                " config.json"
             ) from None
 
     def _parsed(self, tree: dict[str, object], made: object) -> RunConfig:
@@ -162,7 +162,7 @@ class RunDirectory:
             if not isinstance(before, str) or before == current:
                 raise
             raise ConfigError(
-                f"{self.path}: made by Sol-RL {before}, which reads it; this is {current}:"
+                f"{self.path}: written by Sol-RL {before}, which can read it; this is {current}:"
                 f" {error.lines[0]}"
             ) from None
 
@@ -177,8 +177,8 @@ class RunDirectory:
             kept = None
         if not isinstance(kept, dict) or not all(isinstance(kept[key], str) for key in kept):
             raise ConfigError(
-                f"{self.config_file}: 'prompts' does not say which prompts the run was started"
-                " with: put it back, or take 'prompts' out and they are not compared"
+                f"{self.config_file}: 'prompts' does not contain the digests of the run's prompts:"
+                " restore it, or remove 'prompts' to skip the comparison"
             )
         return kept
 

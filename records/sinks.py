@@ -50,7 +50,7 @@ def check_sinks(config: RunConfig) -> None:
     """Raise ConfigError with a line per option of ``[logging]`` whose package is missing."""
     enabled = [field for field in EXTRAS if getattr(config.logging, field) not in (False, "off")]
     lines = [
-        f"logging.{field} = {json.dumps(getattr(config.logging, field))}: there is no module"
+        f"logging.{field} = {json.dumps(getattr(config.logging, field))}: missing package"
         f" {field!r}: pip install -c constraints.txt -e '.[{field}]', or leave it out"
         for field in enabled
         if importlib.util.find_spec(field) is None

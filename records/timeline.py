@@ -170,7 +170,8 @@ class Timeline:
                 file.writelines(line + "\n" for line in lines)
         except OSError as error:
             self.problem = (
-                f"{self._path}: {error.strerror or error}; the timeline ends here, training goes on"
+                f"{self._path}: {error.strerror or error}; the timeline ends here, training"
+                " continues"
             )
             log.warning(self.problem)
             with contextlib.suppress(OSError):  # on a full disk the event cannot be written either
@@ -193,7 +194,7 @@ def read_spans(path: Path, remarks: list[str] | None = None) -> list[Span]:
     if size > MAX_READ_BYTES and remarks is not None:
         remarks.append(
             f"{path.name} is {size >> 20:,} MiB long: only the last {MAX_READ_BYTES >> 20} MiB are"
-            " drawn"
+            " shown"
         )
     return sorted(
         (span for line in lines if (span := _parsed(line)) is not None),

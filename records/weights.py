@@ -32,9 +32,8 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
         loaded: object = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch, zipfile and pickle each raise errors of their own
         raise UnreadableWeights(
-            f"{path}: not readable as weights ({error_summary(error, 160)}): give a"
-            " safetensors file, or a torch file that holds nothing but tensors (no TorchScript"
-            " archive)"
+            f"{path}: not readable as weights ({error_summary(error, 160)}): give a safetensors"
+            " file, or a torch file that contains only tensors (not a TorchScript archive)"
         ) from None
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
@@ -42,7 +41,8 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
         isinstance(value, torch.Tensor) for value in loaded.values()
     ):
         raise UnreadableWeights(
-            f"{path}: holds {type(loaded).__name__}, not a dictionary of tensors: give a state dict"
+            f"{path}: contains {type(loaded).__name__}, not a dictionary of tensors: give a state"
+            " dict"
         )
     state = {
         name: value

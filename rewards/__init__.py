@@ -45,8 +45,8 @@ def resolve(name: str) -> str:
     if colon and module and attribute:
         return name
     raise ScorerSetupError(
-        f"rewards.scorers.name: there is no built-in scorer {name!r}{suggestion(name, SCORERS)}:"
-        f" use one of {', '.join(sorted(SCORERS))}, or module:attribute of your own"
+        f"rewards.scorers.name: unknown built-in scorer {name!r}{suggestion(name, SCORERS)}: use"
+        f" one of {', '.join(sorted(SCORERS))}, or module:attribute of a custom scorer"
     )
 
 
@@ -152,9 +152,9 @@ def _imported(target: str) -> Callable[..., object]:
     except ImportError as error:
         own = error.name and (module_name == error.name or module_name.startswith(f"{error.name}."))
         advice = (
-            "put its directory on PYTHONPATH, or in the working directory of the job"
+            "add its directory to PYTHONPATH, or to the working directory of the job"
             if own
-            else f"install what {module_name!r} imports"
+            else f"install the packages that {module_name!r} imports"
         )
         raise ScorerSetupError(f"cannot import {module_name!r} ({error}): {advice}") from error
     for part in path.split("."):
@@ -164,11 +164,11 @@ def _imported(target: str) -> Callable[..., object]:
             names = [name for name in dir(value) if not name.startswith("_")]
             raise ScorerSetupError(
                 f"{module_name!r} has no attribute {path!r}{suggestion(part, names)}: check the"
-                " name behind the colon"
+                " name after the colon"
             ) from error
     if not callable(value):
         raise ScorerSetupError(
-            f"{path!r} is {type(value).__name__}, not a class or function that makes a scorer"
+            f"{path!r} is {type(value).__name__}, not a class or function that creates a scorer"
         )
     return value
 

@@ -96,7 +96,9 @@ def check(scores: object, count: int) -> tuple[np.ndarray, str | None]:
         with np.errstate(over="ignore"):  # overflow gives infinity, which is reported below
             values = np.asarray(scores, dtype=np.float32).copy()
     except (TypeError, ValueError, OverflowError):
-        return missing, f"returned {type(scores).__name__}, which is no array of numbers: {wanted}"
+        return missing, (
+            f"returned {type(scores).__name__}, which is not an array of numbers: {wanted}"
+        )
     if values.shape != (count,):
         return missing, f"returned shape {list(values.shape)} for {count} images: {wanted}"
     bad = np.flatnonzero(~np.isfinite(values))
@@ -143,6 +145,6 @@ def require_images(
         )
     if not len(images) == len(prompts) == len(metadata):
         raise ValueError(
-            f"{len(images)} images, {len(prompts)} prompts, {len(metadata)} metadata: need as"
-            " many of each"
+            f"{len(images)} images, {len(prompts)} prompts, {len(metadata)} metadata: the numbers"
+            " must be equal"
         )

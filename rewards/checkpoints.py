@@ -19,7 +19,7 @@ FILE_ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".txt")
 """Endings by which a name is taken for a file rather than a repository."""
 ROOT = Path(__file__).parent.parent
 M = TypeVar("M", bound=torch.nn.Module)
-ADVICE = "docs/rewards.md says where to get it"
+ADVICE = "docs/rewards.md explains where to get it"
 DAMAGED = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError),
     *(OSError, RuntimeError, TypeError, ValueError),
@@ -71,7 +71,8 @@ def _existing_file(path: Path, names: Sequence[str]) -> Path | None:
         file = next((path / name for name in names if (path / name).is_file()), None)
         if file is None:
             raise ScorerSetupError(
-                f"{str(path)!r} holds none of {', '.join(names)}: give the file itself; {ADVICE}"
+                f"{str(path)!r} contains none of {', '.join(names)}: give the path of the file;"
+                f" {ADVICE}"
             )
         return file
     return None
@@ -87,7 +88,7 @@ def _require_hub_id(source: str) -> None:
     ):
         advice = "build it with `make shapes-clip`" if source.startswith("shapes/") else ADVICE
         raise ScorerSetupError(
-            f"there is no checkpoint {source!r}: give a file, a directory, or a hub id owner/name;"
+            f"checkpoint {source!r} not found: give a file, a directory, or a hub id owner/name;"
             f" {advice}"
         )
 
@@ -125,8 +126,8 @@ def _download(repo: str, names: Sequence[str]) -> Path:
         except Exception as error:
             why = error_summary(error, 200)
     raise ScorerSetupError(
-        f"{repo!r} is no file or directory here, and the hub does not give {' or '.join(names)} of"
-        f" it ({why}): fetch it where there is a network and give its path; {ADVICE}"
+        f"{repo!r} is not a file or directory, and {' or '.join(names)} cannot be downloaded from"
+        f" the hub ({why}): download it on a machine with a network and give its path; {ADVICE}"
     )
 
 
@@ -144,7 +145,7 @@ def pretrained(kind: Any, place: str | Path, **settings: object) -> Any:
         {name for name, _ in model.named_parameters()} & set(loading_info["missing_keys"])
     )
     if missing:
-        raise ValueError(f"{len(missing)} weights are missing, the first: {missing[0]}")
+        raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}")
     require_finite(model.state_dict(), place)
     return model
 
@@ -175,18 +176,19 @@ def load_weights(make: Callable[[], M], state: dict[str, torch.Tensor], path: Pa
     if missing or extra:
         first = f"missing {missing[0]!r}" if missing else f"unknown {extra[0]!r}"
         raise ScorerSetupError(
-            f"{path}: no weights of {what}: {len(missing)} names missing, {len(extra)} unknown, the"
-            f" first: {first}; set architecture to what the checkpoint was trained as"
+            f"{path}: not the weights of {what}: {len(missing)} names are missing, {len(extra)}"
+            f" are unknown, such as {first}; set architecture to that of the checkpoint"
         )
     for name, value in own.items():
         if value.shape != state[name].shape:
             raise ScorerSetupError(
-                f"{path}: no weights of {what}: {name!r} is {list(state[name].shape)}, not"
-                f" {list(value.shape)}; set architecture to what the checkpoint was trained as"
+                f"{path}: not the weights of {what}: {name!r} is {list(state[name].shape)}, not"
+                f" {list(value.shape)}; set architecture to that of the checkpoint"
             )
         if value.is_floating_point() != state[name].is_floating_point():
             raise ScorerSetupError(
-                f"{path}: no weights of {what}: {name!r} is {state[name].dtype}, not {value.dtype}"
+                f"{path}: not the weights of {what}: {name!r} is {state[name].dtype}, not"
+                f" {value.dtype}"
             )
     require_finite(state, path)
     model = make()
@@ -199,5 +201,6 @@ def require_finite(state: Mapping[str, torch.Tensor], path: str | Path) -> None:
     for name, value in state.items():
         if value.is_floating_point() and not torch.isfinite(value).all():
             raise ScorerSetupError(
-                f"{path}: {name!r} holds values that are not finite: the file is damaged; {ADVICE}"
+                f"{path}: {name!r} contains values that are not finite: the file is damaged;"
+                f" {ADVICE}"
             )

@@ -23,7 +23,8 @@ def combine(scores: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> n
     """
     if set(scores) != set(weights):
         raise ValueError(
-            f"scores of {sorted(scores)} but weights of {sorted(weights)}: every scorer needs both"
+            f"scores of {sorted(scores)} but weights of {sorted(weights)}: every scorer needs a"
+            " score and a weight"
         )
     if not scores:
         raise ValueError("no scorer: a reward needs at least one")
@@ -263,7 +264,7 @@ def _parts_of(scorer: Scorer, count: int) -> tuple[dict[str, np.ndarray], str | 
     """
     parts: object = getattr(scorer, "parts", None) or {}
     if not isinstance(parts, Mapping):
-        return {}, f"has parts that are {type(parts).__name__}, no dict of float32 [{count}]"
+        return {}, f"has parts of type {type(parts).__name__}, not a dict of float32 [{count}]"
     checked: dict[str, np.ndarray] = {}
     problem = None
     for name, value in parts.items():
@@ -274,5 +275,5 @@ def _parts_of(scorer: Scorer, count: int) -> tuple[dict[str, np.ndarray], str | 
         if values.shape == (count,):
             checked[str(name)] = values
         else:
-            problem = f"has a part {name!r} that is no float32 [{count}]"
+            problem = f"has a part {name!r} that is not float32 [{count}]"
     return checked, problem

@@ -72,8 +72,8 @@ class Judge(BuiltIn):
         self.check(vars(self))
         if self.key_env is not None and not os.environ.get(self.key_env):
             raise ScorerSetupError(
-                f"key_env is {self.key_env!r}: there is no such variable where this scorer runs:"
-                " set it in the environment of its actors"
+                f"key_env is {self.key_env!r}: this variable is not set where the scorer runs: set"
+                " it in the environment of its actors"
             )
         self.parts: dict[str, np.ndarray] = {}
 
@@ -85,9 +85,7 @@ class Judge(BuiltIn):
         for name, least in (("in_flight", 1), ("retries", 0), ("cache", 0)):
             require_count(name, settings[name], least)
         if "{prompt}" not in settings["rubric"]:
-            raise ScorerSetupError(
-                "rubric has no {prompt}: the judge would not know what was asked"
-            )
+            raise ScorerSetupError("rubric has no {prompt}: the judge would not see the prompt")
 
     @property
     def _headers(self) -> dict[str, str]:
@@ -127,7 +125,7 @@ class Judge(BuiltIn):
             ArithmeticError,
             RecursionError,
         ):
-            raise NoVerdict(f"the answer is no chat completion: {answer[:80]!r}") from None
+            raise NoVerdict(f"the answer is not a chat completion: {answer[:80]!r}") from None
 
 
 def image_part(image: np.ndarray) -> Tree:
@@ -171,7 +169,9 @@ def json_field(choice: Any, field: str) -> Any:
     try:
         return json.loads(choice["message"]["content"])[field]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise NoVerdict(f"the judge answers prose: {_short(choice)!r}") from None
+        raise NoVerdict(
+            f"the judge's answer is not the expected JSON: {_short(choice)!r}"
+        ) from None
 
 
 def text_of(choice: Any) -> tuple[str, bool]:
@@ -179,7 +179,7 @@ def text_of(choice: Any) -> tuple[str, bool]:
     try:
         return str(choice["message"]["content"] or ""), choice.get("finish_reason") != "length"
     except (KeyError, TypeError, AttributeError):
-        raise NoVerdict(f"the answer holds no text: {_short(choice)!r}") from None
+        raise NoVerdict(f"the answer contains no text: {_short(choice)!r}") from None
 
 
 def expected_value(choice: Any, values: Mapping[str, float], what: str) -> float:
@@ -203,7 +203,7 @@ def expected_value(choice: Any, values: Mapping[str, float], what: str) -> float
     mass = math.fsum(mass for _, mass in matches)
     if not mass >= MIN_MASS:
         likely = max(pairs, key=lambda pair: pair[1])[0] if pairs else ""
-        raise NoVerdict(f"the judge answers {likely!r} rather than a number: {mass:.0%} on {what}")
+        raise NoVerdict(f"the judge answers {likely!r} instead of a number: {mass:.0%} on {what}")
     return math.fsum(value * share for value, share in matches) / mass
 
 

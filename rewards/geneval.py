@@ -110,7 +110,7 @@ class GenEvalScorer(BuiltIn):
                 model: torch.nn.Module = model_class(Mask2FormerConfig.from_pretrained(path.parent))
         except UNUSABLE as error:
             raise ScorerSetupError(
-                f"{path.parent}: its config.json makes no Mask2Former"
+                f"{path.parent}: its config.json does not describe a Mask2Former model"
                 f" ({first_line(error)[:200]}): {CHECKPOINT_ADVICE}"
             ) from None
         return colors + sum(parameter.numel() * 4 for parameter in model.parameters())
@@ -217,8 +217,8 @@ def _load(source: str) -> tuple[Mask2FormerForUniversalSegmentation, Any]:
         processor([grey], return_tensors="pt", input_data_format="channels_first")
     except UNUSABLE as error:
         raise ScorerSetupError(
-            f"detector = {source!r}: no Mask2Former of transformers ({first_line(error)[:200]}):"
-            f" {CHECKPOINT_ADVICE}"
+            f"detector = {source!r}: not a Mask2Former model of transformers"
+            f" ({first_line(error)[:200]}): {CHECKPOINT_ADVICE}"
         ) from None
     return model, processor
 

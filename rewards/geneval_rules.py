@@ -77,9 +77,13 @@ def parse_requirements(
         relation, target = row.get("position") or (None, -1)
         color = row.get("color")
         if color not in (None, *COLORS) or relation not in (None, *RELATIONS):
-            raise ValueError(f"prompt {prompt!r}: GenEval knows no {color or ''} {relation or ''}")
+            raise ValueError(
+                f"prompt {prompt!r}: unknown to GenEval: {color or ''} {relation or ''}"
+            )
         if relation is not None and not 0 <= target < index:
-            raise ValueError(f"prompt {prompt!r}: 'position' refers to {target}, no earlier entry")
+            raise ValueError(
+                f"prompt {prompt!r}: 'position' refers to {target}, which is not an earlier entry"
+            )
         name = row["class"]
         entries.append(Requirement(name, row["count"], color, relation, target, limits.get(name)))
     # a class that is only excluded becomes an entry with count 0
@@ -92,7 +96,9 @@ def _rows(prompt: str, metadata: Metadata, key: str, known: set[str]) -> list[di
     for row in rows:
         count = row.get("count")
         if row.get("class") not in known or not isinstance(count, int) or count < 1:
-            raise ValueError(f"prompt {prompt!r}: {key!r} has {row}: no class and count")
+            raise ValueError(
+                f"prompt {prompt!r}: {key!r} has {row}, which is not a class with a count"
+            )
     return rows
 
 

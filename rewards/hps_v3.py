@@ -46,7 +46,7 @@ class HPSv3(BuiltIn):
             from hpsv3 import HPSv3RewardInferencer  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ScorerSetupError(
-                f"{error}: give its actors an environment with hpsv3==1.0.0: docs/rewards.md"
+                f"{error}: give its actors an environment with hpsv3==1.0.0, see docs/rewards.md"
             ) from None
         file = str(locate(checkpoint, FILES))
         self._batch_size = batch_size
@@ -60,7 +60,7 @@ class HPSv3(BuiltIn):
         # the package reads other files by unpickling, which can run code
         if settings["checkpoint"].endswith((".pt", ".pth", ".bin", ".ckpt")):
             raise ScorerSetupError(
-                f"checkpoint is {settings['checkpoint']!r}: only safetensors are read"
+                f"checkpoint is {settings['checkpoint']!r}: only safetensors files are read"
             )
 
     @classmethod
@@ -86,8 +86,8 @@ class HPSv3(BuiltIn):
         scores = np.concatenate(batches)
         if scores.shape != (len(images), 2):
             raise ScorerError(
-                f"hpsv3 answered {list(scores.shape)} for {len(images)} images: mean and deviation"
-                " of each were expected"
+                f"hpsv3 answered {list(scores.shape)} for {len(images)} images: expected the mean"
+                " and deviation of each"
             )
         self.parts = {"sigma": scores[:, 1]}
         return scores[:, 0]

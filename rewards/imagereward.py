@@ -173,7 +173,7 @@ class ImageReward(PairedScorer):
 def _check_tables(architecture: Settings) -> None:
     if unknown := sorted(architecture.keys() - {"vision", "text"}):
         raise ScorerSetupError(
-            f"architecture has {', '.join(unknown)}: it takes the tables vision and text"
+            f"architecture has {', '.join(unknown)}: only the tables vision and text are allowed"
         )
 
 
@@ -208,8 +208,8 @@ def bert_tokenizer(vocabulary: str) -> BertTokenizer:
     words = path.read_text(encoding="utf-8").splitlines()
     if len(words) != WORDS or words[101] != "[CLS]":
         raise ScorerSetupError(
-            f"{path}: {len(words)} words: bert-base-uncased has {WORDS} with [CLS] at 101; give its"
-            " vocab.txt"
+            f"{path}: {len(words)} words, but bert-base-uncased has {WORDS} with [CLS] at 101:"
+            " give its vocab.txt"
         )
     return BertTokenizer(
         vocab={word: index for index, word in enumerate(words)}, do_lower_case=True

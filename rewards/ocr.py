@@ -69,8 +69,8 @@ def wanted_text(prompt: str, metadata: Metadata) -> list[str]:
     pieces = [piece for piece in pieces if normalize_text(piece)]
     if not pieces:
         raise ValueError(
-            f"prompt {prompt!r} quotes no text to be read: put it in quotes, or in metadata as"
-            " 'text'"
+            f"prompt {prompt!r} contains no quoted text: quote the text, or give it in the"
+            " metadata as 'text'"
         )
     return pieces
 

@@ -106,8 +106,8 @@ class OpenClipScorer(PairedScorer):
         description = _read_description(file) if file is not None and file.is_file() else {}
         if repo is not None and not description.get("model_cfg") and not architecture_given:
             raise ScorerSetupError(
-                f"{repo!r} has no {CONFIG} that says what it was trained as: set architecture, or"
-                f" use {self.published}"
+                f"{repo!r} has no {CONFIG} that states its architecture: set architecture, or use"
+                f" {self.published}"
             )
         for key, own in self.resizes.items():
             if (wanted := description.get("preprocess_cfg", {}).get(key, own)) != own:
@@ -164,7 +164,9 @@ def _read_description(file: Path) -> Tree:
     try:
         description = dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, RecursionError, TypeError, ValueError) as error:
-        raise ScorerSetupError(f"{file}: no JSON object ({error}): remove it, or fix it") from None
+        raise ScorerSetupError(
+            f"{file}: not a JSON object ({error}): remove it, or fix it"
+        ) from None
     for key in ("model_cfg", "preprocess_cfg"):
         if not isinstance(description.get(key, {}), dict):
             raise ScorerSetupError(
@@ -174,8 +176,8 @@ def _read_description(file: Path) -> Tree:
         values = description.get("preprocess_cfg", {}).get(key, CLIP_STD)
         if not _is_colour(values) or (key == "std" and not all(values)):
             raise ScorerSetupError(
-                f"{file}: {key} = {str(values)[:80]}: a finite number for each of three colours is"
-                " expected"
+                f"{file}: {key} = {str(values)[:80]}: expected a finite number for each of three"
+                " colors"
             )
     return description
 
@@ -198,26 +200,25 @@ def _config(wanted: str | Tree) -> Tree:
     config = open_clip.get_model_config(wanted) if isinstance(wanted, str) else dict(wanted)
     if config is None:
         raise ScorerSetupError(
-            f"architecture = {wanted!r}: open_clip has no such model; `open_clip.list_models()`"
-            " names all"
+            f"architecture = {wanted!r}: unknown to open_clip; `open_clip.list_models()` lists all"
+            " models"
         )
     for key in ("vision_cfg", "text_cfg"):
         if not isinstance(config.get(key, {}), dict):
-            raise ScorerSetupError(f"architecture: {key} = {str(config[key])[:80]}: no table")
+            raise ScorerSetupError(f"architecture: {key} = {str(config[key])[:80]}: not a table")
     sizes = {"embed_dim": config.get("embed_dim", 1)}
     sizes |= {key: config.get("vision_cfg", {}).get(key, 1) for key in SIZES}
     sizes |= {f"text {key}": config.get("text_cfg", {}).get(key, 1) for key in SIZES}
     for key, size in sizes.items():
         if type(size) is not int or not 1 <= size <= (MOST_LAYERS if "layers" in key else MOST):
             raise ScorerSetupError(
-                f"architecture: {key} = {str(size)[:80]}: a whole number from 1 up is expected, as"
-                " models have it"
+                f"architecture: {key} = {str(size)[:80]}: expected a positive integer"
             )
     missing = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if key not in config]
     if missing or config.get("custom_text") or "hf_model_name" in config.get("text_cfg", {}):
-        why = f"lacks {', '.join(missing)}" if missing else "has a text tower of its own"
+        why = f"lacks {', '.join(missing)}" if missing else "has a separate text tower"
         raise ScorerSetupError(
-            f"architecture {why}: only a plain CLIP works here, such as {{embed_dim, vision_cfg,"
+            f"architecture {why}: only a plain CLIP is supported, such as {{embed_dim, vision_cfg,"
             " text_cfg}"
         )
     return config
@@ -244,7 +245,7 @@ def _tokenizer(cfg: Tree, path: Path) -> SimpleTokenizer | HFTokenizer:
         return SimpleTokenizer(context_length=length)
     if not path.with_name("tokenizer.json").is_file():
         raise ScorerSetupError(
-            f"{path.parent}: {CONFIG} names a tokenizer, but there is no tokenizer.json: give a"
+            f"{path.parent}: {CONFIG} names a tokenizer, but tokenizer.json is missing: give a"
             " directory with both"
         )
     from tokenizers import Tokenizer
@@ -256,12 +257,12 @@ def _tokenizer(cfg: Tree, path: Path) -> SimpleTokenizer | HFTokenizer:
         size = len(tokenizer.tokenizer)
     except Exception as error:  # tokenizers raises Exception itself
         raise ScorerSetupError(
-            f"{path.parent}: tokenizer.json and tokenizer_config.json make no tokenizer"
+            f"{path.parent}: tokenizer.json and tokenizer_config.json do not describe a tokenizer"
             f" ({first_line(error)[:200]}): give a directory with both"
         ) from None
     if size != (wanted := int(cfg["text_cfg"].get("vocab_size", 49408))):
         raise ScorerSetupError(
-            f"{path.parent}: the tokenizer has {size} words, the model {wanted}: they do not"
-            " belong together"
+            f"{path.parent}: the tokenizer has {size} words, but the model has {wanted}: they do"
+            " not match"
         )
     return tokenizer

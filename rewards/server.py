@@ -136,7 +136,7 @@ def post(
         except urllib.error.HTTPError as error:
             problem = f"answered {error.code} {error.reason}"[:200]
             if error.code in range(300, 400):
-                problem += " (redirects are not followed: give the last url itself)"
+                problem += " (redirects are not followed: give the final URL)"
             if error.code < 500 and error.code not in RETRIED_STATUSES:
                 break
             wait = error.headers.get("Retry-After", "")
@@ -158,8 +158,8 @@ def _read(request: urllib.request.Request, timeout_s: float, most: int) -> bytes
             body += piece
             if len(body) > most:
                 raise ScorerError(
-                    f"{request.full_url} answered more than {most} bytes: that is no answer with"
-                    " scores"
+                    f"{request.full_url} answered more than {most} bytes, which is too long for an"
+                    " answer with scores"
                 )
             if time.monotonic() > deadline:
                 raise TimeoutError(f"timed out after {timeout_s:g} s")
@@ -189,8 +189,8 @@ def require_url(url: object, plain_http: object) -> None:
         raise ScorerSetupError(f"plain_http is {plain_http!r}: use true or false")
     if url.startswith("http://") and not plain_http and not _is_this_machine(_host(url) or ""):
         raise ScorerSetupError(
-            f"url is {url!r}: images would go to another machine unencrypted: use https://, or"
-            " set plain_http = true on a network of your own"
+            f"url is {url!r}: images would be sent to another machine unencrypted: use https://,"
+            " or set plain_http = true on a private network"
         )
 
 
@@ -262,14 +262,14 @@ def decode(body: bytes, count: int) -> np.ndarray:
         values = [float("nan") if score is None else score for score in scores]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ScorerError(
-            f"the server's answer is no JSON object with 'scores' ({type(error).__name__}):"
+            f"the server's answer is not a JSON object with 'scores' ({type(error).__name__}):"
             f" {body[:80]!r}"
         ) from None
     if len(values) != count or not all(
         isinstance(value, int | float) and not isinstance(value, bool) for value in values
     ):
         raise ScorerError(
-            f"the server answered {len(values)} scores for {count} images: it must answer {count}"
+            f"the server answered {len(values)} scores for {count} images: it must return {count}"
             " numbers or nulls"
         )
     with np.errstate(over="ignore"):  # beyond float32 becomes infinite, which is no score

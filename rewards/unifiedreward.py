@@ -158,15 +158,15 @@ class UnifiedReward(BuiltIn):
         require_images(images, prompts, metadata)
         if min(images.shape[2:]) < SIDE:
             raise ScorerError(
-                f"images are {images.shape[3]}x{images.shape[2]}: {SIDE} pixels are one token's"
-                " side, so draw them larger"
+                f"images are {images.shape[3]}x{images.shape[2]}: {SIDE} pixels are the side of"
+                " one token, so generate larger images"
             )
         answers = self.answers(images, prompts)
         marks, low = list(self.form.marks.values()), self.form.low
         ratings = [numbers_after(text, marks, low, MAX_RATING, ended) for text, ended in answers]
         if answers and not any(ratings):
             raise ScorerError(
-                f"the model writes no score: {' '.join(answers[0][0].split())[:80]!r}"
+                f"the model's answer contains no score: {' '.join(answers[0][0].split())[:80]!r}"
             )
         scores = np.array([row or [np.nan] * len(marks) for row in ratings], np.float32)
         scores = scores.reshape(-1, len(marks)) / np.float32(MAX_RATING)
@@ -251,19 +251,19 @@ def _files(checkpoint: str) -> list[Path] | None:
         return None
     folder = found.parent
     if found.suffix not in (".safetensors", ".json"):
-        raise ScorerSetupError(f"checkpoint is {checkpoint!r}: only safetensors are read")
+        raise ScorerSetupError(f"checkpoint is {checkpoint!r}: only safetensors files are read")
     classes = _json(folder / "config.json").get("architectures")
     if classes != [CLASS]:
         raise ScorerSetupError(
-            f"checkpoint {str(folder)!r} holds {classes}, not {CLASS}: serve other models and ask"
-            " them by the scorer vlm (docs/rewards.md)"
+            f"checkpoint {str(folder)!r} holds {classes}, not {CLASS}: serve other models with a"
+            " server and use the scorer vlm (docs/rewards.md)"
         )
     if found.suffix == ".safetensors":
         return [found]
     names = sorted(set(_json(found).get("weight_map", {}).values()))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing or not names:
-        raise ScorerSetupError(f"{found} names {(missing or ['no file'])[0]}, which is not there")
+        raise ScorerSetupError(f"{found} names {(missing or ['no file'])[0]}, which does not exist")
     return [folder / name for name in names]
 
 
@@ -273,7 +273,7 @@ def _json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ScorerSetupError(f"{file} cannot be read: {first_line(error)}") from None
     if not isinstance(content, dict):
-        raise ScorerSetupError(f"{file} is no table")
+        raise ScorerSetupError(f"{file} is not a table")
     return content
 
 
@@ -293,7 +293,7 @@ def _load(checkpoint: str, dtype: torch.dtype) -> tuple[Any, Any]:
         return model, processor
     except DAMAGED as error:
         raise ScorerSetupError(
-            f"checkpoint = {checkpoint!r}: no {CLASS} of transformers"
+            f"checkpoint = {checkpoint!r}: not a {CLASS} model of transformers"
             f" ({first_line(error)[:200]}): give a directory with its safetensors, config.json,"
             " preprocessor_config.json, tokenizer and chat template, or a hub id"
         ) from None

@@ -103,22 +103,22 @@ class VlmScorer(Judge):
         )
         if not listed or bool(after) != (settings["read"] == "text"):
             raise ScorerSetupError(
-                f"after is {after!r}: read = 'text' needs a list of the words that stand before a"
-                ' number, such as ["Final Score:"], and no other takes them'
+                f"after is {after!r}: read = 'text' needs a list of the words before a number,"
+                ' such as ["Final Score:"], and other values of read do not use it'
             )
         low, high = settings["low"], settings["high"]
         for name, value in (("low", low), ("high", high)):
             require_count(name, value, 0)
         if low >= high:
-            raise ScorerSetupError(f"low is {low}, high is {high}: low must be the lower")
+            raise ScorerSetupError(f"low is {low}, high is {high}: low must be lower than high")
         if settings["read"] == "logprobs" and high > 9:
             raise ScorerSetupError(
-                f"high is {high}: log-probabilities are read of one token, so use 9 at most, or"
+                f"high is {high}: log-probabilities are read from one token, so use at most 9, or"
                 " read = 'json'"
             )
         if settings["votes"] > 1 and not settings["temperature"]:
             raise ScorerSetupError(
-                f"votes is {settings['votes']} at temperature 0: they would all be the same; set"
+                f"votes is {settings['votes']} at temperature 0, so all votes would be equal: set"
                 " temperature"
             )
 
@@ -202,7 +202,7 @@ class VlmScorer(Judge):
         numbers = numbers_after(text, self.after, self.low, self.high, ended)
         if numbers is None:
             raise NoVerdict(
-                f"the judge writes no number from {self.low} to {self.high} behind"
+                f"the judge's answer has no number from {self.low} to {self.high} after"
                 f" {' and '.join(self.after)}: {' '.join(text.split())[:60]!r}"
             )
         return sum(numbers) / len(numbers)
@@ -211,7 +211,7 @@ class VlmScorer(Judge):
         """Read the ``score`` of a JSON object. Raises NoVerdict if it is no number in range."""
         value = json_field(choice, "score")
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise NoVerdict(f"the judge's score is {value!r}, which is no number")
+            raise NoVerdict(f"the judge's score is {value!r}, which is not a number")
         if not self.low <= value <= self.high:
             raise NoVerdict(f"the judge's score is {value}, outside {self.low} to {self.high}")
         return float(value)

@@ -102,8 +102,8 @@ class VlmRankScorer(Judge):
         require_count("rounds", settings["rounds"], 1)
         if settings["read"] == "logprobs" and settings["size"] != 2:
             raise ScorerSetupError(
-                f"size is {settings['size']}: log-probabilities are read of one token, which can"
-                " name the better of two: use size = 2, or read = 'json'"
+                f"size is {settings['size']}: log-probabilities are read from one token, which can"
+                " choose between two images only: use size = 2, or read = 'json'"
             )
 
     def __call__(
@@ -117,8 +117,8 @@ class VlmRankScorer(Judge):
         require_images(images, prompts, metadata)
         if len(set(prompts)) > 1 or len(images) < 2:
             raise ScorerError(
-                f"{len(images)} images of {len(set(prompts))} prompts: images of one prompt are"
-                " compared, two of them at least"
+                f"{len(images)} images of {len(set(prompts))} prompts: at least two images of one"
+                " prompt are compared"
             )
         keys = [content_key(*row) for row in zip(images, prompts, metadata, strict=True)]
         by_content = np.array(sorted(range(len(keys)), key=lambda row: keys[row]))

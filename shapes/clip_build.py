@@ -131,7 +131,7 @@ def main() -> None:
     with replacing(args.out) as fresh:
         save_clip(model, fresh)
     for split in ("train", "tune"):
-        log(f"right caption before all near misses, {split}: {accuracy(model, split)}")
+        log(f"right caption ranked before all near misses, {split}: {accuracy(model, split)}")
     log_written(args.out)
 
 

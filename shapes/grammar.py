@@ -74,7 +74,7 @@ class Scene:
             self.kind == "relation"
         ):
             raise ValueError(
-                f"no scene: kind {self.kind!r}, {len(self.things)} objects, relation"
+                f"invalid scene: kind {self.kind!r}, {len(self.things)} objects, relation"
                 f" {self.relation!r}; kinds are {KINDS}"
             )
 
@@ -145,7 +145,7 @@ def parse(caption: str) -> Scene:
     if match := _ONE.fullmatch(text):
         return Scene("one", (Thing(match[1], match[2]),))
     raise ValueError(
-        f"not a caption of the shapes grammar: {caption!r}; say for example 'a red circle left of a"
+        f"not a caption of the shapes grammar: {caption!r}; an example is 'a red circle left of a"
         " blue square'"
     )
 

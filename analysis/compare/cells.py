@@ -185,12 +185,12 @@ def _check(cells: Sequence[Cell]) -> None:
     for cell in cells:
         if not NAME.fullmatch(cell.run_name(10**6)):
             raise ConfigError(
-                f"cell {cell.name!r}: letters, digits, '.', '_' and '-' only, and not much"
-                " longer than this sentence"
+                f"cell {cell.name!r}: letters, digits, '.', '_' and '-' only, and at most 100"
+                " characters"
             )
     names = [cell.name for cell in cells]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"cell {twice[0]!r} is there twice: give the cells distinct names")
+        raise ConfigError(f"cell {twice[0]!r} occurs twice: give the cells distinct names")
     running = [cell for cell in cells if cell.refused is None]
     if not running:
         raise ConfigError([f"cell {cell.title}: {cell.refused}" for cell in cells])
@@ -212,5 +212,5 @@ def _baseline(cells: Sequence[Cell], wanted: str | None) -> str:
         if name == wanted or name.startswith(f"{wanted}-"):
             return name
     raise ConfigError(
-        f"--baseline {wanted}: no such cell that can be run; there are: {', '.join(runnable)}"
+        f"--baseline {wanted}: no cell of this name can be run; available: {', '.join(runnable)}"
     )

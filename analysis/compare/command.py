@@ -58,8 +58,8 @@ def compare(request: Request, out: Path | None, say: Say) -> list[str]:
         for line in text:
             say(line)
         raise RunFailed(
-            f"{len(failed)} of {len(ended)} runs did not come to their end ({failed[0].path.name}:"
-            f" {failed[0].why}): fix that, and the same command runs what is missing"
+            f"{len(failed)} of {len(ended)} runs did not finish ({failed[0].path.name}:"
+            f" {failed[0].why}): fix the cause, and run the same command again for the missing runs"
         )
     return text
 
@@ -75,7 +75,7 @@ def compare_existing(
     groups = group(directories)
     names = list(groups)
     if baseline is not None and baseline not in names:
-        raise ConfigError(f"--baseline {baseline}: no such cell; there are: {', '.join(names)}")
+        raise ConfigError(f"--baseline {baseline}: unknown cell; available: {', '.join(names)}")
     baseline = baseline or names[0]
     results = summarise(
         [

@@ -92,7 +92,7 @@ def measure(path: Path, seed: int, why: str | None = None) -> Run:
     If ``why`` is given, the run is known not to count, and that is the reason.
     """
     if why is not None or not path.is_dir():
-        return Run(seed, path, why or "it has not been run")
+        return Run(seed, path, why or "it was not run")
     run = read_run(path)
     scores = _scores(run)
     if run.state != "finished":
@@ -104,7 +104,7 @@ def measure(path: Path, seed: int, why: str | None = None) -> Run:
             scores,
         )
     if len(scores.get(REWARD, ())) < 2:
-        return Run(seed, path, "it has no finite held-out reward before and after training", scores)
+        return Run(seed, path, "it has no finite held-out reward before or after training", scores)
     within = or_nan((run.after or {}).get("eval/gain_stderr"))
     return Run(seed, path, None, scores, _stages(run.iterations), within)
 
@@ -244,7 +244,7 @@ def remarks(results: Sequence[Result], baseline: str) -> list[str]:
     notes = [f"{result.title}: refused: {result.refused}" for result in results if result.refused]
     for result in results:
         notes += [
-            f"{result.title}, seed {run.seed}: not counted: {run.why}"
+            f"{result.title}, seed {run.seed}: excluded: {run.why}"
             for run in result.runs
             if run.why is not None
         ]
@@ -255,7 +255,7 @@ def remarks(results: Sequence[Result], baseline: str) -> list[str]:
     }
     if len({number for each in updates.values() for number in each}) > 1:
         notes.append(
-            "not at equal numbers of updates: "
+            "numbers of updates differ: "
             + "; ".join(f"{title} {', '.join(map(str, each))}" for title, each in updates.items())
         )
     reference = next(result for result in results if result.name == baseline)
@@ -268,12 +268,12 @@ def remarks(results: Sequence[Result], baseline: str) -> list[str]:
         ]
         if any(abs(own - other) > SAME_BASE * abs(other) for own, other in pairs):
             notes.append(
-                f"{result.title}: its evaluation before training is not the baseline's (another"
-                " model, time shift or precision): compare gains, not scores"
+                f"{result.title}: its evaluation before training differs from the baseline's"
+                " (another model, time shift or precision): compare gains, not scores"
             )
     goal = reference.gain.get(REWARD, NOTHING).mean
     if math.isfinite(goal) and goal <= 0:
-        notes.append("the baseline gained nothing, so there is no time to reach parts of its gain")
+        notes.append("the baseline has no gain, so there are no times to reach parts of it")
     elif counted and all(len(result.curves[REWARD]) < 3 for result in counted):
         notes.append("no evaluations during training, so no times to a gain: set evaluate.every")
     return notes

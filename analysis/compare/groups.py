@@ -44,8 +44,8 @@ def group(directories: Sequence[Path]) -> dict[str, tuple[RunConfig, list[tuple[
         _, runs = groups.setdefault(key, (config, []))
         if duplicates := [directory for known, directory in runs if known == seed]:
             raise ConfigError(
-                f"{path} and {duplicates[0]} are the same configuration and run seed: give one of"
-                " the two"
+                f"{path} and {duplicates[0]} have the same configuration and run seed: give one of"
+                " them"
             )
         runs.append((seed, path))
     titles = titles_of([config for config, _ in groups.values()])
@@ -64,7 +64,7 @@ def check_alike(configs: Mapping[str, RunConfig]) -> None:
             if (value := attrgetter(key)(other)) != wanted:
                 raise ConfigError(
                     f"{key}: {wanted!r} in {first}, {value!r} in {name}: scores can be compared"
-                    " only when both are evaluated alike"
+                    " only if both are evaluated in the same way"
                 )
 
 
@@ -80,8 +80,8 @@ def check_prompts(directories: Iterable[Path]) -> None:
             other, seen_digest = seen.setdefault((key, name), (path, digest))
             if seen_digest != digest:
                 raise ConfigError(
-                    f"prompts.{key} = {name!r}: {path} and {other} read other prompts there, so"
-                    " they cannot be compared: give one of the two"
+                    f"prompts.{key} = {name!r}: {path} and {other} used different prompts, so they"
+                    " cannot be compared: give one of them"
                 )
 
 
@@ -150,8 +150,8 @@ def _run_directories(directories: Sequence[Path]) -> list[Path]:
             inside = inside or sorted(each.parent for each in path.glob("*/config.json"))
         if not inside:
             raise ConfigError(
-                f"--runs {path}: no run here: give directories with a config.json, or one that"
-                " holds such"
+                f"--runs {path}: no run found: give directories with a config.json, or their"
+                " parent directory"
             )
         runs += inside
     return list(dict.fromkeys(each.resolve() for each in runs))

@@ -171,7 +171,7 @@ def _settings(results: Sequence[Result], settings: Mapping[str, Mapping[str, obj
         ("setting", *titles),
         rows,
         words=range(len(titles) + 1),
-        title="What differs between the cells",
+        title="Settings that differ between the cells",
         note="Everything else is the same.",
         none="There is one cell only.",
     )

@@ -24,7 +24,7 @@ from configs.section import Section, Tree
 
 COMPARISONS = HERE / "comparisons"
 OWN = {
-    "seed": "give --seeds N, and --set seed=S for the first of them",
+    "seed": "give --seeds N, and --set seed=S for the first seed",
     "name": "runs are named after their cell and seed",
     "run_root": "give --out DIR, or --set run_root=DIR",
 }
@@ -105,7 +105,7 @@ def resolve_request(request: Request) -> ComparisonSpec:
         file, drafts = None, _from_arguments(request)
     elif request.arms or request.objectives:
         raise ConfigError(
-            f"{request.source} lists its cells: leave --arms and --objectives out, or give a preset"
+            f"{request.source} lists its cells: leave out --arms and --objectives, or give a preset"
         )
     else:
         file = _parse_file(path)
@@ -157,13 +157,13 @@ def _from_arguments(request: Request) -> list[Draft]:
         if unknown := [name for name in names if name not in known]:
             raise ConfigError(f"{option} {unknown[0]}: one of {', '.join(known)} is expected")
         if len(set(names)) < len(names):
-            raise ConfigError(f"{option} {','.join(names)}: one of them is given twice")
+            raise ConfigError(f"{option} {','.join(names)}: a value is given twice")
     for option, key, names in (
         ("--arms", "arm", request.arms),
         ("--objectives", "objective.name", request.objectives),
     ):
         if names and any(override.partition("=")[0] == key for override in request.overrides):
-            raise ConfigError(f"{option} and --set {key}=...: give one of the two")
+            raise ConfigError(f"{option} and --set {key}=...: give only one of them")
     tree = load_tree(request.source, request.overrides)
     arms = request.arms or (str(tree.get("arm", RunConfig.model_fields["arm"].default)),)
     objectives: tuple[str | None, ...] = request.objectives or (None,)
@@ -199,7 +199,7 @@ def _check_own(request: Request, drafts: Sequence[Draft], varied: Iterable[str])
     ]
     for where, key in keys:
         if key in OWN:
-            raise ConfigError(f"{where}: no cell has a {key} of its own: {OWN[key]}")
+            raise ConfigError(f"{where}: a cell cannot set {key}: {OWN[key]}")
 
 
 def _varied(texts: Sequence[str], fixed: Container[str]) -> dict[str, list[object]]:

@@ -109,14 +109,14 @@ def _state_of(cell: Cell, seed: int, out: Path) -> str:
     config = as_recorded(parse(cell.tree_of(seed, out)), recorded)
     if changed := differences(recorded, config):
         raise ConfigError(
-            f"{rundir.path} was run with another configuration: {'; '.join(changed)}; give the"
-            " same, or another directory with --out"
+            f"{rundir.path} was run with another configuration: {'; '.join(changed)}; use the same"
+            " configuration, or another directory with --out"
         )
     run = read_run(rundir.path)
     done = step_of(run.after) if run.after else 0
     if done > config.iterations:
         raise ConfigError(
-            f"{rundir.path} has {done} iterations, more than the {config.iterations} asked for:"
+            f"{rundir.path} has {done} iterations, more than the requested {config.iterations}:"
             " give another --out"
         )
     finished = run.state == "finished" and (
@@ -136,8 +136,8 @@ def _check_prompts(existing: Sequence[tuple[Cell, int]], out: Path, finished: bo
         path = out / cell.run_name(seed)
         if changed := changed_files(parse(cell.tree_of(seed, out)).prompts, read_run(path).prompts):
             raise ConfigError(
-                f"{', '.join(changed)}: no longer what {path} was run with: put it back, or"
-                " give another directory with --out"
+                f"{', '.join(changed)} changed since {path} was run: restore it, or give another"
+                " directory with --out"
             )
 
 
@@ -153,8 +153,8 @@ def _train(child: _Child, cell: Cell, seed: int, out: Path, resume: bool) -> tup
     code = child.run([*TRAIN, str(file), *(["--resume"] if resume else [])], log)
     if child.signal:
         raise Stopped(
-            f"stopped by {child.signal} during {cell.run_name(seed)}; the same command again"
-            " continues"
+            f"stopped by {child.signal} during {cell.run_name(seed)}; run the same command again"
+            " to continue"
         )
     if code == 0:
         return code, None
@@ -164,7 +164,7 @@ def _train(child: _Child, cell: Cell, seed: int, out: Path, resume: bool) -> tup
         if line.strip()
     ]
     ending = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return code, f"{ending}: {lines[-1] if lines else 'it said nothing'}"
+    return code, f"{ending}: {lines[-1] if lines else 'no output'}"
 
 
 def _log(out: Path, cell: Cell, seed: int) -> Path:
@@ -197,7 +197,7 @@ def _at_work(out: Path, say: Say = print) -> Iterator[int]:
             lock = stack.enter_context(
                 exclusive_lock(
                     out / ".lock",
-                    "another comparison, or a run that it left,",
+                    "another comparison, or one of its runs,",
                     "wait, or give another --out",
                 )
             )

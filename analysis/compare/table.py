@@ -117,9 +117,9 @@ def times(results: Sequence[Result], baseline: Result) -> Table:
             cells.append(NONE if own_time is None else _seconds(own_time) + factor)
         rows.append((result.title, *cells))
     note = (
-        f"Parts of the final gain of {baseline.title}. Seconds of iterations alone, without"
-        " starting up and evaluating; mean curves over run seeds, straight between evaluations."
-        " '-': not reached."
+        f"Seconds until parts of the final gain of {baseline.title} were reached. Seconds are"
+        " those of iterations, without startup and evaluations; curves are means over run seeds,"
+        " linear between evaluations. '-': not reached."
     )
     return Table(heads, rows, title="Time to the baseline's gain", note=note, none=NOT_YET)
 
@@ -132,7 +132,7 @@ def operations(cells: Mapping[str, Cost], baseline: Result) -> Table:
         "per iteration, 1e12",
         f"over {baseline.title}'s",
         *(f"to {100 * share:.0f} % of its gain" for share in SHARES[1:]),
-        *(f"gain at {part:g} of its operations, less its own" for part in base.against),
+        *(f"gain at {part:g} of its operations, minus its own" for part in base.against),
     )
     rows = []
     for title, cell in cells.items():
@@ -150,11 +150,11 @@ def operations(cells: Mapping[str, Cost], baseline: Result) -> Table:
             (title, f"{cell.iteration / 1e12:.3g}", f"{cell.relative:.3f}", *reached, *against)
         )
     note = (
-        "Operations of exploring, regenerating and updating, decoding included, two per"
-        " multiplication and addition, counted on the architecture;"
-        f" {base.ratio:g} quantized ones count as one. In brackets over those of {baseline.title}."
-        " The last columns: the gain when so many of its operations are spent, less its gain at the"
-        " end, paired by run seed; '-': the run ended before."
+        "Operations of exploring, regenerating and updating, including decoding, two per"
+        f" multiply-add, counted on the architecture; {base.ratio:g} quantized operations count as"
+        f" one. In brackets: relative to {baseline.title}. Last columns: the gain after this part"
+        " of the baseline's operations, minus the baseline's final gain, paired by run seed; '-':"
+        " the run ended earlier."
     )
     title = f"Operations, quantized ones at {base.ratio:g}x"
     return Table(heads, rows, title=title, note=note, none=NOT_YET)

@@ -66,7 +66,7 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
         if missing is not None:
             raise ConfigError(f"{key}.compile: {missing}: install it or set {key}.compile = false")
     prompts = choose_prompts(config, wanted.prompts)
-    with measurement_context(config, wanted.threads, out, "a noise without a reward has no rank"):
+    with measurement_context(config, wanted.threads, out, "a seed without a reward has no rank"):
         rewards = measure(config, wanted, prompts, say)
         summary = summarise(config, wanted, rewards) | {
             "threads": torch.get_num_threads(),

@@ -126,7 +126,7 @@ def tables(summary: Tree) -> list[str]:
         ]
         lines += ["", *_table(summary, f"mean true {measure}", columns, 1)]
     columns = [(f"best-{k} less worst-{k}", (f"contrast{k}",)) for k in HALVES]
-    return [*lines, "", *_table(summary, "share of the true contrast that is found", columns, 3)]
+    return [*lines, "", *_table(summary, "share of the true contrast found", columns, 3)]
 
 
 def _table(

@@ -22,7 +22,7 @@ AUDITS = (
     (
         "audit/random_",
         "Random seeds",
-        "Drawn from the whole pool, whether selected or not: an unbiased estimate.",
+        "Random seeds of the whole pool, selected or not: an unbiased estimate.",
     ),
 )
 CHECKS = (
@@ -34,8 +34,8 @@ CHECKS = (
 def agreement(run: RunData) -> Section:
     """Return the section on how well proxy rewards predict the order of regenerated rewards."""
     lead = (
-        "The cheap images need not be right, only in the right order. 1 is the order of full"
-        " quality, 0 is chance (for the same side of the mean: 0.5)."
+        "Proxy images only need to rank seeds correctly. 1 is the ranking at full quality, 0 is"
+        " chance (0.5 for the same side of the mean)."
     )
     cards, rows = [], []
     for prefix, title, note in AUDITS:
@@ -59,12 +59,12 @@ def agreement(run: RunData) -> Section:
     if checked := identity(run):
         cards.append(checked)
     none = (
-        "Nothing to compare: in this run no noise has both an explored and a regenerated reward."
+        "Nothing to compare: no seed of this run has both an explored and a regenerated reward."
         if run.iterations
         else NO_ITERATION
     )
     groups = [Group(cards)] if cards else []
-    return Section("Does the cheap ranking hold?", lead, groups, none)
+    return Section("Does the cheap ranking agree with full quality?", lead, groups, none)
 
 
 def identity(run: RunData) -> Card | None:
@@ -78,8 +78,8 @@ def identity(run: RunData) -> Card | None:
         return None
     note = (
         "A rollout actor and the learner generate the same seed from the same published weights:"
-        " their relative difference. A scorer is asked for the same images in reverse: in standard"
-        " deviations. 0 is the same bits."
+        " the relative difference of their results. A scorer scores the same images again in"
+        " reverse order: the difference in standard deviations. 0 means identical bits."
     )
     table = Table(("computed twice", "checks", "largest difference"), rows)
     return Card("The same again", table=table, note=note)
@@ -101,6 +101,6 @@ def _in_words(run: RunData) -> str:
     if sign := values(run.iterations, prefix + "sign_agreement"):
         sentences.append(
             f"{100 * statistics.fmean(sign):.0f} % lie on the same side of their group's mean, so"
-            " the sign of their advantage was foreseen."
+            " the sign of their advantage was predicted correctly."
         )
     return " ".join(sentences)

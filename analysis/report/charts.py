@@ -135,7 +135,7 @@ def stacked_bars(stacks: Sequence[Stack], order: Sequence[tuple[str, int]], *, l
             level += value
         if stack.whole is not None and math.isfinite(stack.whole):
             y = frame.y(stack.whole)
-            title = f"iteration {number(stack.x)}: {number(stack.whole)} s by the clock"
+            title = f"iteration {number(stack.x)}: {number(stack.whole)} s wall-clock time"
             body.append(
                 f'<line class="whole" x1="{left - 1:.2f}" x2="{right + 1:.2f}" y1="{y:.2f}"'
                 f' y2="{y:.2f}"><title>{escape(title)}</title></line>'

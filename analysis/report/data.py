@@ -109,7 +109,7 @@ def read_run(directory: Path) -> RunData:
     files = ("config.json", "metrics.jsonl", "events.jsonl")
     if not any((directory / name).is_file() for name in files):
         raise FileNotFoundError(
-            f"{directory} is no run directory: it has none of {', '.join(files)}; give"
+            f"{directory} is not a run directory: it has none of {', '.join(files)}; give"
             " RUN_ROOT/NAME of a run"
         )
     remarks: list[str] = []
@@ -240,7 +240,7 @@ def _lines(path: Path, remarks: list[str]) -> list[Row]:
     if bad:
         remarks.append(
             f"{path.name}: {bad} line{'s' if bad != 1 else ''} could not be read and"
-            f" {'are' if bad != 1 else 'is'} left out"
+            f" {'are' if bad != 1 else 'is'} ignored"
         )
     return rows
 

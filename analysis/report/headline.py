@@ -94,7 +94,7 @@ def _sentence(run: RunData) -> str:
     if plan.explore is None:
         return f"{head}: {keep} seeds per prompt at {full.steps} steps, all trained on."
     backend = (run.last_event("backend_chosen") or {}).get("backend", plan.explore.backend)
-    training = f"{keep} of these images trained on as they are"
+    training = f"{keep} of these images are trained on directly"
     if plan.regenerate:
         training = f"{keep} regenerated in {full.precision} at {full.steps} steps and trained on"
     return (
@@ -107,8 +107,8 @@ def _lines(run: RunData, live: Live | None) -> list[str]:
     lines = []
     if run.state == "open" and live is None:
         lines.append(
-            "No end was recorded: the run is still going on, or it was killed. This is what there"
-            " is so far."
+            "No end was recorded: the run is still active, or it was killed. The report shows the"
+            " results so far."
         )
     if event := run.last_event("stopped_early"):
         lines.append(f"Training ended early: {reason(event)}.")

@@ -54,17 +54,16 @@ class Live:
     def line(self) -> str:
         """Line at the top of the page."""
         return (
-            f"Written {self.moment}, while the run was going on; it is written again about every"
-            f" {duration(self.every_s)}, and this page follows by itself."
+            f"Written {self.moment} during the run; updated about every {duration(self.every_s)}."
+            " This page reloads automatically."
         )
 
     @property
     def late_line(self) -> str:
         """Text that follows the age of a late page."""
         return (
-            "old: the run ended without recording its end, as a killed driver does, or the report"
-            " cannot be written any more (report_failed in events.jsonl). --resume continues a run"
-            " that was killed."
+            "old: the driver was killed, or the report can no longer be written (report_failed in"
+            " events.jsonl). --resume continues a killed run."
         )
 
 

@@ -70,7 +70,7 @@ def section(run: RunData) -> Section:
         groups.append(Group([_together(moved), *own] if moved else own))
     return Section(
         "Reward",
-        "What training optimizes, on the prompts it sees and on prompts it never sees.",
+        "The optimized reward, on training prompts and on held-out prompts.",
         groups,
         "No rewards have been recorded yet.",
     )
@@ -128,8 +128,8 @@ def verdicts(run: RunData, scores: Sequence[Score]) -> list[str]:
     )
     if rose and fell:
         sentences.append(
-            f"{' and '.join(rose)} rose while {' and '.join(fell)} fell: the one was paid for by"
-            " the other."
+            f"{' and '.join(rose)} rose while {' and '.join(fell)} fell: the rise came at the"
+            " expense of the other scores."
         )
     return sentences
 
@@ -139,7 +139,7 @@ def _meaning(reward: Direction, held_out: Score) -> str:
         return ""
     return {
         "rose": ": it agrees",
-        "fell": ": that is what reward hacking looks like",
+        "fell": ": this is typical of reward hacking",
         "did not clearly move": ": it does not confirm the rise",
     }[held_out.direction]
 
@@ -201,7 +201,8 @@ def _curves(run: RunData) -> Card | None:
         return None
     if run.setting("selection.rule") == "best_worst" and points(run.iterations, "explore/contrast"):
         note += (
-            "Samples trained on are half best, half worst: their mean is not that of all images."
+            "Samples that are trained on are half best and half worst, so their mean is not that"
+            " of all images."
         )
     return Card("Reward", line_chart(lines, label="Reward by iteration"), legend(lines), note=note)
 
@@ -222,7 +223,7 @@ def _prompts_card(run: RunData) -> Card | None:
         parts.append(("equal", 8, f"{len(pairs) - up - down:,}"))
     label = "Held-out prompts before and after"
     chart = scatter(shown, label=label, x_label="before →", y_label="after", names=names)
-    note = "A point is a prompt's mean reward over the same seeds; above the line it got better."
+    note = "A point is a prompt's mean reward over the same seeds; points above the line improved."
     return Card("Every held-out prompt", chart, blocks(parts), note=note)
 
 
@@ -284,9 +285,9 @@ def _together(scores: Sequence[Score]) -> Card:
     )
     note = (
         "Change on held-out prompts in standard deviations between the images before training, so"
-        " that scores of different scale can be compared. Dashed: never trained on."
+        " that scores of different scales can be compared. Dashed: never trained on."
     )
-    return Card("What rose, and at whose cost", chart, legend(lines), note=note)
+    return Card("Changes of all scorers", chart, legend(lines), note=note)
 
 
 def _own_card(run: RunData, score: Score) -> Card:

@@ -18,26 +18,26 @@ STAGES = (
     ("time/publish_s", "publish", 4),
 )
 WITHIN = (
-    ("time/explore_ahead_s", "exploring before the iteration's turn"),
-    ("time/allreduce_s", "adding up the replicas' gradients, in update"),
-    ("time/replica_wait_s", "waiting for the slowest replica, in update"),
+    ("time/explore_ahead_s", "exploring before the start of the iteration"),
+    ("time/allreduce_s", "summing the replicas' gradients, part of update"),
+    ("time/replica_wait_s", "waiting for the slowest replica, part of update"),
 )
 """Times that are already included in those of other stages."""
 HEALTH = (
-    ("loss/policy", "Policy loss", "of the objective; its level says little, jumps say much"),
+    (
+        "loss/policy",
+        "Policy loss",
+        ("loss of the objective; its level is not meaningful, but jumps are"),
+    ),
     ("loss/kl", "Distance from the base", "loss/kl; a steep climb warns of reward hacking"),
     ("grad_norm", "Gradient norm", "before clipping"),
     (
         "weights/delta_cosine",
-        "What FP4 keeps of an update",
+        "Update kept by FP4",
         "cosine of the weights' change and the quantized weights' change",
     ),
     ("weights/codes_changed", "FP4 codes changed", "share of codes that differ after an update"),
-    (
-        "zero_std_ratio",
-        "Prompts that teach nothing",
-        "share of prompts whose rewards are all equal",
-    ),
+    ("zero_std_ratio", "Prompts without signal", "share of prompts whose rewards are all equal"),
 )
 MOST_ROWS = 300
 
@@ -45,12 +45,12 @@ MOST_ROWS = 300
 def exploration(run: RunData) -> Section:
     """Return the section on proxy rewards (best, mean, worst) and the contrast of the selection."""
     title = "Exploration"
-    lead = "Many cheap images per prompt, made only to find the seeds worth training on."
+    lead = "Many cheap images per prompt, generated only to find the seeds worth training on."
     best, mean, worst = (
         points(run.iterations, f"explore/reward_{name}") for name in ("best", "mean", "worst")
     )
     if not (best or mean or worst):
-        none = "This run explored nothing: all seeds were trained on."
+        none = "This run does not explore: all seeds were trained on."
         return Section(title, lead, (), none if run.iterations else NO_ITERATION)
     lines = [
         Series("best", best, 1),
@@ -69,9 +69,7 @@ def exploration(run: RunData) -> Section:
     if contrast := points(run.iterations, "explore/contrast"):
         line = Series("contrast", contrast, 4)
         chart = line_chart([line], include_y=(0.0,), label="Contrast by iteration")
-        note = (
-            "Best minus worst: the signal that exploring finds. At zero there is nothing to learn."
-        )
+        note = "Best minus worst: the signal that exploring finds. At zero nothing can be learned."
         cards.append(Card("Contrast", chart, legend([line]), note=note))
     return Section(title, lead, [Group(cards)])
 
@@ -96,18 +94,18 @@ def time_spent(run: RunData) -> Section:
     ]
     items = blocks([(label, colour, "") for label, colour in order])
     if any(stack.whole is not None for stack in stacks):
-        items.append(Item("by the clock", "", style="background:var(--ink)"))
+        items.append(Item("wall-clock time", "", style="background:var(--ink)"))
     chart = stacked_bars(stacks, order, label="Seconds per iteration by stage")
     note = (
-        "Stages overlap: regenerating starts while other prompts are still explored; its bar is"
-        " what was left to do."
+        "Stages overlap: regeneration starts while other prompts are still explored; its bar is"
+        " the time after exploration."
     )
     if included := [
         f"{duration(sum(seconds))} {what}"
         for name, what in WITHIN
         if sum(seconds := values(run.iterations, name)) > 0
     ]:
-        note += f" In other bars already, so not stacked: {'; '.join(included)}."
+        note += f" Included in other bars, so not stacked: {'; '.join(included)}."
     totals = Card("In total", table=_totals(run, stacks, order), note=_rate(run))
     return Section(title, "", [Group([Card("Per iteration", chart, items, note=note), totals])])
 

@@ -32,7 +32,7 @@ def read(path: Path) -> Tree:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}): remove it, or give --out") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: no JSON object: remove it, or give --out")
+        raise ConfigError(f"{path}: not a JSON object: remove it, or give --out")
     return value
 
 

@@ -65,7 +65,7 @@ class Choice:
     def label(self) -> str:
         """Text that describes the selection in tables."""
         if self.rule is None:
-            return f"{self.keep} as they come"
+            return f"{self.keep} unselected"
         return f"{self.rule} {self.keep} of {self.pool}, {self.backend} {self.steps} steps"
 
 
@@ -95,7 +95,7 @@ def choices_of(
     keep = config.selection.keep
     if small := [pool for pool in wanted.pools if pool < keep]:
         raise ConfigError(
-            f"--pools {small[0]}: selection.keep = {keep} seeds are to be chosen of it"
+            f"--pools {small[0]}: selection.keep = {keep} seeds are to be selected from it"
         )
     choices: dict[Choice, None] = {}
     for pool in wanted.pools:
@@ -129,11 +129,11 @@ class GradientMeasurement:
             for choice in choices:
                 shared = config.objective.one_noise_per_group and not config.explore.paths
                 if choice.rule is not None and shared:
-                    self.say(f"{label}: one noise per prompt, nothing to select: left out")
+                    self.say(f"{label}: one noise per prompt, so nothing can be selected: skipped")
                     continue
                 name = self._name(config, choice)
                 if any(row["digest"] == name for row in read_rows(self.out)):
-                    self.say(f"{label}, {choice.label}: is there already")
+                    self.say(f"{label}, {choice.label}: already measured")
                     continue
                 if trainer is None:
                     trainer = load_trainer(config)

@@ -76,21 +76,22 @@ def _settings(wanted: TuneOptions, names: Sequence[str], own: Setting) -> list[S
     )
     keeps = wanted.keeps or (own.keep,)
     if too_large := [pool for pool in (*pools, own.pool) if pool > wanted.seeds]:
-        raise ConfigError(f"--seeds {wanted.seeds}: a pool of {too_large[0]} needs as many")
+        raise ConfigError(f"--seeds {wanted.seeds}: a pool of {too_large[0]} needs that many seeds")
     if invalid_keeps := [keep for keep in keeps if keep % 2 or keep < 2]:
         raise ConfigError(
-            f"--keep {invalid_keeps[0]}: as many best as worst are kept: give an even number"
+            f"--keep {invalid_keeps[0]}: equal numbers of best and worst seeds are kept: give an"
+            " even number"
         )
     if invalid_steps := [
         stop_after for stop_after in wanted.prune if not 0 < stop_after < own.steps
     ]:
         raise ConfigError(
-            f"--prune {invalid_steps[0]}: a step of the {own.steps} but the last is expected"
+            f"--prune {invalid_steps[0]}: expected a step before the last of {own.steps}"
         )
     if wanted.prune and (wanted.by != "seconds" or seeds_after_pruning(own.pool) < own.keep):
         raise ConfigError(
-            f"--prune: seconds are told, of the {seeds_after_pruning(own.pool)} of {own.pool} seeds"
-            f" that go on: leave --by operations out, and explore at least {2 * own.keep}"
+            f"--prune reports seconds, for the {seeds_after_pruning(own.pool)} of {own.pool} seeds"
+            f" that continue: leave out --by operations, and explore at least {2 * own.keep}"
         )
     combinations = grid(names, wanted.steps, pools, keeps, wanted.sizes)
     return list(dict.fromkeys([own, *combinations]))
@@ -119,7 +120,7 @@ def table(rows: Sequence[Row], wanted: TuneOptions) -> list[str]:
     ]
     return [
         f"{wanted.prompts} prompts x {wanted.seeds} seeds; [95 % confidence, bootstrap over"
-        " prompts]; cost: exploring, regenerating and training, over the configuration's own;"
+        " prompts]; cost: exploring, regenerating and training, relative to the configuration;"
         " strength: contrast times sqrt(keep)",
         "",
         *markdown(head, body),
@@ -140,17 +141,17 @@ def conclusion(
     if chosen is None:
         lowest = min(row.cost for row in rows if row.pruned is None)
         sentences.append(
-            f"nothing costs at most {wanted.budget:g} of the configuration's own; the least is"
-            f" {lowest:.3f}: tuned.toml is the configuration as it was"
+            f"no setting costs at most {wanted.budget:g} of the configuration's cost; the minimum"
+            f" is {lowest:.3f}: tuned.toml is the unchanged configuration"
         )
     elif chosen.setting == own:
-        sentences.append("the configuration's own setting finds most within the budget")
+        sentences.append("the configuration's own setting is the best within the budget")
     else:
         direction = "more" if chosen.more.low > 0 else "less" if chosen.more.high < 0 else None
         sentences.append(
-            f"most within the budget: {chosen.label}: {chosen.cost:.3f} of the cost,"
+            f"best within the budget: {chosen.label}: {chosen.cost:.3f} of the cost,"
             f" {1 + chosen.more.mean:.3f} of the strength"
-            + ("" if direction else " (no difference is seen: the interval holds 1)")
+            + ("" if direction else " (no significant difference: the interval contains 1)")
         )
     for row in rows:
         if row.pruned is not None:

@@ -125,7 +125,7 @@ def _seconds(config: RunConfig, outlook: Outlook) -> list[str]:
     return [
         (
             f"predicted   {found.iteration:.1f} s per iteration,"
-            f" {found.iteration / outlook.bound:.2f} x {outlook.bound:.1f} sfor all of its work"
+            f" {found.iteration / outlook.bound:.2f} x {outlook.bound:.1f} s for all of its work"
             f" spread evenly over these GPUs; samples to train on after {found.rollout:.1f} s"
         ),
         f"  idle      GPUs {found.mean_idle:.0%} of an iteration; of their time, actors: {idle}",

@@ -20,6 +20,6 @@ def family_for(model: Model) -> Family:
             f"{family.pipeline_class} (family {name!r})" for name, family in FAMILIES.items()
         )
         raise ValueError(
-            f"model.path: {directory!r} holds a {pipeline_class}; supported are {known}"
+            f"model.path: {directory!r} contains a {pipeline_class}; supported are {known}"
         )
     return FAMILIES[model.family](model)

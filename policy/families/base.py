@@ -53,12 +53,12 @@ class Family(Pipeline, ABC):
         for key in ("frames", "fps"):
             if getattr(model, key) is not None and not self.video:
                 raise ValueError(
-                    f"model.{key}: family {self.name!r} draws images, not clips: leave it out"
+                    f"model.{key}: family {self.name!r} generates images, not clips: leave it out"
                 )
         if model.native_path is not None and not self.native:
             raise ValueError(
-                f"model.native_path: {model.native_path!r}: family {self.name!r} reads no such"
-                " files: leave it out"
+                f"model.native_path: {model.native_path!r}: family {self.name!r} does not support"
+                " native files: leave it out"
             )
         if model.path == "shapes":
             self.tiny_decoder = str(SHAPES_DECODER)
@@ -86,18 +86,18 @@ class Family(Pipeline, ABC):
         if guidance is not None and self.distilled:
             for stage in guidance.stages:
                 raise ValueError(
-                    f"guidance.{stage}: {self.directory!r} is distilled, and draws without"
-                    " classifier-free guidance: leave [guidance] out"
+                    f"guidance.{stage}: {self.directory!r} is distilled and does not use"
+                    " classifier-free guidance: leave out [guidance]"
                 )
         if self.model.guidance is not None and not self.embeds_guidance:
             raise ValueError(
-                f"model.guidance: {self.directory!r} has no guidance embedding: leave"
-                " model.guidance out"
+                f"model.guidance: {self.directory!r} has no guidance embedding: leave out"
+                " model.guidance"
             )
         if self.model.guidance is None and self.embeds_guidance:
             raise ValueError(
-                f"model.guidance: {self.directory!r} was distilled with an embedded guidance: give"
-                " one, such as 3.5"
+                f"model.guidance: {self.directory!r} was distilled with embedded guidance: set"
+                " model.guidance, such as 3.5"
             )
 
     @property
@@ -124,7 +124,7 @@ class Family(Pipeline, ABC):
             if pixels % unit or (largest is not None and pixels > largest):
                 limit = f" up to {largest}" if largest is not None else ""
                 raise ValueError(
-                    f"model.{key}: {pixels} pixels; this model makes multiples of {unit}{limit}"
+                    f"model.{key}: {pixels} pixels; this model needs multiples of {unit}{limit}"
                 )
         return self.model.height, self.model.width
 
@@ -235,7 +235,7 @@ class Family(Pipeline, ABC):
 
         ``pipe`` has the autoencoder, but no transformer.
         """
-        raise NotImplementedError(f"family {self.name!r} edits no images")
+        raise NotImplementedError(f"family {self.name!r} does not edit images")
 
     @abstractmethod
     def sigmas(self, steps: int) -> Tensor:

@@ -39,11 +39,12 @@ class Clips(Family):
         frames, advice = self.model.frames, f"{every}k + 1, such as {8 * every + 1}"
         if frames is None:
             raise ValueError(
-                f"model.frames: family {self.name!r} draws clips: say how many frames, {advice}"
+                f"model.frames: family {self.name!r} generates clips: set the number of frames,"
+                f" {advice}"
             )
         # ``1 % every`` rather than 1: an autoencoder without temporal compression takes any number
         if frames % every != 1 % every:
-            raise ValueError(f"model.frames: {frames} frames; this model makes {advice}")
+            raise ValueError(f"model.frames: {frames} frames; this model needs {advice}")
         return frames
 
     def spatial(self, latents: Tensor) -> Tensor:

@@ -35,10 +35,10 @@ def model_directory(model: Model) -> str:
         if not directory.exists() and HUB_ID.fullmatch(model.path):
             return model.path
     if not directory.is_dir():
-        raise FileNotFoundError(f"model.path: there is no directory {str(directory)!r}: {advice}")
+        raise FileNotFoundError(f"model.path: no directory {str(directory)!r}: {advice}")
     if not (directory / INDEX).is_file():
         raise ValueError(
-            f"model.path: {str(directory)!r} has no {INDEX}, so it is no diffusers pipeline:"
+            f"model.path: {str(directory)!r} has no {INDEX}, so it is not a diffusers pipeline:"
             f" {advice}"
         )
     return str(directory)
@@ -68,7 +68,7 @@ def pipeline_file(directory: str, name: str) -> Tree:
         content = json.loads(path.read_text())
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"model.path: {directory!r} has no {name}: download the whole pipeline"
+            f"model.path: {directory!r} has no {name}: download the complete pipeline"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"model.path: {name} of {directory!r} cannot be read: {error}") from None
@@ -103,12 +103,12 @@ def _from_hub(repository: str, name: str) -> Path:
         why = first_line(error)
     except Exception as error:  # the client's network errors have no other common class
         why = (
-            "it is not in this machine's cache and the hub cannot be reached"
+            "it is not in the cache of this machine and the hub cannot be reached"
             f" ({type(error).__name__})"
         )
     raise FileNotFoundError(
-        f"model.path: {name} of {repository!r} cannot be fetched: {why}: run `hf download"
-        f" {repository}` where there is a network, or give a local pipeline directory"
+        f"model.path: {name} of {repository!r} cannot be downloaded: {why}: run `hf download"
+        f" {repository}` on a machine with a network, or give a local pipeline directory"
     )
 
 
@@ -141,8 +141,8 @@ def check_libraries(directory: str, index: Tree) -> None:
     for part, entry in index.items():
         if isinstance(entry, list) and entry and entry[0] not in (None, *LIBRARIES):
             raise ValueError(
-                f"model.path: the {part!r} of {directory!r} is of {entry[0]!r}: parts are loaded"
-                f" from {' and '.join(LIBRARIES)} alone"
+                f"model.path: the {part!r} of {directory!r} is of {entry[0]!r}: only parts from"
+                f" {' and '.join(LIBRARIES)} are loaded"
             )
 
 
@@ -158,8 +158,8 @@ def check_component(
     local = Path(directory).is_dir()
     if listed is None or (local and not (Path(directory) / part).is_dir()):
         raise FileNotFoundError(
-            f"model.path: {directory!r} lacks its {part!r}, which family {family!r} needs: download"
-            " the whole pipeline"
+            f"model.path: {directory!r} lacks its {part!r}, which family {family!r} needs:"
+            " download the complete pipeline"
         )
     if classes and listed not in classes:
         raise ValueError(

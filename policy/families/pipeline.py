@@ -77,7 +77,7 @@ class Pipeline:
             if missing := missing_weights(Path(self.directory) / part):
                 raise FileNotFoundError(
                     f"model.path: the {part!r} of {self.directory!r} lacks its weights, {missing}:"
-                    " download the whole pipeline, as safetensors (no other format is read)"
+                    " download the complete pipeline, as safetensors (other formats are not read)"
                 )
 
     def part_config(self, part: str) -> Tree:
@@ -123,7 +123,7 @@ class Pipeline:
         if absent := sorted(weights & set(info["missing_keys"])):
             raise FileNotFoundError(
                 f"model.path: the {part!r} of {self.directory!r} lacks {len(absent)} of its"
-                f" {len(weights)} weights, the first: {absent[0]}: download it again"
+                f" {len(weights)} weights, such as {absent[0]}: download it again"
             )
         return model
 
@@ -153,7 +153,7 @@ class Pipeline:
         if not isinstance(share, int | float) or not 0 < share < 1:
             raise ValueError(
                 f"model.path: {self.directory!r} has two transformers, and its boundary_ratio,"
-                f" {share!r}, is no number between 0 and 1: download the pipeline again"
+                f" {share!r}, is not a number between 0 and 1: download the pipeline again"
             )
         return share * TIMESTEPS
 

@@ -56,7 +56,7 @@ def native_state(path: Path, transformer: nn.Module) -> dict[str, Tensor]:
     does not have its weights, with a message of one line.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"model.native_path: there is no file {str(path)!r}")
+        raise FileNotFoundError(f"model.native_path: file not found: {str(path)!r}")
     state: dict[str, Tensor] = {}
     for name, value in read_state(path).items():
         if not UNUSED.fullmatch(name):
@@ -77,8 +77,8 @@ def native_state(path: Path, transformer: nn.Module) -> dict[str, Tensor]:
     ]
     if problems:
         raise ValueError(
-            f"model.native_path: {str(path)!r}: {min(problems)} ({len(problems)} such): give the"
-            " weights of the pipeline's architecture"
+            f"model.native_path: {str(path)!r}: {min(problems)} ({len(problems)} such problems):"
+            " give the weights of the pipeline's architecture"
         )
     return state
 

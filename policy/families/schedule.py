@@ -37,7 +37,7 @@ def multistep_sigmas(config: Tree, steps: int, shift: float | None, name: str) -
     require_steps(steps)
     if not config.get("use_flow_sigmas") or config.get("prediction_type") != "flow_prediction":
         raise ValueError(
-            f"model.path: the {name} has no flow sigmas: this is no flow-matching model"
+            f"model.path: the {name} has no flow sigmas: it is not a flow-matching model"
         )
     if shift is not None:
         config = {**config, "flow_shift": shift}
@@ -98,7 +98,7 @@ def flow_match_sigmas(
     if scheduler.config.use_dynamic_shifting:
         if calculate_shift is None:
             raise ValueError(
-                "scheduler: use_dynamic_shifting, which this model's pipeline cannot do: set"
+                "scheduler: use_dynamic_shifting is not supported by this model's pipeline: set"
                 " model.shift"
             )
         names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")

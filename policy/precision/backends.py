@@ -71,7 +71,7 @@ def eager_note(backend: Backend, device: torch.device | str, compile: bool) -> s
     if compile or not backend.packs_eagerly or device.type != "cuda" or not kernels.missing(device):
         return ""
     return (
-        "; its activations are packed eagerly, which may cost what the format gains: try"
+        "; its activations are packed eagerly, which may cancel the speedup of the format: try"
         " explore.compile = true, and `python -m bench explorer --compile`"
     )
 
@@ -95,8 +95,7 @@ def finer_backend(current: str, available: Collection[str], finest: str) -> str 
     for name in (current, finest):
         if name not in level_of:
             raise ValueError(
-                f"backend {name!r} has no precision to compare: one of {', '.join(level_of)} is"
-                " expected"
+                f"backend {name!r} has no precision level: use one of {', '.join(level_of)}"
             )
     finer = levels[level_of[current] + 1 : level_of[finest] + 1]
     return next((name for names in finer for name in names if name in available), None)
@@ -122,10 +121,8 @@ def _fastest(
     else:
         raise ValueError(f"auto: no backend runs on {device.type}: {'; '.join(rejected)}")
     if device.type != "cuda":
-        return backend, (
-            f"auto: there is no NVFP4 kernel for {device.type} here, so its arithmetic is emulated"
-        )
-    why = "; ".join([f"{backend.name} is the quickest that this GPU supports", *rejected])
+        return backend, (f"auto: there is no NVFP4 kernel for {device.type}, so NVFP4 is emulated")
+    why = "; ".join([f"{backend.name} is the fastest backend that this GPU supports", *rejected])
     return backend, f"auto: {why}"
 
 
@@ -141,7 +138,7 @@ def _reason_against(
         return refusal
     missing = None if compile or not backend.packs_eagerly else kernels.missing(device)
     if missing is not None:
-        return f"packing eagerly costs more than the format gains, and {missing}"
+        return f"eager packing costs more than the format saves, and {missing}"
     if step is None:
         return None
     name = torch.cuda.get_device_name(device)

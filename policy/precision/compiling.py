@@ -43,7 +43,7 @@ def compiler_missing(device: torch.device) -> str | None:
     if shutil.which(compiler):
         return None
     return (
-        f"torch.compile needs a C++ compiler on a CPU, and there is no {compiler!r} (variable CXX)"
+        f"torch.compile needs a C++ compiler on a CPU, but there is no {compiler!r} (variable CXX)"
     )
 
 
@@ -100,7 +100,7 @@ def compiled(
     settings: Any = torch._dynamo.config
     if settings.disable:
         raise ValueError(
-            f"{key}: the environment variable TORCH_COMPILE_DISABLE turns it off: unset it or set"
+            f"{key}: the environment variable TORCH_COMPILE_DISABLE disables it: unset it or set"
             f" {key} = false"
         )
     # otherwise torch silently runs eagerly: with different bits, and several times slower

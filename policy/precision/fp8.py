@@ -114,16 +114,22 @@ class FP8(Backend):
         if device.type == "cpu":
             if torch_release() >= CPU_ROWS:
                 return None
-            return f"on a CPU torch {torch.__version__} has one scale for a tensor, not for a row"
+            return (
+                f"on a CPU torch {torch.__version__} supports one scale per tensor only, not per"
+                " row"
+            )
         if device.type != "cuda":
-            return "its kernels are for CUDA GPUs and CPUs"
+            return "it runs on CUDA GPUs and CPUs only"
         if not torch.cuda.is_available():
             return "torch sees no CUDA device"
         capability = torch.cuda.get_device_capability(device)
         return (
             None
             if capability >= self.capability
-            else f"FP8 needs compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
+            else (
+                "FP8 needs compute capability 8.9, but this GPU has"
+                f" {capability[0]}.{capability[1]}"
+            )
         )
 
     def unsupported_reason(self, rows: int, columns: int) -> str | None:

@@ -63,7 +63,7 @@ class FusedGroup:
         for name, values in self.single.items():
             if not bool((values == values[0]).all()):
                 raise ValueError(
-                    f"linears that run as one were packed with different {name}: {values.tolist()}:"
+                    f"fused linear layers were packed with different {name}: {values.tolist()}:"
                     " publish again"
                 )
             self.layer.wire_targets()[name].copy_(values[0])

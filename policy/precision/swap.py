@@ -61,8 +61,8 @@ def quantize_plan(
     for pattern in modules_to_not_convert:
         if not any(_matches(name, module, pattern.removeprefix("!")) for name, module in modules):
             raise ValueError(
-                f"explore.modules_to_not_convert: {pattern!r} matches no module; there are such as"
-                f" {modules[-1][0]!r}"
+                f"explore.modules_to_not_convert: {pattern!r} matches no module; existing names"
+                f" are such as {modules[-1][0]!r}"
             )
     rows = [
         _row(name, module, family.modules_to_not_convert, modules_to_not_convert, backend)
@@ -130,9 +130,9 @@ def _row(
     if refusal is not None:
         return ModuleRow(name, shape, False, refusal)
     kind = (
-        "a linear of the blocks"
+        "a linear layer of the blocks"
         if isinstance(module, nn.Linear)
-        else "a 1x1 convolution, run as a linear"
+        else "a 1x1 convolution, run as a linear layer"
     )
     return ModuleRow(name, shape, True, kind)
 
@@ -190,8 +190,8 @@ def swap_linears(
         module = transformer.get_submodule(row.name)
         if not isinstance(module, nn.Linear | nn.Conv2d):
             raise ValueError(
-                f"cannot quantize {row.name!r}: it is a {type(module).__name__}, swap before"
-                " anything wraps it"
+                f"cannot quantize {row.name!r}: it is a {type(module).__name__}; quantize it"
+                " before it is wrapped"
             )
         # fused groups follow below, because their members are joined together
         if row.fused is None:

@@ -70,8 +70,8 @@ class EngineLinear(NVFP4Weight):
     """x [..., K] -> [..., N] by ``te.Linear`` on an ``NVFP4Tensor`` of this module's buffers."""
 
     not_compiled = (
-        "TransformerEngine excludes its layers from tracing, so that every one of them would break"
-        ' the graph: use explore.activation_amax = "power_of_two", or torch_nvfp4'
+        "torch.compile cannot trace TransformerEngine's layers, so each one would break the graph:"
+        ' use explore.activation_amax = "power_of_two", or torch_nvfp4'
     )
 
     def __init__(self, linear: nn.Linear, engine: Any, recipe: Any) -> None:
@@ -131,8 +131,8 @@ class EngineLinear(NVFP4Weight):
         largest = len(rows) * max(self.in_features, self.out_features)
         if largest >= INDEXED:
             raise ValueError(
-                f"te_nvfp4: {largest} elements are more than TransformerEngine's kernels can"
-                f" address, which is {INDEXED}: lower explore.chunk_size, or use torch_nvfp4"
+                f"te_nvfp4: {largest} elements exceed the {INDEXED} that TransformerEngine's"
+                " kernels can address: lower explore.chunk_size, or use torch_nvfp4"
             )
         with torch.no_grad(), self._engine.autocast(enabled=True, recipe=self._recipe):
             y = self._built()(padded_rows(rows, 32))
@@ -167,7 +167,7 @@ class EngineNVFP4(TorchNVFP4):
             )
         if missing := engine_lacks(engine, recipes):
             return (
-                "this TransformerEngine is too old, 2.17 or later is needed: it has no"
+                "TransformerEngine 2.17 or later is needed: this version has no"
                 f" {', '.join(missing)}"
             )
         available, reason = engine.is_nvfp4_available(return_reason=True)

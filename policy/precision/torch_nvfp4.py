@@ -139,16 +139,16 @@ class TorchNVFP4(NVFP4Packing):
         """Return a reason unless it is a Blackwell GPU with torch 2.10 or later, else None."""
         if not hasattr(torch.nn.functional, "scaled_mm"):
             return (
-                f"torch {torch.__version__} has no torch.nn.functional.scaled_mm, which came with"
-                " 2.10"
+                f"torch {torch.__version__} has no torch.nn.functional.scaled_mm, which needs"
+                " version 2.10 or later"
             )
         if device.type != "cuda" or not torch.cuda.is_available():
-            return "NVFP4 kernels need a Blackwell GPU, and torch sees no CUDA device here"
+            return "NVFP4 kernels need a Blackwell GPU, but torch sees no CUDA device"
         present = torch.cuda.get_device_capability(device)
         if present >= self.capability:
             return None
         return (
-            "NVFP4 kernels need a Blackwell GPU of compute capability 10.0, this one has"
+            "NVFP4 kernels need a Blackwell GPU of compute capability 10.0, but this one has"
             f" {present[0]}.{present[1]}"
         )
 

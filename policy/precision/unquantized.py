@@ -29,7 +29,7 @@ class Unquantized(Backend):
 
         def refuse(linear: nn.Linear) -> QuantizedLinear:
             raise ValueError(
-                f"backend {self.name} quantizes nothing, so it has no layer in place of {linear}"
+                f"backend {self.name} quantizes nothing, so it has no layer to replace {linear}"
             )
 
         return refuse

@@ -43,7 +43,7 @@ def pack_section(named: dict[str, Tensor], shard_bytes: int) -> Section:
     for name, tensor in named.items():
         if tensor.dtype not in WIRE_NAMES:
             raise ValueError(
-                f"{name} is {tensor.dtype}; what travels is one of {', '.join(WIRE_DTYPES)}"
+                f"{name} is {tensor.dtype}; supported types are {', '.join(WIRE_DTYPES)}"
             )
         shape, dtype = tuple(tensor.shape), WIRE_NAMES[tensor.dtype]
         entries.append(Entry(name, dtype, shape, offset, tensor.nbytes))
@@ -69,7 +69,7 @@ def assemble(
     """
     versions = wire_formats()
     if format not in versions:
-        raise ValueError(f"wire format {format!r} is unknown: use one of {', '.join(versions)}")
+        raise ValueError(f"unknown wire format {format!r}: use one of {', '.join(versions)}")
     shards = [shard for section in sections for shard in section.shards]
     hashes = tuple(digest for section in sections for digest in section.hashes)
     entries: list[Entry] = []
@@ -97,8 +97,9 @@ def unpack_into(
     supported = wire_formats().get(manifest.format, "unknown")
     if manifest.format_version != supported:
         raise WireError(
-            f"version {manifest.version} is {manifest.format} in version {manifest.format_version},"
-            f" here it is {supported}: learner and rollout actors must run the same Sol-RL"
+            f"version {manifest.version} is {manifest.format} in version"
+            f" {manifest.format_version}, but {supported} is supported here: learner and rollout"
+            " actors must run the same version of Sol-RL"
         )
     # all checks before the first copy: a partial load would be a policy that was never published
     _check_shards(manifest, shards, before)
@@ -146,10 +147,13 @@ def _check_shards(
         manifest.shard_sizes
     ):
         raise WireError(
-            f"{label}: {len(shards)} shards arrived, the manifest lists {len(manifest.shard_sizes)}"
+            f"{label}: {len(shards)} shards arrived, but the manifest lists"
+            f" {len(manifest.shard_sizes)}"
         )
     if any(size < 1 for size in manifest.shard_sizes):
-        raise WireError(f"{label}: the manifest has a shard of {min(manifest.shard_sizes)} bytes")
+        raise WireError(
+            f"{label}: the manifest contains a shard of {min(manifest.shard_sizes)} bytes"
+        )
     needed = set(manifest.changed_since(before))
     for index, (shard, size, expected) in enumerate(
         zip(shards, manifest.shard_sizes, manifest.hashes, strict=True)
@@ -164,13 +168,13 @@ def _check_shards(
             continue
         if shard.dtype != np.uint8 or shard.shape != (size,):
             raise WireError(
-                f"{label}: shard {index} is {shard.dtype} {list(shard.shape)}, the manifest says"
-                f" {size} bytes"
+                f"{label}: shard {index} is {shard.dtype} {list(shard.shape)}, but the manifest"
+                f" lists {size} bytes"
             )
         actual = xxhash.xxh3_64_hexdigest(shard.data)
         if actual != expected:
             raise WireError(
-                f"{label}: shard {index} is damaged, its xxh3 is {actual}, the manifest says"
+                f"{label}: shard {index} is damaged, its xxh3 is {actual}, but the manifest lists"
                 f" {expected}: publish again"
             )
 
@@ -183,27 +187,30 @@ def _check_targets(manifest: Manifest, targets: dict[str, Tensor]) -> None:
         what = (
             f"lacks {missing[0]!r}"
             if missing
-            else f"has {unknown[0]!r}, unknown here"
+            else f"has {unknown[0]!r}, which is unknown here"
             if unknown
-            else "has a name twice"
+            else "contains a name twice"
         )
         raise WireError(
-            f"{label} {what}: learner and explorer must have the same model and"
+            f"{label} {what}: learner and rollout actors must have the same model and"
             " explore.modules_to_not_convert"
         )
     for entry in manifest.entries:
         target, dtype = targets[entry.name], WIRE_DTYPES.get(entry.dtype)
         if dtype is None or (dtype != target.dtype and not {dtype, target.dtype} <= set(FLOATS)):
-            raise WireError(f"{label}: {entry.name} is {entry.dtype}, here it is {target.dtype}")
+            raise WireError(
+                f"{label}: {entry.name} is {entry.dtype}, but {target.dtype} is expected"
+            )
         if entry.shape != tuple(target.shape):
             raise WireError(
-                f"{label}: {entry.name} is {list(entry.shape)}, here it is {list(target.shape)}"
+                f"{label}: {entry.name} is {list(entry.shape)}, but {list(target.shape)} is"
+                " expected"
             )
         nbytes = target.numel() * dtype.itemsize
         if entry.nbytes != nbytes or not 0 <= entry.offset <= total - nbytes:
             raise WireError(
                 f"{label}: {entry.name} lies at {entry.offset} + {entry.nbytes} of {total} bytes,"
-                f" it has {nbytes}"
+                f" but it needs {nbytes}"
             )
         if not target.is_contiguous():
             raise WireError(f"{entry.name} is not contiguous here, so it cannot be copied into")

@@ -59,8 +59,8 @@ def _named(purpose: str, run_seed: int, index: Sequence[int]) -> tuple[int, byte
     """Return (purpose's number in the top 8 bits, message to hash); raise ValueError if unknown."""
     if purpose not in PURPOSES:
         raise ValueError(
-            f"seed purpose {purpose!r} is unknown: use one of {', '.join(PURPOSES)}, or append it"
-            " to PURPOSES"
+            f"unknown seed purpose {purpose!r}: use one of {', '.join(PURPOSES)}, or append it to"
+            " PURPOSES"
         )
     message = "/".join(str(int(part)) for part in (run_seed, *index))
     return (PURPOSES.index(purpose) + 1) << 56, f"{purpose}/{message}".encode()

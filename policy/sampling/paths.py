@@ -137,7 +137,7 @@ def sample_ends(
     for *_, clean in sampler.steps(cond, initial, noise):
         if clean is not None:
             return clean.cpu()
-    raise AssertionError("a path has a last step")
+    raise AssertionError("a path needs at least one step")
 
 
 def fewer_steps(full: int, steps: int, window: range | None) -> list[int]:

@@ -65,7 +65,7 @@ def test_other_weights_than_those_evaluated_are_said(run):
     config = load("quickstart")
     text = card(read_run(run), config, Export("current", 10, "."), {}, False)
     assert "not declared here" in text and front(text)["license"] == "unknown"
-    assert "The weights here are others: `current` after 10 updates." in text
+    assert "The weights in this directory are different: `current` after 10 updates." in text
     assert "before_after.png" not in text
 
 
@@ -208,7 +208,7 @@ def test_what_the_hub_is_told(fake, tmp_path):
 
 
 def test_what_the_hub_refuses_is_one_line(fake, tmp_path):
-    with pytest.raises(ConfigError, match="--push nobody: OWNER/NAME is expected"):
+    with pytest.raises(ConfigError, match="--push nobody: expected OWNER/NAME"):
         check_hub("nobody")
     fake.fails = "whoami"
     with pytest.raises(ConfigError, match=r"\(401 Unauthorized\): run `hf auth login`") as caught:

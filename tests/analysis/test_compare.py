@@ -133,14 +133,14 @@ def test_remarks_on_what_would_mislead(tmp_path):
     results = summarise(cells, "a")
     said = "\n".join(remarks(results, "a"))
     assert "d: refused: no such pair" in said
-    assert "b, seed 1: not counted: failed: said so" in said
-    assert "not at equal numbers of updates: a 2; b 1; c 2" in said
+    assert "b, seed 1: excluded: failed: said so" in said
+    assert "numbers of updates differ: a 2; b 1; c 2" in said
     assert "c: its evaluation before training is not the baseline's" in said
     assert "b: its evaluation" not in said
     assert results[1].against[REWARD].count == 1 and tables(results, "a")[0].rows[1][1] == "1 of 2"
     none = summarise([("a", "a", None, [run("z", 0, [-0.1, -0.2])])], "a")
     assert remarks(none, "a") == [
-        "the baseline gained nothing, so there is no time to reach parts of its gain"
+        "the baseline has no gain, so there are no times to reach parts of it"
     ]
 
 

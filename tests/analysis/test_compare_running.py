@@ -166,7 +166,7 @@ def test_a_signal_reaches_the_run_and_a_left_over_run_keeps_its_place(out):
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
     )
     assert again.returncode == 2
-    assert "another comparison, or a run that it left, is at work here" in again.stderr
+    assert "another comparison, or one of its runs, is at work here" in again.stderr
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "stopped by SIGINT during sol_rl-seed0" in errors

@@ -159,7 +159,10 @@ def test_what_auto_took_is_said_and_named(monkeypatch):
     [
         ("model.path='/no/such'", "there is not a directory '/no/such'"),
         ("model.family='flux'", "but family 'flux' is a FluxPipeline"),
-        ("lora.targets=['attn.query']", "no linear of the transformer ends in 'attn.query'"),
+        (
+            "lora.targets=['attn.query']",
+            ("no linear layer of the transformer has a name that ends in 'attn.query'"),
+        ),
         ("explore.modules_to_not_convert=['*.nothing']", "'*.nothing' matches no module"),
     ],
 )

@@ -79,7 +79,8 @@ def test_no_configuration_and_damaged_lines(tmp_path: Path):
 
 def test_a_directory_that_is_no_run_is_named(tmp_path: Path):
     with pytest.raises(
-        FileNotFoundError, match=r"nothing-here is no run directory: it has none of config\.json"
+        FileNotFoundError,
+        match=(r"nothing-here is not a run directory: it has none of config\.json"),
     ):
         build_report(tmp_path / "nothing-here")
     assert not (tmp_path / "nothing-here").exists()
@@ -163,7 +164,7 @@ def test_an_arm_that_explores_nothing(tmp_path: Path):
     )
     page = page_of(run)
     assert "24 seeds per prompt at 10 steps, all trained on" in page.text
-    assert "This run explored nothing: all seeds were trained on." in page.text
+    assert "This run does not explore: all seeds were trained on." in page.text
     assert "Nothing to compare" in page.text
 
 
@@ -242,9 +243,9 @@ def test_seconds_that_other_stages_hold_are_told_beside_the_bars_and_not_stacked
     page = page_of(run)
     totals = plain[plain.index("In total") : plain.index("images explored per second")]
     assert totals in page.text  # the same shares of the same seconds
-    assert "In other bars already, so not stacked: 1 min 00 s exploring before" in page.text
+    assert "Included in other bars, so not stacked: 1 min 00 s exploring before" in page.text
     assert (
-        "4.5 s adding up the replicas' gradients, in update; 1.5 s waiting for the slowest replica"
-        in page.text
+        "4.5 s summing the replicas' gradients, part of update; 1.5 s waiting for the slowest"
+        " replica" in page.text
     )
     assert "not stacked" not in plain

@@ -104,7 +104,7 @@ def test_a_change_within_two_errors_is_called_none():
             0.1,
             "The reward rose; jpeg_compressibility, which is never trained on, rose: it agrees.",
         ),
-        (DOWN, 0.1, "never trained on, fell: that is what reward hacking looks like."),
+        (DOWN, 0.1, "never trained on, fell: this is typical of reward hacking."),
         (MIXED, 0.1, "never trained on, did not clearly move: it does not confirm the rise."),
         (
             UP,
@@ -134,7 +134,7 @@ def test_the_held_out_scorer_is_put_in_words(
 def test_a_rise_that_another_scorer_pays_for_is_said(tmp_path: Path):
     run = read_run(learned(tmp_path / "r", {"clipscore": UP, "hpsv2": DOWN, "pickscore": MIXED}))
     assert verdicts(run, scores_of(run)) == [
-        "clipscore rose while hpsv2 fell: the one was paid for by the other."
+        "clipscore rose while hpsv2 fell: the rise came at the expense of the other scores."
     ]
 
 
@@ -169,8 +169,7 @@ def test_training_and_held_out_scorers_stand_side_by_side(page: Page):
 def test_all_scores_are_drawn_on_one_scale(page: Page):
     """In deviations of BASE, sqrt(0.0125) = 0.1118: 0.11 is 0.984 of them, -0.12 is -1.07."""
     assert (
-        "What rose, and at whose cost clipscore 0.984 jpeg_compressibility, held out −1.07"
-        in page.text
+        "Changes of all scorers clipscore 0.984 jpeg_compressibility, held out −1.07" in page.text
     )
     assert "Scorer clipscore" in page.text and "Scorer jpeg_compressibility" in page.text
 

@@ -47,8 +47,8 @@ def test_every_objective_under_every_selection_once(config, tmp_path, monkeypatc
         (OBJECTIVES[2], 2, None),
     ]
     assert all(-1 <= row["cosine"] <= 1 and row["grad_norm"] > 0 for row in rows)
-    assert f"{OBJECTIVES[2]}: one noise per prompt, nothing to select: left out" in said
-    assert any("2 as they come" in line for line in lines)
+    assert f"{OBJECTIVES[2]}: one noise per prompt, so nothing can be selected: skipped" in said
+    assert any("2 unselected" in line for line in lines)
     ET.fromstring((out / "signal.svg").read_text())
     monkeypatch.setattr(
         explore_rewards.ExploreRewards, "_explore", lambda *_: pytest.fail("explored again")
@@ -98,7 +98,7 @@ def test_explored_paths_are_selected_among_where_the_noise_is_shared(config, tmp
 
 def test_a_picture_of_negative_and_positive_bars():
     rows = [
-        {"objective": "a<b", "choice": "24 as they come", "cosine": -0.1, "stderr": 0.02},
+        {"objective": "a<b", "choice": "24 unselected", "cosine": -0.1, "stderr": 0.02},
         {"objective": "a<b", "choice": "best", "cosine": 0.3, "stderr": 0.04},
     ]
     root = ET.fromstring(drawing(rows, "x & y"))
@@ -111,7 +111,7 @@ def test_a_picture_of_negative_and_positive_bars():
     ("options", "said"),
     [
         (["--batches", "2"], "--batches 2: at least 3"),
-        (["--pools", "1"], "--pools 1: selection.keep = 2 seeds are to be chosen of it"),
+        (["--pools", "1"], "--pools 1: selection.keep = 2 seeds are to be selected from it"),
         (["--steps", "0"], "--steps 0: must be above 0"),
         (["--objective", "nft"], "objective.name = 'nft': one of"),
         (["--objective", "awm,betta=1"], "objective.betta: no such key"),

@@ -239,7 +239,7 @@ def test_a_name_that_is_taken_is_refused_before_ray_is_started(
     monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was started"))
     assert main(["train", str(config_file)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "a run of this name is there: --resume continues it" in line
+    assert "a run of this name exists: --resume continues it" in line
 
 
 def test_held_out_prompts_that_are_trained_on_are_refused(config_file, capsys, monkeypatch):

@@ -39,14 +39,12 @@ def line(capsys) -> str:
 
 @pytest.mark.parametrize("key", ["seed", "name", "run_root"])
 def test_what_every_run_of_a_comparison_is_given_cannot_be_varied(tmp_path, key):
-    with pytest.raises(ConfigError, match=f"--vary {key}=1,2: no cell has a {key} of its own: "):
+    with pytest.raises(ConfigError, match=f"--vary {key}=1,2: a cell cannot set {key}: "):
         read_comparison(Request("quickstart", vary=(f"{key}=1,2",)))
     file = tmp_path / "mine.toml"
     text = 'base = "quickstart"\n[[cells]]\nname = "a"\n[[cells]]\nname = "b"\n'
     file.write_text(f'{text}set = {{ "{key}" = 1 }}\n')
-    with pytest.raises(
-        ConfigError, match=f"cell 'b': set: {key}: no cell has a {key} of its own: "
-    ):
+    with pytest.raises(ConfigError, match=f"cell 'b': set: {key}: a cell cannot set {key}: "):
         read_comparison(Request(str(file)))
     file.write_text(f"{text}[vary]\n{key} = [1, 2]\n")
     with pytest.raises(ConfigError, match=f"vary: {key}: no cell"):

@@ -201,7 +201,7 @@ def assert_a_second_one_is_refused(
     for more in ((), ("--resume",)):
         assert main_here("train", file, *more) == 2
         errors = capsys.readouterr().err
-        assert f"{run.path}: a run is at work here: process {first} on " in errors, errors
+        assert f"{run.path}: a run is active here: process {first} on " in errors, errors
         assert errors.count("\n") == 1
     assert [(path.stat().st_ino, path.read_bytes()) for path in files] == before
 

@@ -78,7 +78,7 @@ def test_three_scorers_train_the_shapes_model_end_to_end(ray_here, tmp_path, cap
     assert all(len(grid) == 4 and len(grid[0]) == 2 for grid in kept.values())
     text = page_of(run.path).text
     assert all(f"Scorer {label}" in text for label in labels)
-    assert "What rose, and at whose cost" in text
+    assert "Changes of all scorers" in text
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def test_explorers_know_better_which_backend_they_run(tiny_sd3_dir):
     Explorer(trainer.family, BACKENDS["fp8"]).load(manifest, chunks)
     assert trainer.export(2, "fp8")[2] == {"weights/codes_changed": 0.0}
     assert {row["why"] for row in trainer.exporter.table if row["quantized"]} == {
-        "a linear of the blocks"
+        "a linear layer of the blocks"
     }
     assert any(row["fused"] for row in trainer.exporter.table) == bool(trainer.family.fuse)
 

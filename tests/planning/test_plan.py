@@ -313,9 +313,12 @@ def test_the_nodes_of_a_cluster(tiny_sd3_dir, tmp_path, capsys, monkeypatch):
         (("--set", "model.path=/no/such/model"), "there is not a directory '/no/such/model'"),
         (
             ("--set", "model.width=40"),
-            "model.width: 40 pixels; this model makes multiples of 4 up to 32",
+            "model.width: 40 pixels; this model needs multiples of 4 up to 32",
         ),
-        (("--set", "lora.targets=['nothing']"), "no linear of the transformer ends in 'nothing'"),
+        (
+            ("--set", "lora.targets=['nothing']"),
+            ("no linear layer of the transformer has a name that ends in 'nothing'"),
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tiny_sd3_dir, tmp_path, capsys, arguments, said):

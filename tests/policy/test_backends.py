@@ -78,7 +78,7 @@ def gpu(monkeypatch):
             (10, 0),
             Engine(True),
             "torch_nvfp4",
-            "torch_nvfp4 is the quickest that this GPU supports",
+            "torch_nvfp4 is the fastest backend that this GPU supports",
         ),
         ((12, 0), None, "torch_nvfp4", "torch_nvfp4 is the quickest"),
         (
@@ -87,11 +87,11 @@ def gpu(monkeypatch):
             "fp8",
             (
                 "not torch_nvfp4: NVFP4 kernels need a Blackwell GPU of compute capability 10.0,"
-                " this one has 9.0"
+                " but this one has 9.0"
             ),
         ),
         ((8, 9), None, "fp8", "fp8 is the quickest"),
-        ((8, 0), None, "bf16", "not fp8: FP8 needs compute capability 8.9, this GPU has 8.0"),
+        ((8, 0), None, "bf16", "not fp8: FP8 needs compute capability 8.9, but this GPU has 8.0"),
     ],
 )
 def test_auto_takes_the_best_and_says_why_not_the_others(gpu, capability, engine, wanted, why):
@@ -119,7 +119,7 @@ def test_an_engine_that_is_too_old_is_refused(gpu, engine, missing):
     with pytest.raises(ValueError) as caught:
         resolve_backend("te_nvfp4", "cuda")
     assert (
-        f"this TransformerEngine is too old, 2.17 or later is needed: it has no {missing}; use auto"
+        f"TransformerEngine 2.17 or later is needed: this version has no {missing}; use auto"
     ) in str(caught.value)
 
 
@@ -140,7 +140,7 @@ def test_auto_takes_nothing_that_packs_eagerly(gpu, monkeypatch):
     backend, why = resolve_backend("auto", "cuda")
     assert backend.name == "bf16"
     assert why.endswith(
-        "not fp8: packing eagerly costs more than the format gains, and triton is away"
+        "not fp8: eager packing costs more than the format saves, and triton is away"
     )
     assert resolve_backend("auto", "cuda", compile=True)[0].name == "fp8"
 
@@ -173,10 +173,9 @@ def test_auto_on_a_cpu():
 def test_a_backend_that_the_device_lacks_is_one_line_with_the_alternatives(gpu):
     with pytest.raises(ValueError) as caught:
         resolve_backend("te_nvfp4", "cpu")
-    assert (
-        str(caught.value)
-        == "explore.backend: 'te_nvfp4' does not run on cpu here: NVFP4 kernels need a Blackwell"
-        " GPU, and torch sees no CUDA device here; use auto, or fp8, emulated_nvfp4, bf16, fp32"
+    assert str(caught.value) == (
+        "explore.backend: 'te_nvfp4' does not run on cpu here: NVFP4 kernels need a Blackwell"
+        " GPU, but torch sees no CUDA device; use auto, or fp8, emulated_nvfp4, bf16, fp32"
     )
     gpu((9, 0), None)
     with pytest.raises(

@@ -139,7 +139,7 @@ def test_a_family_without_a_tiny_decoder_asks_for_one(config, tiny_sana_dir):
     model = model.model_copy(update={"height": 32, "width": 32})
     explore = config.explore.model_copy(update={"decoder_path": None})
     sana = config.model_copy(update={"model": model, "explore": explore})
-    with pytest.raises(ValueError, match="no tiny decoder of family 'sana' is known"):
+    with pytest.raises(ValueError, match="no default tiny decoder of family 'sana' is known"):
         check_decoder(sana, family_for(model))
 
 

@@ -56,7 +56,7 @@ def test_what_is_not_there_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(device, "TOOLKIT", tmp_path / "none")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert (device.driver(), device.toolkit()) == ("none found", "none found")
-    assert device.torch_cuda() == "none, a build for CPUs"
+    assert device.torch_cuda() == "none (CPU build)"
     monkeypatch.setenv("CUDA_VERSION", "13.0.0")  # of an image
     assert device.toolkit() == "13.0.0"
 
@@ -93,8 +93,8 @@ def test_a_device_is_described_by_all_that_results_depend_on(cuda, machine):
 def test_out_of_memory_says_what_was_asked_and_what_is_held(cuda):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
     assert device.out_of_memory(error) == (
-        "2.50 GiB more were asked for; this process holds 60.0 GB and 5.0 GB in gaps, 4.0 of the"
-        " GPU's 141.0 GB are free"
+        "2.50 GiB more were asked for; this process holds 60.0 GB and 5.0 GB in allocator gaps,"
+        " 4.0 of the GPU's 141.0 GB are free"
     )
     assert device.out_of_memory(RuntimeError("CUDA out of memory")) is None
 

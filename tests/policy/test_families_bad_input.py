@@ -28,7 +28,7 @@ def test_a_missing_component_is_named(copied, name):
     shutil.rmtree(copied / "vae")
     with pytest.raises(
         FileNotFoundError,
-        match=f"lacks its 'vae', which family '{name}' needs: download the whole pipeline",
+        match=f"lacks its 'vae', which family '{name}' needs: download the complete pipeline",
     ):
         family_for(tiny_model(name, copied))
 
@@ -59,7 +59,9 @@ def test_weights_that_are_missing_are_named_before_anything_is_loaded(copied, na
     weights.rename(weights.with_name("pytorch_model.bin"))
     with pytest.raises(
         FileNotFoundError,
-        match=r"lacks its weights, \*\.safetensors: download the whole pipeline, as safetensors",
+        match=(
+            r"lacks its weights, \*\.safetensors: download the complete pipeline, as safetensors"
+        ),
     ):
         family.check_weights()
 
@@ -165,7 +167,7 @@ def test_a_damaged_configuration_file(copied, name):
         family_for(tiny_model(name, copied)).check()
     (copied / "transformer" / "config.json").unlink()
     with pytest.raises(
-        FileNotFoundError, match="has no transformer/config.json: download the whole pipeline"
+        FileNotFoundError, match=("has no transformer/config.json: download the complete pipeline")
     ):
         family_for(tiny_model(name, copied)).check()
 
@@ -228,11 +230,14 @@ def test_images_to_edit_are_found_before_anything_starts(request, tmp_path, name
             {"model__height": 24, "model__family": "sana"},
             "is a StableDiffusion3Pipeline, but family|but family 'sana'",
         ),
-        ({"model__width": 40}, "model.width: 40 pixels; this model makes multiples of 4 up to 32"),
+        (
+            {"model__width": 40},
+            ("model.width: 40 pixels; this model needs multiples of 4 up to 32"),
+        ),
         ({"model__guidance": 2.0}, "leave model.guidance out"),
         (
             {"lora__targets": ["attn.query"]},
-            "lora.targets: no linear of the transformer ends in 'attn.query'",
+            "lora.targets: no linear layer of the transformer has a name that ends in 'attn.query'",
         ),
         (
             {"explore__modules_to_not_convert": ["*.nothing"]},

@@ -151,7 +151,7 @@ def test_families_read_the_published_configurations(tmp_path, name, shape, first
     assert family.sigmas(4)[:2].tolist() == pytest.approx(first_sigmas, rel=1e-5)
     unit = 32 if name in ("sana-1.6b", "sana-video-2b-480p", "wan2.2-ti2v-5b") else 16
     with pytest.raises(
-        ValueError, match=rf"model\.width: 1048 pixels; this model makes multiples of {unit}"
+        ValueError, match=rf"model\.width: 1048 pixels; this model needs multiples of {unit}"
     ):
         family_for(settings.model_copy(update={"width": 1048})).check()
 

@@ -165,7 +165,7 @@ def test_states_are_copies_and_checked(adapted):
     with pytest.raises(ValueError, match=f"adapter 'old': {key} is "):
         load_adapter_state(adapted, "old", {**state, key: torch.zeros(4, 3)})
     with pytest.raises(
-        ValueError, match="1 keys are not the model's, such as 'proj_out.lora_A.weight'"
+        ValueError, match="1 keys do not belong to the model, such as 'proj_out.lora_A.weight'"
     ):
         load_adapter_state(adapted, "old", {**state, "proj_out.lora_A.weight": torch.zeros(1)})
 
@@ -183,5 +183,7 @@ def test_targets_are_suffixes_of_paths_with_wildcards(family):
         target_modules(transformer, ["to_q", "attn.to_out.1"])  # one layer of several is missed
     # part of a name, a block, no linear
     for targets in (["o_q"], ["transformer_blocks.0"], ["norm1"]):
-        with pytest.raises(ValueError, match="no linear of the transformer ends in"):
+        with pytest.raises(
+            ValueError, match=("no linear layer of the transformer has a name that ends in")
+        ):
             target_modules(transformer, targets)

@@ -135,12 +135,12 @@ def test_what_cannot_be_started_from(family, adapted, tmp_path, randomise):
         (
             Lora(rank=4, targets=("attn.query",)),
             ValueError,
-            "lora.targets: no linear of the transformer ends in 'attn.query'",
+            "lora.targets: no linear layer of the transformer has a name that ends in 'attn.query'",
         ),
         (
             Lora(rank=4, targets=("attn.to_q", "to_w")),
             ValueError,
-            "ends in 'to_w'; there are such as 'transformer_blocks",
+            "ends in 'to_w'; existing names are such as 'transformer_blocks",
         ),
     ]
     for lora, error, message in cases:
@@ -161,9 +161,9 @@ def test_what_cannot_be_started_from(family, adapted, tmp_path, randomise):
         ("[]", "is no JSON object"),
         ("1" * 5000, "not a readable safetensors file"),
         ("[" * 100_000, "not a readable safetensors file"),
-        ('{"transformer.lora_alpha": "8"}', "lora_alpha is '8', no number above 0"),
-        ('{"transformer.lora_alpha": 0}', "lora_alpha is '0', no number above 0"),
-        ('{"transformer.lora_alpha": Infinity}', "lora_alpha is 'inf', no number above 0"),
+        ('{"transformer.lora_alpha": "8"}', "lora_alpha is '8', not a number above 0"),
+        ('{"transformer.lora_alpha": 0}', "lora_alpha is '0', not a number above 0"),
+        ('{"transformer.lora_alpha": Infinity}', "lora_alpha is 'inf', not a number above 0"),
     ],
 )
 def test_what_a_file_says_of_alpha_is_a_number_or_refused(tmp_path, metadata, said):

@@ -148,6 +148,6 @@ def test_a_scheduler_without_flow_sigmas_is_refused(tiny_sana_dir, tmp_path):
 
 def test_sizes(tiny):
     with pytest.raises(
-        ValueError, match=r"model\.width: 48 pixels; this model makes multiples of 32"
+        ValueError, match=r"model\.width: 48 pixels; this model needs multiples of 32"
     ):
         tiny.other(width=48).check()

@@ -207,7 +207,7 @@ def test_a_missing_or_damaged_file_is_one_line(tiny_sana_dir, tmp_path):
 
 
 def test_no_other_family_reads_such_a_file(tiny_sana_video_dir):
-    said = "model.native_path: 'x.pth': family '{}' reads no such files: leave it out"
+    said = "model.native_path: 'x.pth': family '{}' does not support native files: leave it out"
     with pytest.raises(ConfigError) as caught:
         check_model(load("quickstart", ["model.native_path=x.pth"]))
     assert caught.value.lines == [said.format("sd3")]

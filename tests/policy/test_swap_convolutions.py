@@ -68,7 +68,7 @@ def test_the_plan(family, name):
         "conv_point",
         "proj",
     }
-    assert plan["conv_inverted"].why == "a 1x1 convolution, run as a linear"
+    assert plan["conv_inverted"].why == "a 1x1 convolution, run as a linear layer"
     assert plan["conv_inverted"].shape == (64, 32, 1, 1)
     assert plan["conv_depth"].why == "a convolution of 3x3 in 64 groups"
     assert plan["narrow"].why == "K = 24 is not a multiple of 16"

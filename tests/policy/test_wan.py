@@ -108,10 +108,10 @@ def test_proxy_clips_are_the_beginning(tiny_wan_dir):
     [
         (
             {"frames": None},
-            r"model\.frames: family 'wan' draws clips: say how many frames, 4k \+ 1",
+            r"model\.frames: family 'wan' generates clips: set the number of frames, 4k \+ 1",
         ),
         ({"frames": 16}, r"model\.frames: 16 frames; this model makes 4k \+ 1, such as 33"),
-        ({"height": 24}, r"model\.height: 24 pixels; this model makes multiples of 16"),
+        ({"height": 24}, r"model\.height: 24 pixels; this model needs multiples of 16"),
     ],
 )
 def test_sizes_that_cannot_be_drawn(tiny_wan_dir, changes, said):
@@ -128,7 +128,7 @@ def test_a_tiny_decoder_of_clips(tiny_wan_dir, tmp_path):
         model__frames=5,
         explore__decoder="tiny",
     )
-    with pytest.raises(ConfigError, match="'tiny' decodes images, not clips: use 'full'"):
+    with pytest.raises(ConfigError, match="'tiny' does not decode clips: use 'full'"):
         check_model(config)
 
 
@@ -136,7 +136,7 @@ def test_a_tiny_decoder_of_clips(tiny_wan_dir, tmp_path):
 def test_frames_of_a_model_of_images(tiny_sd3_dir, change):
     (key,) = change
     with pytest.raises(
-        ValueError, match=rf"model\.{key}: family 'sd3' draws images, not clips: leave it out"
+        ValueError, match=rf"model\.{key}: family 'sd3' generates images, not clips: leave it out"
     ):
         family_for(tiny_model("sd3", tiny_sd3_dir, **change))
 

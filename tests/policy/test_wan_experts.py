@@ -267,7 +267,9 @@ def test_a_lora_of_one_transformer_alone(tiny, randomise, tmp_path):
 def test_what_cannot_be_started_from(tiny, exported):
     _, directory = exported
     fresh = tiny.family.load_transformer("cpu", torch.float32)
-    with pytest.raises(ValueError, match="is one file, and the model has two transformers: give a"):
+    with pytest.raises(
+        ValueError, match=("is one file, but the model has two transformers: give a")
+    ):
         add_adapters(fresh, Lora(rank=4, init_from=str(directory / HIGH)), tiny.family)
     (directory / LOW).unlink()
     fresh = tiny.family.load_transformer("cpu", torch.float32)

@@ -97,7 +97,7 @@ def test_what_differs_is_named():
     named = sample_tensors()
     manifest, shards = pack_tensors(named, 1, "nvfp4", 32)
     cases = [
-        (shards[:-1], blank(named), "2 shards arrived, the manifest lists 3"),
+        (shards[:-1], blank(named), "2 shards arrived, but the manifest lists 3"),
         (
             [shards[0][:-1], *shards[1:]],
             blank(named),
@@ -130,7 +130,7 @@ def test_a_manifest_that_points_outside_is_refused():
             WireError, match=f"b lies at {offset} . {nbytes} of 68 bytes, it has 24"
         ):
             unpack_into(replace(manifest, entries=entries), shards, blank(named))
-    with pytest.raises(WireError, match="has a name twice"):
+    with pytest.raises(WireError, match="contains a name twice"):
         unpack_into(
             replace(manifest, entries=(*manifest.entries, manifest.entries[0])),
             shards,

@@ -48,7 +48,7 @@ def test_a_run_with_something_to_show_keeps_its_name(tmp_path, what):
             "the file system has no locks"  # another driver may be at work there
         )
     kept = rundir.config_file.read_bytes()
-    with pytest.raises(ConfigError, match="a run of this name is there: --resume continues it"):
+    with pytest.raises(ConfigError, match="a run of this name exists: --resume continues it"):
         rundir.create(config)
     assert rundir.config_file.read_bytes() == kept and len(rundir.events()) == 1
 

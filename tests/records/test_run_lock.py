@@ -35,7 +35,7 @@ def test_the_second_is_told_who_the_first_is(tmp_path):
         r" \d\d:\d\d:\d\d UTC: "
     )
     assert re.search(
-        rf"^{re.escape(str(tmp_path))}: a run is at work here: {who}.*--resume", line
+        rf"^{re.escape(str(tmp_path))}: a run is active here: {who}.*--resume", line
     ), line
     with exclusive_lock(file, "a run", ANOTHER_RUN) as lock:
         assert lock.unsupported_reason is None

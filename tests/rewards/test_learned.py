@@ -134,7 +134,7 @@ def test_words_beyond_the_context_are_cut(settings):
         (
             "imagereward",
             {"architecture": {"audio": {}}},
-            "architecture has audio: it takes the tables vision and text",
+            "architecture has audio: only the tables vision and text are allowed",
         ),
     ],
 )

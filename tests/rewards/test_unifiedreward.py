@@ -268,8 +268,8 @@ def broken(folder: Path, how: str) -> None:
         ("no config", r"config.json cannot be read: \[Errno 2\]"),
         ("a list", r"config.json is no table"),
         ("no weights", r"holds none of model.safetensors.index.json, model.safetensors"),
-        ("a shard short", r"index.json names model-2.safetensors, which is not there"),
-        ("an empty index", r"index.json names no file, which is not there"),
+        ("a shard short", r"index.json names model-2.safetensors, which does not exist"),
+        ("an empty index", r"index.json names no file, which does not exist"),
     ],
 )
 def test_a_directory_that_is_no_checkpoint_is_refused_before_anything_starts(

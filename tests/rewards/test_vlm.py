@@ -76,9 +76,13 @@ def test_the_judge_sees_the_image_to_edit_first(judge):
     [
         ("logprobs", "I", "the judge answers 'I' rather than a number: 10% on 1 to 5"),
         ("logprobs", "7", "answers '7' rather than a number"),
-        ("json", "A lovely image, 5 of 5!", "the judge answers prose: 'A lovely image"),
-        ("json", '{"score": "5"}', "is '5', which is no number"),
-        ("json", '{"score": true}', "is True, which is no number"),
+        (
+            "json",
+            "A lovely image, 5 of 5!",
+            ("the judge's answer is not the expected JSON: 'A lovely image"),
+        ),
+        ("json", '{"score": "5"}', "is '5', which is not a number"),
+        ("json", '{"score": true}', "is True, which is not a number"),
         ("json", '{"score": 6}', "is 6, outside 1 to 5"),
         ("json", '{"score": NaN}', "is nan, outside 1 to 5"),
         ("json", "5", "answers prose"),

@@ -93,7 +93,10 @@ def test_neither_the_order_of_the_images_nor_a_retry_changes_a_score(judge):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("The second is best.", "the judge answers prose: 'The second is best.'"),
+        (
+            "The second is best.",
+            ("the judge's answer is not the expected JSON: 'The second is best.'"),
+        ),
         ('{"ranking": [1, 2, 2]}', r"ranking of 3 images is \[1, 2, 2\]"),
         ('{"ranking": [1, 2]}', r"ranking of 3 images is \[1, 2\]"),
         ('{"ranking": [0, 1, 2]}', r"ranking of 3 images is \[0, 1, 2\]"),

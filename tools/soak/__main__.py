@@ -91,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(line_of(rows[index]), flush=True)
         except (Stopped, KeyboardInterrupt):
             print(
-                f"stopped after {len(rows)} of {len(chosen)} runs; the same command again continues"
+                f"stopped after {len(rows)} of {len(chosen)} runs; run the same command again to"
+                " continue"
             )
     print("\n".join(summary([rows[index] for index in sorted(rows)])))
     if len(rows) < len(chosen):

@@ -37,7 +37,7 @@ def published(name: str) -> Tree:
     """
     if name not in published_names():
         raise ValueError(
-            f"no published architecture {name!r}; there are {', '.join(published_names())}"
+            f"unknown published architecture {name!r}; available: {', '.join(published_names())}"
         )
     model = json.loads((DIRECTORY / f"{name}.json").read_text())
     shared = json.loads((DIRECTORY / f"{SHARED}.json").read_text())

@@ -37,7 +37,7 @@ ELEMENTS = 8192
 def missing(device: torch.device) -> str | None:
     """Return why activations are not packed by kernels on this device, or None if they are."""
     if device.type != "cuda":
-        return f"the packing kernels are for CUDA, not for {device.type}"
+        return f"the packing kernels run on CUDA only, not on {device.type}"
     return None if _installed() else "the packing kernels need the package triton"
 
 
