@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         choices=[*NAMES, []],
         metavar="NAME",
-        help=f"any of {', '.join(NAMES)}; all unless given; or one of {', '.join(COUNTS)} alone",
+        help=f"any of {', '.join(NAMES)} (default: all); or one of {', '.join(COUNTS)}",
     )
     parser.add_argument("--preset", default="quickstart", help="a preset name or a TOML file")
     add_overrides(parser)
@@ -110,19 +110,19 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=list(Options.broadcasts),
         metavar="BYTES:N,N",
-        help="publish: bytes of packed weights, and numbers of explorers, as 1e9:1,2,4",
+        help="publish: bytes of packed weights and numbers of rollout actors, such as 1e9:1,2,4",
     )
     parser.add_argument("--pack-bytes", type=int, default=2**26, help="pack: bytes of FP32 weights")
     parser.add_argument(
-        "--batch",
-        type=int,
-        help="step, explorer: images at a time; a run's chunk size unless given",
+        "--batch", type=int, help="step, explorer: batch size (default: the chunk size of a run)"
     )
     _add_explorers(parser)
     parser.add_argument(
-        "--keep", metavar="DIR", help="plan: keep each measured layout here, and go on from there"
+        "--keep",
+        metavar="DIR",
+        help=("plan: file for the measured layouts, from which a later call continues"),
     )
-    parser.add_argument("--json", metavar="FILE", help="write the ratios here too")
+    parser.add_argument("--json", metavar="FILE", help="also write the ratios to this file")
     return parser
 
 
@@ -142,18 +142,18 @@ def _add_explorers(parser: argparse.ArgumentParser) -> None:
         choices=list(BACKENDS),
         default=[],
         metavar="NAME",
-        help="explorer: only these",
+        help="explorer: backends (default: all)",
     )
     parser.add_argument(
-        "--pixels", type=int, help="explorer: image side; as published unless given"
+        "--pixels", type=int, help="explorer: image side in pixels (default: as published)"
     )
     parser.add_argument(
         "--small",
         action=argparse.BooleanOptionalAction,
-        help="explorer: narrow blocks; so by default where there is no GPU",
+        help="explorer: narrow blocks (default without a GPU)",
     )
     parser.add_argument(
-        "--compile", action="store_true", help="explorer: compiled as well as eager"
+        "--compile", action="store_true", help="explorer: also measure compiled models"
     )
 
 

@@ -117,9 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, or JSON with ``--json``; return 0."""
     parser = argparse.ArgumentParser(prog="python -m bench passes", description=HOW_TO_READ)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--models", nargs="+", default=list(MODELS), help="of the presets, or configurations"
-    )
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help="presets or TOML files")
     options = parser.parse_args(arguments)
     results: dict[str, list[Tree]] = {}
     for model in options.models:

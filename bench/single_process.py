@@ -40,7 +40,9 @@ class SingleProcessLoop:
     ):
         if not config.plan.regenerate or (together and config.plan.explore is not None):
             arm = "diffusionnft" if together else "sol_rl"
-            raise ValueError(f"arm {config.arm!r}: not one of this plain loop's, use arm {arm!r}")
+            raise ValueError(
+                f"arm {config.arm!r} is not supported by the plain loop: use arm {arm!r}"
+            )
         if together:
             size = config.prompts.per_iteration * config.selection.keep
             one_batch = config.regenerate.model_copy(update={"batch_size": size})
@@ -141,7 +143,7 @@ class SingleProcessLoop:
         scores = self.reward.score(images, texts, metadata)
         if scores.failures:
             raise RuntimeError(
-                f"a scorer failed, so the loops' work is not the same: {scores.failures[0]}"
+                f"a scorer failed, so the loops did not do the same work: {scores.failures[0]}"
             )
         return combine(
             scores.values, {scorer.label: scorer.weight for scorer in self.config.rewards.scorers}

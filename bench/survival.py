@@ -102,7 +102,7 @@ def run_updates(trainer: Trainer, rundir: RunDirectory, backend: Backend) -> Ite
         trainer.load(path)
         newest.append(weights_of(trainer, backend, adapter))
     if not newest:
-        raise ConfigError(f"{rundir.path}: there is no checkpoint yet")
+        raise ConfigError(f"{rundir.path}: no checkpoint yet")
     yield Update(f"{paths[-1].name}, from the base", base, base, newest[-1])
     if len(newest) > 1:
         yield Update(f"{paths[0].name} to {paths[-1].name}", base, newest[0], newest[-1])
@@ -173,12 +173,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=float,
         nargs="+",
         default=[0.01, 0.001],
-        help="updates, as shares of the weights' norm",
+        help="norms of random updates, relative to the norm of the weights",
     )
     parser.add_argument(
-        "--run", metavar="DIR", help="the updates of this run instead, with its own configuration"
+        "--run", metavar="DIR", help="use the updates and the configuration of this run instead"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the rows here too")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows to this file")
     options = parser.parse_args(arguments)
     try:
         rundir = RunDirectory(Path(options.run).absolute()) if options.run else None

@@ -44,7 +44,7 @@ def version_mismatches(wanted: dict[str, str]) -> list[str]:
         except metadata.PackageNotFoundError:
             continue  # for another platform, or an extra
         if installed.partition("+")[0] != version.partition("+")[0]:
-            lines.append(f"{name} {installed} is installed, constraints.txt says {version}")
+            lines.append(f"{name} {installed} is installed, but constraints.txt pins {version}")
     return lines
 
 
@@ -66,7 +66,7 @@ def altered_files(names: Iterable[str]) -> list[str]:
             with path.open("rb") as opened:
                 digest = hashlib.file_digest(opened, file.hash.mode).digest()
             if base64.urlsafe_b64encode(digest).decode().rstrip("=") != file.hash.value:
-                lines.append(f"{name}: {file} is not what was installed")
+                lines.append(f"{name}: {file} differs from the installed file")
     return lines
 
 
@@ -96,14 +96,19 @@ def main(arguments: list[str] | None = None) -> int:
     """Print one line per check and per finding; return 1 if there is any finding."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--index", default=INDEX, help="an OSV server")
-    parser.add_argument("--files", action="store_true", help="compare every installed file, slowly")
+    parser.add_argument(
+        "--files", action="store_true", help=("compare every installed file (slow)")
+    )
     options = parser.parse_args(arguments)
     wanted = pinned(CONSTRAINTS.read_text())
     findings = version_mismatches(wanted)
-    print(f"{len(wanted)} packages are pinned, {len(findings)} are installed in another version")
+    print(
+        f"{len(wanted)} packages are pinned, {len(findings)} of them are installed in another"
+        " version"
+    )
     if options.files:
         findings += (changed := altered_files(wanted))
-        print(f"files that are not as installed: {len(changed)}")
+        print(f"changed files: {len(changed)}")
     try:
         findings += (known := vulnerabilities(wanted, options.index))
         print(f"packages with known vulnerabilities: {len(known)}")

@@ -145,7 +145,12 @@ def _canonical(name: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make lock", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--wheel", type=Path, nargs="+", default=[], metavar="FILE", help="builds from elsewhere"
+        "--wheel",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help=("wheels that are not on the index"),
     )
     return parser
 

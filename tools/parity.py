@@ -48,9 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "names",
         nargs="*",
         metavar="SCORER",
-        help=f"any of {', '.join(parity.CASES)}; all unless given",
+        help=f"any of {', '.join(parity.CASES)} (default: all)",
     )
-    parser.add_argument("--full", action="store_true", help="the real architectures too")
+    parser.add_argument(
+        "--full", action="store_true", help=("also compare the full-size architectures")
+    )
     parser.add_argument(
         "--pip-flag", action="append", default=[], help="passed to pip, such as --index-url=..."
     )

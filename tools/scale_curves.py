@@ -61,8 +61,8 @@ def point(model: str, growing: bool, gpus: int) -> Point:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate the points that are missing from the JSON file, and draw all of them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", help="the SVG; its points are kept in a JSON file beside it")
-    parser.add_argument("--points", help="keep the points here instead")
+    parser.add_argument("out", help="the SVG; its points are written to a JSON file next to it")
+    parser.add_argument("--points", help="file for the points instead")
     options = parser.parse_args(arguments)
     points_file = Path(options.points or Path(options.out).with_suffix(".json"))
     points = (

@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--grid", type=Path)
     parser.add_argument("--halved", action="store_true")
-    parser.add_argument("--clip", help="a directory as clipscore takes it")
+    parser.add_argument("--clip", help="a CLIP checkpoint directory, as for clipscore")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     logging.set_verbosity_error()

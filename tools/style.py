@@ -189,7 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the reports on the code and on the tests."""
     parser = argparse.ArgumentParser(prog="python -m tools.style")
     parser.add_argument("root", nargs="?", type=Path, default=ROOT)
-    parser.add_argument("--json", action="store_true", help="for machines, with all modules named")
+    parser.add_argument(
+        "--json", action="store_true", help=("print JSON, with the names of all modules")
+    )
     options = parser.parse_args(arguments)
     files = sources(options.root)
     parts = {

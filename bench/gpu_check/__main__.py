@@ -124,7 +124,9 @@ def version_of(name: str) -> str:
 
 def _parser(sections: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_check", description=__doc__)
-    parser.add_argument("--out", default="gpu-check", metavar="DIR", help="where results are put")
+    parser.add_argument(
+        "--out", default="gpu-check", metavar="DIR", help=("directory for the results")
+    )
     parser.add_argument(
         "--minutes",
         type=float,
@@ -137,7 +139,7 @@ def _parser(sections: list[str]) -> argparse.ArgumentParser:
         choices=sections,
         default=sections,
         metavar="NAME",
-        help=f"only these of {', '.join(sections)}",
+        help=f"run only these of {', '.join(sections)}",
     )
     return parser
 

@@ -178,7 +178,7 @@ def decoding(results: Results) -> Verdict:
     slow = [each for each in results.findings("decode") if each.value <= 1.0]
     if results.gpu and slow:
         return decide(slow, lambda each: False)
-    return not_checkable(f"quicker is not enough: that it ranks as well needs {PUBLISHED}")
+    return not_checkable(f"it is faster; that it ranks as well needs {PUBLISHED}")
 
 
 def leaving(results: Results) -> Verdict:
@@ -239,21 +239,22 @@ CLAIMS: dict[str, Check] = {
         " [performance.md](performance.md#what-packing-activations-costs) counts, and takes little"
         " of a step"
     ): packing,
-    "peak memory of an actor is what `sol-rl plan` says": peaks,
+    "peak memory of an actor is what `sol-rl plan` predicts": peaks,
     (
         "weights that leave a GPU between turns come back bit for bit, leave nothing behind, and"
-        " take as long as `sol-rl plan` says"
+        " take as long as `sol-rl plan` predicts"
     ): leaving,
     (
-        "a process keeps to its share of a GPU's memory; a full GPU and missing CUDA are each told"
-        " in one line"
+        "a process stays within its share of a GPU's memory; a full GPU and missing CUDA are each"
+        " reported in one line"
     ): needs(RUN),
     "gradients in BF16 are those of FP32 up to rounding, in every family": gradients,
     "the predicted seconds of a step, by which `auto` chooses": predicted,
     (
-        "regenerating costs at most 10 % and training at most 25 % beside the bare model's passes"
+        "regenerating takes at most 10 % and training at most 25 % longer than the passes of the"
+        " bare model"
     ): passes,
-    "decoding proxies in BF16 or by a tiny decoder ranks as well and is quicker": decoding,
+    "decoding proxies in BF16 or with a tiny decoder ranks as well and is faster": decoding,
     "seconds of `sol-rl plan`": needs(RUN),
     "exploring in 4 or 8 bits makes an iteration shorter": needs(RUN),
     (
@@ -266,7 +267,7 @@ CLAIMS: dict[str, Check] = {
     "several learners take the steps of one, with NCCL": needs("two GPUs"),
     (
         "a base in shards over learners changes no bit with NCCL, and its memory is what the plan"
-        " says"
+        " predicts"
     ): needs("two GPUs"),
     "4-bit proxy images rank the seeds of a large model well enough": needs(PUBLISHED),
     "the published weights of SD3.5, FLUX.1 and SANA load and train": needs(PUBLISHED),

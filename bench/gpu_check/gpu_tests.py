@@ -58,7 +58,7 @@ def _file(file: str, report: Path, seconds: float) -> Item:
             command(file, report), cwd=ROOT, timeout=seconds, capture_output=True, text=True
         )
     except subprocess.TimeoutExpired:
-        return LeftOut(file, f"it had not ended after {seconds:.0f} s")
+        return LeftOut(file, f"it did not end within {seconds:.0f} s")
     if not report.exists():
         last_line = (completed.stdout + completed.stderr).strip().splitlines()[-1:]
         return Finding(file, 1.0, "failed", {"file": file}, note=" ".join(last_line))

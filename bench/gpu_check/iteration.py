@@ -73,15 +73,15 @@ def _tried(name: str, case: Case, family: Family, setting: Setting) -> Item:
     try:
         return _iteration(name, case, family, backend, setting)
     except torch.OutOfMemoryError as error:
-        return LeftOut(case.name, f"one GPU has no room for it: {out_of_memory(error)}")
+        return LeftOut(case.name, f"it does not fit on one GPU: {out_of_memory(error)}")
     except NonFiniteTraining as error:  # continue with the other families
         return LeftOut(case.name, f"failed: {error}")
 
 
 def no_room(case: Case, needed: int, free_bytes: int) -> LeftOut:
     """Report that a model's weights do not fit, before anything is built."""
-    why = f"its weights alone are {needed / 1e9:.0f} GB, {free_bytes / 1e9:.0f} GB are free"
-    return LeftOut(case.name, f"one GPU has no room for it: {why}")
+    why = f"its weights alone need {needed / 1e9:.0f} GB, {free_bytes / 1e9:.0f} GB are free"
+    return LeftOut(case.name, f"it does not fit on one GPU: {why}")
 
 
 def weight_bytes(case: Case, backend: Backend, dtype: torch.dtype) -> int:

@@ -38,7 +38,7 @@ def _against_plan(setting: Setting, case: Case, name: str) -> Iterator[Item]:
         if setting.gpu:
             yield from _peaks(case, name, setting)
     except torch.OutOfMemoryError as error:
-        yield LeftOut(name, f"one GPU has no room for it: {out_of_memory(error)}")
+        yield LeftOut(name, f"it does not fit on one GPU: {out_of_memory(error)}")
 
 
 def _weights(case: Case, setting: Setting) -> Iterator[Finding]:

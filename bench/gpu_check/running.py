@@ -40,7 +40,7 @@ def run(names: Sequence[str], gpu: bool, seconds: float) -> Iterator[Outcome]:
         shares = [SECTIONS[other].share for other in names[index:]]
         limit = left * shares[0] / sum(shares)
         if limit < 1.0:
-            yield Outcome(name, "cut short", "no time was left for it")
+            yield Outcome(name, "cut short", "no time was left")
             continue
         yield _one(context, name, gpu, limit)
 
@@ -62,7 +62,7 @@ def _one(context: Any, name: str, gpu: bool, limit: float) -> Outcome:
         outcome.state, outcome.why = "failed", f"its process ended with code {process.exitcode}"
     except TimeoutError:
         outcome.state = "cut short"
-        outcome.why = f"it had not ended after {time.monotonic() - start:.0f} s"
+        outcome.why = f"it did not end within {time.monotonic() - start:.0f} s"
     if process.is_alive():
         process.join(0.0 if outcome.state == "cut short" else GRACE_S)
         process.kill()

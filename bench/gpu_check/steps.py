@@ -52,7 +52,7 @@ def _architecture(case: Case, setting: Setting, seconds: float) -> Iterator[Item
     memory = held_bytes(transformer)
     quick = setting.quick()
     if not quick:
-        yield LeftOut(case.name, "no backend with quicker arithmetic than BF16 runs here")
+        yield LeftOut(case.name, "no backend with faster arithmetic than BF16 runs here")
     for backend in quick:
         packed = explorer_transformer(case, backend, device)
         step = one_step(case, packed, batch, device)
@@ -117,7 +117,7 @@ def _auto(case: Case, setting: Setting, batch: int, speeds: dict[str, float]) ->
     )
     known = {"bf16": 1.0, **speeds}
     return Finding(
-        f"{case.name}, what auto takes / the quickest",
+        f"{case.name}, backend of auto / fastest backend",
         known.get(chosen.name, 1.0) / max(known.values()),
         "x",
         {"architecture": case.name, "backend": chosen.name, "form": "auto"},
@@ -129,7 +129,7 @@ def _by_torch(step: Run) -> Run:
     """Return ``step`` with activations packed by torch's operations, as without Triton."""
 
     def run() -> None:
-        with mock.patch.object(kernels, "missing", lambda device: "left out, to compare with it"):
+        with mock.patch.object(kernels, "missing", lambda device: "without it"):
             step()
 
     return run

@@ -137,7 +137,9 @@ def _steps(findings: list[Finding]) -> Table:
             )
         )
     heads = ("architecture", "backend", *FORMS, "bound", "predicted", "BF16, s")
-    note = "Times as fast as BF16, which is compiled too in that column; seconds per image and step"
+    note = (
+        "Speed relative to BF16, which is also compiled in that column; seconds per image and step"
+    )
     return _table("steps", heads, rows, note=note)
 
 

@@ -87,12 +87,14 @@ def main() -> int:
         description=tools.cluster_demo.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--iterations", type=int, default=24, help="of each run; 24 unless given")
-    text = "directory of the two runs; runs/cluster-demo-TIME unless given"
+    parser.add_argument(
+        "--iterations", type=int, default=24, help=("iterations of each run (default: 24)")
+    )
+    text = "directory of the two runs (default: runs/cluster-demo-TIME)"
     parser.add_argument("--out", type=Path, help=text)
     options = parser.parse_args()
     if options.iterations < 8:
-        parser.error("--iterations: at least 8, or the run ends before it is disturbed")
+        parser.error("--iterations: at least 8, because shorter runs end before they are disturbed")
     out = (
         options.out or ROOT / "runs" / f"cluster-demo-{time.strftime('%Y%m%d-%H%M%S')}"
     ).absolute()

@@ -169,7 +169,7 @@ class Demo:
         (node,) = [node for node in self.nodes if node.node_id == hosts[-1]]
         self.cluster.remove_node(node, allow_graceful=False)
         self.tell(
-            f"removed the node {hosts[-1][:8]}, on which rollout-0 worked, and all that it held"
+            f"removed the node {hosts[-1][:8]}, on which rollout-0 worked, with all its objects"
         )
 
 

@@ -42,7 +42,7 @@ def scorer_answer(folder: Path, answer: object) -> None:
     if scores.shape != (3,) or np.isinf(scores).any():
         raise InvariantViolation(f"{answer!r} became {scores}")
     if np.isnan(scores).any() and not problem:
-        raise InvariantViolation(f"{answer!r} lacks a score, and nobody says so")
+        raise InvariantViolation(f"{answer!r} lacks a score, but no failure is reported")
 
 
 def targets() -> dict[str, Target]:

@@ -20,7 +20,7 @@ def one_override(folder: Path, example: tuple[str, str]) -> None:
         finite(json.loads(shown))
         config = load("quickstart", [f"{example[0]}={example[1]}"])
         if parse(config.model_dump(mode="json")) != config:
-            raise InvariantViolation(f"{example} does not read back as it was written")
+            raise InvariantViolation(f"{example} is not read back as written")
 
 
 def toml_file(folder: Path, data: bytes) -> None:

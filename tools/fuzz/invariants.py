@@ -71,7 +71,7 @@ def outcome(*arguments: str, codes: tuple[int, ...] = (0, 2)) -> tuple[int | Non
         raise InvariantViolation(f"{arguments}: exit code {code}: {errors}")
     # doctor reports problems on stdout
     if code in (2, 3) and not (errors.strip() or (arguments[:1] == ("doctor",) and out.getvalue())):
-        raise InvariantViolation(f"{arguments}: exit code {code} without a word")
+        raise InvariantViolation(f"{arguments}: exit code {code} without a message")
     if "Traceback" in errors:
         raise InvariantViolation(f"{arguments}: {errors}")
     return code, out.getvalue()

@@ -110,7 +110,7 @@ def check_scores(scorer: WeightedScorer) -> None:
     attempt = scorer.attempt(IMAGES, PROMPTS, TOLD)
     (scores,) = attempt.scores.values()
     if not np.isfinite(scores).all() and not attempt.failures:
-        raise InvariantViolation(f"{scores}, and nobody says why")
+        raise InvariantViolation(f"{scores}, but no failure is reported")
     if any(not line.strip() or "\n" in line for line in attempt.failures):
         raise InvariantViolation(f"not a line each: {attempt.failures}")
     if (

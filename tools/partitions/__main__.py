@@ -68,7 +68,7 @@ def measure(lab: Lab, key: str, undisturbed: dict[str, Any]) -> dict[str, Any]:
             ]
             row[name] = round(min(times), 1) if times else None
     elif scenario.at is not None:
-        row |= {"same": False, "why": "the moment never came"}
+        row |= {"same": False, "why": "the moment was not reached"}
     return row
 
 

@@ -53,7 +53,7 @@ SCENARIOS = {
     "slow": Scenario("50 ms and 1 % loss everywhere", [SLOW]),
     "narrow": Scenario("100 Mbit/s everywhere", [everywhere(bytes_per_s=12.5e6)], None, WIDE),
     "head-30": Scenario(
-        "head and explorer cut for 30 s, no other node for it",
+        "head and explorer cut for 30 s, no spare node",
         [cut([HEAD], ["one"]), HEAL],
         (0, "explored"),
         PINNED,
@@ -74,7 +74,7 @@ SCENARIOS = {
         WIDE,
     ),
     "back": Scenario(
-        "an explorer's node switched off, back after 30 s, no other node for it",
+        "an explorer's node switched off, back after 30 s, no spare node",
         [(0.0, lambda lab: lab.off("one")), (CUT_S, lambda lab: lab.on("one"))],
         (0, "explored"),
         PINNED,

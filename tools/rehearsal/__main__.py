@@ -106,7 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Rehearse the models; return 0 if all sizes are within tolerance, 1 if not, 3 on failure."""
     parser = argparse.ArgumentParser(prog="python -m tools.rehearsal", description=about)
     parser.add_argument("models", nargs="*", choices=[*MODELS, []], metavar="MODEL")
-    parser.add_argument("--dir", default="runs/rehearsal", help="models and runs, kept")
+    parser.add_argument(
+        "--dir", default="runs/rehearsal", help=("directory for models and runs, which are kept")
+    )
     parser.add_argument("--pixels", type=int, default=256)
     options = parser.parse_args(arguments)
     deviations: list[str] = []

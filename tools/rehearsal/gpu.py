@@ -103,7 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the arms and print the table; return the exit code of the first run that fails, or 0."""
     parser = argparse.ArgumentParser(prog="python -m tools.rehearsal.gpu", description=__doc__)
     parser.add_argument("arms", nargs="*", default=list(ARMS), metavar="ARM")
-    parser.add_argument("--dir", default="runs/rehearsal", help="models and runs, kept")
+    parser.add_argument(
+        "--dir", default="runs/rehearsal", help=("directory for models and runs, which are kept")
+    )
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--iterations", type=int, default=2)
     options = parser.parse_args(arguments)

@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         "--runs",
         type=int,
         default=20,
-        help="runs 0 to RUNS - 1; those of an earlier soak in OUT count",
+        help="runs 0 to RUNS - 1; runs of an earlier soak in OUT are not repeated",
     )
     parser.add_argument(
         "--first",
@@ -130,8 +130,8 @@ def _parser() -> argparse.ArgumentParser:
             metavar=name.rstrip("s").upper(),
             help=f"of {', '.join(known)}",
         )
-    add_overrides(parser, "change the runs, as explore_ahead=1")
-    parser.add_argument("--out", metavar="DIR", help="runs/soak-SEED unless given")
+    add_overrides(parser, "change the configuration of the runs, such as explore_ahead=1")
+    parser.add_argument("--out", metavar="DIR", help="directory (default: runs/soak-SEED)")
     return parser
 
 

@@ -26,7 +26,7 @@ def line_of(row: Row) -> str:
         else f"DIFFERS: {', '.join(row['differs'])}{' left over' * bool(row['left_over'])}"
     )
     if len(row["done"]) < len(row["faults"]):
-        verdict += f", {len(row['done'])} of {len(row['faults'])} faults: the actor was just being"
+        verdict += f", {len(row['done'])} of {len(row['faults'])} faults: the actor was being"
         verdict += " replaced, or the run had ended"
     phases = [("noticed", "noticed_s"), ("replaced", "replaced_s"), ("recovered", "answered_s")]
     timings = [
