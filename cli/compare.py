@@ -31,8 +31,8 @@ def declare(sub: argparse.ArgumentParser) -> None:
     text = "one cell for each value, or for each combination of values if repeated"
     sub.add_argument("--vary", action="append", default=[], metavar="a.b=v,w", help=text)
     text = (
-        "also compare by operations; RATIO quantized operations count as one unquantized, such as"
-        " 4,2,1 (default: the ratios of the comparison file)"
+        "also compare by operations, with R quantized operations counted as one unquantized, such"
+        " as 4,2,1 (default: the ratios of the comparison file)"
     )
     sub.add_argument("--operations", metavar="R,S", help=text)
     text = "compare these run directories instead of training"

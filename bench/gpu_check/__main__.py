@@ -131,7 +131,7 @@ def _parser(sections: list[str]) -> argparse.ArgumentParser:
         "--minutes",
         type=float,
         metavar="M",
-        help=f"most that it may take; {MINUTES:g}, without a GPU {CPU_MINUTES:g}, unless given",
+        help=f"time limit (default: {MINUTES:g}, without a GPU {CPU_MINUTES:g})",
     )
     parser.add_argument(
         "--sections",
