@@ -78,7 +78,7 @@ def parse_requirements(
         color = row.get("color")
         if color not in (None, *COLORS) or relation not in (None, *RELATIONS):
             raise ValueError(
-                f"prompt {prompt!r}: unknown to GenEval: {color or ''} {relation or ''}"
+                f"prompt {prompt!r}: unknown to GenEval: color {color!r}, relation {relation!r}"
             )
         if relation is not None and not 0 <= target < index:
             raise ValueError(

@@ -111,4 +111,7 @@ def test_a_run_of_a_version_that_cannot_be_read_is_one_line(kept, command, tmp_p
     more = [str(tmp_path / "out")] if command == ["export"] else []
     assert main([*command, str(run), *more]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "made by Sol-RL 9.1, which reads it; this is 0.1.0: explore.entangled: no such" in line
+    assert (
+        "written by Sol-RL 9.1, which can read it; this is 0.1.0: explore.entangled: no such"
+        in line
+    )

@@ -174,7 +174,7 @@ def test_paths_are_words_that_can_be_printed(key, value):
 @pytest.mark.parametrize("inside", ["", "/../working_dir_files/x"])
 def test_a_run_root_that_dies_with_its_job_is_refused(inside):
     root = f"/tmp/ray/session/runtime_resources/working_dir_files/_ray_pkg{inside}"
-    with pytest.raises(ConfigError, match="would die with it"):
+    with pytest.raises(ConfigError, match="would be deleted with it"):
         check_run_root(load("quickstart", [f"run_root={root}"]), joined=True)
 
 
@@ -187,7 +187,7 @@ def test_what_travels_is_never_written_outside_its_folder(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path / "here")
     config = load("quickstart", ["prompts.train=../up.txt"])
     with pytest.raises(
-        ConfigError, match=r"'\.\./up\.txt' lies outside the directory that is submitted"
+        ConfigError, match=r"'\.\./up\.txt' is outside the directory that is submitted"
     ):
         jobs.stage(tmp_path / "deep" / "tree", "quickstart", config)
     assert not (tmp_path / "deep" / "up.txt").exists()

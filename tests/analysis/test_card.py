@@ -215,7 +215,7 @@ def test_what_the_hub_refuses_is_one_line(fake, tmp_path):
         check_hub("a/b")
     assert "\n" not in str(caught.value)
     fake.fails = "upload_folder"
-    with pytest.raises(RunFailed, match=r"the hub did not take it \(401 Unauthorized\)"):
+    with pytest.raises(RunFailed, match=r"the upload to the hub failed \(401 Unauthorized\)"):
         push(tmp_path, "a/b", False)
 
 
@@ -225,4 +225,4 @@ def test_nothing_is_written_before_the_hub_is_known(fake, run, tmp_path, capsys)
     assert main(["export", str(run), str(out), "--push", "a/b"]) == 2
     assert not out.exists() and "hf auth login" in capsys.readouterr().err
     assert main(["export", str(run), str(out), "--private"]) == 2
-    assert "add --push" in capsys.readouterr().err
+    assert "--private needs --push" in capsys.readouterr().err

@@ -135,7 +135,7 @@ def test_remarks_on_what_would_mislead(tmp_path):
     assert "d: refused: no such pair" in said
     assert "b, seed 1: excluded: failed: said so" in said
     assert "numbers of updates differ: a 2; b 1; c 2" in said
-    assert "c: its evaluation before training is not the baseline's" in said
+    assert "c: its evaluation before training differs from the baseline's" in said
     assert "b: its evaluation" not in said
     assert results[1].against[REWARD].count == 1 and tables(results, "a")[0].rows[1][1] == "1 of 2"
     none = summarise([("a", "a", None, [run("z", 0, [-0.1, -0.2])])], "a")
@@ -168,7 +168,7 @@ def test_runs_that_were_evaluated_differently_are_not_compared(tmp_path):
     other = write(configuration(tmp_path, "b", 0, "evaluate.noises=4"), [0.1], SECONDS)
     with pytest.raises(ConfigError, match="evaluate.noises: 2 in .*, 4 in "):
         group([one, other])
-    with pytest.raises(ConfigError, match="no run here"):
+    with pytest.raises(ConfigError, match="no run found"):
         group([tmp_path / "nothing"])
 
 
@@ -193,7 +193,7 @@ def test_existing_runs_give_a_page_and_numbers(tmp_path):
         for key, value in attributes.items()
         if key in ("src", "href")
     ]
-    with pytest.raises(ConfigError, match="no such cell; there are: sol_rl"):
+    with pytest.raises(ConfigError, match="unknown cell; available: sol_rl"):
         compare_existing([tmp_path / "quickstart"], "awm", tmp_path / "out")
 
 

@@ -78,7 +78,7 @@ def test_a_run_that_dies_does_not_end_the_others_and_is_resumed_by_the_same_comm
     assert compare(out) == 3
     text = capsys.readouterr()
     assert calls(out) == ALL
-    assert "1 of 4 runs did not come to their end" in text.err
+    assert "1 of 4 runs did not finish" in text.err
     assert "SIGKILL" in text.err
     assert "1 of 2" in text.out and (out / "compare.html").exists()
     monkeypatch.delenv("FAKE_TRAIN")
@@ -166,7 +166,7 @@ def test_a_signal_reaches_the_run_and_a_left_over_run_keeps_its_place(out):
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
     )
     assert again.returncode == 2
-    assert "another comparison, or one of its runs, is at work here" in again.stderr
+    assert "another comparison, or one of its runs, is active here" in again.stderr
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "stopped by SIGINT during sol_rl-seed0" in errors
@@ -179,7 +179,7 @@ def test_a_signal_reaches_the_run_and_a_left_over_run_keeps_its_place(out):
     again = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
     )
-    assert again.returncode == 2 and "or a run that it left" in again.stderr
+    assert again.returncode == 2 and "or one of its runs" in again.stderr
     os.kill(child, signal.SIGKILL)
 
 

@@ -151,13 +151,13 @@ def test_what_auto_took_is_said_and_named(monkeypatch):
         "fp8",
     ]
     (line,) = said
-    assert line.startswith("emulated_nvfp4 (auto: there is no NVFP4 kernel for cpu here")
+    assert line.startswith("emulated_nvfp4 (auto: there is no NVFP4 kernel for cpu")
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("model.path='/no/such'", "there is not a directory '/no/such'"),
+        ("model.path='/no/such'", "no directory '/no/such'"),
         ("model.family='flux'", "but family 'flux' is a FluxPipeline"),
         (
             "lora.targets=['attn.query']",
@@ -210,7 +210,7 @@ def test_only_prompts_that_lost_something_are_warned_of():
 
 
 def test_more_prompts_than_there_are(config, tmp_path):
-    with pytest.raises(ConfigError, match="holds 4; ask for fewer"):
+    with pytest.raises(ConfigError, match="has only 4: use fewer"):
         run(config, Measurement(prompts=5), tmp_path / "out", lambda text: None)
 
 

@@ -73,7 +73,7 @@ def test_no_configuration_and_damaged_lines(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     page = page_of(tmp_path)
     assert "config.json is missing." in page.text
-    assert "metrics.jsonl: 2 lines could not be read and are left out." in page.text
+    assert "metrics.jsonl: 2 lines could not be read and are ignored." in page.text
     assert tmp_path.name in page.text and "0.500" in page.text
 
 

@@ -48,9 +48,9 @@ def test_a_page_of_a_run_that_goes_on_follows_it(tmp_path: Path):
     assert body["data-reload"] == "25" and body["data-late"] == "360"
     assert '<noscript><meta http-equiv="refresh" content="25"></noscript>' in text
     assert "going on" in page.text and "No end was recorded" not in page.text
-    assert re.search(r"Written \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC, while the run was", page.text)
+    assert re.search(r"Written \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC during the run", page.text)
     (late,) = (found for found in page.all("div") if found.get("id") == "late")
-    assert "hidden" in late and "ended without recording its end" in page.text
+    assert "hidden" in late and "the driver was killed" in page.text
 
 
 def test_the_browser_runs_that_program_and_no_other(tmp_path: Path):

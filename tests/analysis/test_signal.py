@@ -115,7 +115,7 @@ def test_a_picture_of_negative_and_positive_bars():
         (["--steps", "0"], "--steps 0: must be above 0"),
         (["--objective", "nft"], "objective.name = 'nft': one of"),
         (["--objective", "awm,betta=1"], "objective.betta: no such key"),
-        (["--prompts", "1000"], "holds"),
+        (["--prompts", "1000"], "has only"),
         (["--backends", "fp3"], "--backends"),
     ],
 )
@@ -128,7 +128,7 @@ def test_what_cannot_be_measured_is_one_line(config, tmp_path, capsys, options, 
 
 def test_a_broken_file_is_named(tmp_path):
     (tmp_path / "signal.json").write_text("[1]")
-    with pytest.raises(ConfigError, match="no JSON object: remove it, or give --out"):
+    with pytest.raises(ConfigError, match="not a JSON object: remove it, or give --out"):
         read_rows(tmp_path)
 
 

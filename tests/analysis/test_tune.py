@@ -160,7 +160,7 @@ def test_the_command_writes_a_configuration_that_loads(tiny_sd3_dir, tmp_path, c
         (["--seeds", "48"], "--seeds 48: a pool of 96 needs as many"),
         (["--keep", "5"], "--keep 5: as many best as worst"),
         (["--prune", "6"], "--prune 6: a step of the 6 but the last"),
-        (["--prune", "4", "--by", "operations"], "--prune: seconds are told"),
+        (["--prune", "4", "--by", "operations"], "--prune reports seconds"),
         (["--prune", "4", "--set", "explore.pool_size=32"], "explore at least 48"),
         (["--backends", "nvfp3"], "'nvfp3' is unknown"),
         (["--set", "arm=diffusionnft"], "arm 'diffusionnft' does not explore and regenerate"),

@@ -75,7 +75,7 @@ def test_a_small_one_runs_in_every_precision_of_a_cpu(name):
         (
             ["--compile"],
             (
-                "--compile: torch.compile needs a C++ compiler on a CPU, and there is no"
+                "--compile: torch.compile needs a C++ compiler on a CPU, but there is no"
                 " 'no-such-compiler'"
             ),
         ),
@@ -138,7 +138,7 @@ def test_the_updates_of_a_run(capsys, tiny_sd3_dir, tmp_path):
     rundir = RunDirectory.of(config)
     rundir.create(config)
     assert survival_main(["--run", str(rundir.path)]) == 2
-    assert "there is no checkpoint yet" in capsys.readouterr().err
+    assert "no checkpoint yet" in capsys.readouterr().err
     trainer = Trainer(config)
     start, generator = adapter_state(trainer.transformer, "old"), torch.Generator().manual_seed(0)
     noise = {

@@ -223,7 +223,7 @@ def test_bits_are_told_by_every_gpu_and_refuted_by_a_cpu():
 def test_a_learners_passes_are_held_against_their_goals(regenerating, training, verdict_):
     values = {"regenerating": regenerating, "training": training}
     found = [("lora", Finding(form, value, "x", {"form": form})) for form, value in values.items()]
-    assert said(results("NVIDIA H100", "9.0", *found), "regenerating costs") == verdict_
+    assert said(results("NVIDIA H100", "9.0", *found), "regenerating takes") == verdict_
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def config_file(tmp_path, tiny_sd3_dir) -> Path:
         ("explore.stepz=3", "did you mean 'steps'"),
         ("selection.keep=10", "10 samples cannot be kept out of explore.pool_size = 8"),
         ("selection.keep=3", "3 is odd"),
-        ("model.path=/no/such/model", "there is not a directory '/no/such/model'"),
+        ("model.path=/no/such/model", "no directory '/no/such/model'"),
         ("prompts.train=/no/such/file.txt", "cannot be read"),
         ("rewards.scorers=[{name = 'shpes'}]", "did you mean 'shapes'"),
         ("rewards.scorers=[{name = 'tests.nothing:X'}]", "there is no module 'tests.nothing'"),
@@ -86,7 +86,7 @@ def test_a_directory_that_is_no_pipeline(config_file, tmp_path, capsys):
 
 def test_resume_of_a_run_that_is_not_there(config_file, capsys):
     assert main(["train", str(config_file), "--resume"]) == 2
-    assert "no readable run here" in capsys.readouterr().err
+    assert "no readable run" in capsys.readouterr().err
 
 
 def test_a_run_root_that_cannot_be_written(ray_here, config_file, capsys):
@@ -167,7 +167,7 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
 @pytest.mark.parametrize("command", ["report", "evaluate", "export"])
 def test_a_directory_that_is_no_run(tmp_path, capsys, command):
     assert main([command, str(tmp_path), *(["out"] if command == "export" else [])]) == 2
-    assert "no readable run here" in capsys.readouterr().err
+    assert "no readable run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_what_is_no_run_is_said_in_a_line(tmp_path, capsys, content):
     (tmp_path / "config.json").write_bytes(content)
     assert main(["report", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{tmp_path}: no readable run here")
+    assert line.startswith(f"{tmp_path}: no readable run")
 
 
 def test_a_name_that_is_taken_is_refused_before_ray_is_started(

@@ -47,7 +47,7 @@ def test_what_every_run_of_a_comparison_is_given_cannot_be_varied(tmp_path, key)
     with pytest.raises(ConfigError, match=f"cell 'b': set: {key}: a cell cannot set {key}: "):
         read_comparison(Request(str(file)))
     file.write_text(f"{text}[vary]\n{key} = [1, 2]\n")
-    with pytest.raises(ConfigError, match=f"vary: {key}: no cell"):
+    with pytest.raises(ConfigError, match=f"vary: {key}: a cell cannot set"):
         read_comparison(Request(str(file)))
 
 
@@ -62,7 +62,7 @@ def test_where_seeds_begin_can_be_said_still():
 
 def test_a_checkpoint_of_no_run_is_refused(capsys):
     assert main(["fidelity", "quickstart", "--checkpoint", "3"]) == 2
-    assert line(capsys) == "fidelity: --checkpoint 3needs --run DIR instead of a configuration"
+    assert line(capsys) == "fidelity: --checkpoint 3 needs --run DIR, not a configuration"
 
 
 # ---- evaluate
@@ -129,10 +129,10 @@ def test_a_configuration_of_another_shape(tmp_path, capsys, command, text):
 @pytest.mark.parametrize(
     ("command", "wanted"),
     [
-        (["fidelity", "--run", ""], "no readable run here"),
-        (["plan", "quickstart", "--from", ""], "no readable run here"),
+        (["fidelity", "--run", ""], "no readable run"),
+        (["plan", "quickstart", "--from", ""], "no readable run"),
         (["doctor", ""], ": no preset of that name"),
-        (["compare", "--runs", "x" * 5000], ": no run here"),
+        (["compare", "--runs", "x" * 5000], ": no run found"),
         (["status", "--address", "localhost:-1"], "'-1' is no port; give host:port of its head"),
         (["scale", "--rollout", "2", "--address", f"{'a' * 70}:1"], "no Ray cluster answers there"),
     ],

@@ -194,7 +194,7 @@ def test_nodes_are_asked_for_replaced_and_given_back(ray_here, tiny_sd3_dir, tmp
         began = time.monotonic()
         refused = job.scale(4)
         assert refused.returncode == 2
-        assert "cannot grow: services.rollout: 1 of 1 actors have no place" in refused.stderr
+        assert "cannot grow: services.rollout: 1 of 1 actors cannot be placed" in refused.stderr
         assert "each needs 1 CPU and 1 GPU on a node with pool=explorers" in refused.stderr, (
             refused.stderr
         )
@@ -215,7 +215,7 @@ def test_nodes_are_asked_for_replaced_and_given_back(ray_here, tiny_sd3_dir, tmp
         wait_for(lambda: len(nodes_of(job.head)) == 2)
         printed = job.stop()
     assert (
-        f"waiting up to {WAIT_S} s for nodes: services.rollout: 1 of 1 actors have no place"
+        f"waiting up to {WAIT_S} s for nodes: services.rollout: 1 of 1 actors cannot be placed"
         in printed
     )
     asked = [event["actors"] for event in job.events() if event["event"] == "nodes_asked"]
@@ -237,7 +237,7 @@ def test_a_pool_that_sizes_itself_takes_what_the_autoscaler_can_give(
         assert (scaled["before"], scaled["after"], scaled["asked"]) == (2, 3, 4)
         (refused,) = job.wait("scaling_refused")
         assert refused["asked"] == {"rollout": 6}
-        assert "3 of 3 actors have no place" in refused["why"]
+        assert "3 of 3 actors cannot be placed" in refused["why"]
         iterations = len(job.run.metrics())
         wait_for(lambda: len(job.run.metrics()) > iterations)
         assert not any(event["event"] == "actor_died" for event in job.events())

@@ -40,7 +40,7 @@ def test_out_of_memory_is_called_that_with_the_service_and_what_to_lower():
     with pytest.raises(OutOfMemoryError) as error:
         Greedy().explore(torch.OutOfMemoryError("Tried to allocate 2.00 GiB."))
     said = str(error.value)
-    assert said.startswith("rollout explore: the GPU is out of memory: 2.00 GiB more were asked")
+    assert said.startswith("rollout explore: the GPU is out of memory: 2.00 GiB more were requ")
     assert "lower explore.chunk_size" in said and "services.rollout" in said and "\n" not in said
     with pytest.raises(OutOfMemoryError, match=r"^rollout init: .* 1\.00 GiB"):
         Greedy(at_once=True)

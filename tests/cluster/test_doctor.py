@@ -14,7 +14,7 @@ def test_the_cluster_that_is_connected(ray_here, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert code == 0, lines
     assert any("actors can be placed" in line for line in lines)
-    assert any(f"{tmp_path}, seen and written by 1" in line for line in lines)
+    assert any(f"{tmp_path}, readable and writable on 1" in line for line in lines)
     assert any(line.startswith("ok      object store: ") for line in lines)
     assert list(tmp_path.iterdir()) == []
 

@@ -100,7 +100,7 @@ def test_what_is_lost_with_the_encoders_node_is_encoded_again(monkeypatch):
 
 @pytest.mark.parametrize(("broken", "why"), [(GONE, "ObjectLostError: "), (None, "TimeoutError")])
 def test_what_is_lost_again_and_again_ends_the_run_and_is_not_waited_for(monkeypatch, broken, why):
-    with pytest.raises(RunFailed, match=f"encoded 3 times and lost .* last: {why}"):
+    with pytest.raises(RunFailed, match=f"encoded prompts were lost 3 times .* last: {why}"):
         filled(monkeypatch, Encoding(9, broken))
 
 

@@ -137,7 +137,7 @@ def test_images_that_are_lost_are_an_event_and_a_line_and_the_next_ones_are_kept
     assert one.events == [
         ("images_missed", {"iteration": index, "why": "OSError: gone"}) for index in (0, 1)
     ]
-    assert one.notes == ["iteration 0: its images are not kept (OSError: gone)"]
+    assert one.notes == ["iteration 0: its best and worst images were not saved (OSError: gone)"]
     assert [kept.iteration for kept in find_extremes(one.rundir.images)] == [2]
 
 

@@ -91,7 +91,7 @@ def test_the_ring_runs_and_its_lora_draws_in_the_stock_pipeline(ray_here, reques
     assert names.count("actor_started") == 5
     (chosen,) = [event for event in run.events() if event["event"] == "backend_chosen"]
     assert chosen["backend"] == "emulated_nvfp4"
-    assert chosen["why"].startswith("auto: there is no NVFP4 kernel for cpu here")
+    assert chosen["why"].startswith("auto: there is no NVFP4 kernel for cpu")
     (selection,) = [json.loads(line) for line in run.selections_file.read_text().splitlines()]
     assert selection
     state = load_file(run.checkpoints / "step_000001" / "ema.safetensors")

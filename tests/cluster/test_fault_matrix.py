@@ -128,7 +128,7 @@ def test_the_learner(undisturbed, tiny_sd3_dir, tmp_path, way, every, iteration,
 def test_a_learner_that_dies_again_and_again_ends_the_run(ray_here, tiny_sd3_dir, tmp_path):
     config = tiny_config(tiny_sd3_dir, tmp_path, "hopeless", services__learner__max_restarts=1)
     with pytest.raises(
-        RunFailed, match="the learner was lost.*max_restarts = 1 returns .* used up.*--resume"
+        RunFailed, match="the learner was lost.*max_restarts = 1 returns .* exhausted.*--resume"
     ):
         run_here(
             config, progress=FaultInjector(Fault("learner", "kill", 0, "regenerated", always=True))

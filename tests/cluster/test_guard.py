@@ -90,7 +90,7 @@ def test_it_moves_up_the_ladder_as_far_as_the_regenerating_precision():
     ]
     assert moves == [(0, "emulated_nvfp4", "fp8", 1), (1, "fp8", "bf16", 2)]
     assert told.names.count("audit_low") == 4
-    assert "bf16 is the finest precision here" in told.notes[-1]
+    assert "bf16 is the finest precision supported here" in told.notes[-1]
 
 
 def test_while_a_move_is_under_way_nothing_is_counted():
@@ -145,7 +145,9 @@ def test_an_explorer_makes_its_denoiser_anew_for_another_precision(tiny_sd3_dir)
             ChunkKey(0, 0, 0, version), (1, 2), 2, "dpmpp_2m", return_latents=True
         )
         images.append(actor.explore(request, cond)[2]["latents"])
-        with pytest.raises(RuntimeError, match=f"asks for version 9, this explorer has {version}"):
+        with pytest.raises(
+            RuntimeError, match=f"needs version 9, but this rollout actor has {version}"
+        ):
             actor.explore(
                 ExploreChunk(ChunkKey(0, 0, 0, 9), (1, 2), 2, "dpmpp_2m", return_latents=True), cond
             )

@@ -62,7 +62,9 @@ def test_a_log_that_breaks_off_is_taken_up_again_where_it_was(broken):
         Client([first, ["one\ntwo\n", "three\n"]], ["RUNNING", "SUCCEEDED"])
     )
     assert (code, shown, len(lines)) == (0, TEXT, 1)
-    assert lines[0].startswith(f"{URL}: the log broke off (") and lines[0].endswith("reconnecting")
+    assert lines[0].startswith(f"{URL}: the log was interrupted (") and lines[0].endswith(
+        "reconnecting"
+    )
 
 
 def test_connections_that_aiohttp_cannot_make_and_answers_that_do_not_come_are_waited_for():

@@ -277,4 +277,4 @@ def test_plain_ray_job_submit_trains_the_same_bits(head, undisturbed, tiny_sd3_d
     refused = subprocess.run(
         command, cwd=ROOT, env=head.env, capture_output=True, text=True, timeout=300
     )
-    assert refused.returncode != 0 and "would die with it" in refused.stdout + refused.stderr
+    assert refused.returncode != 0 and "would be deleted with it" in refused.stdout + refused.stderr

@@ -108,7 +108,7 @@ def test_images_that_are_gone_before_they_are_compared(compared):
 
 def test_random_seeds_have_no_place_among_the_selected(tiny_sd3_dir, tmp_path):
     changes = {"rewards__scorers": [MEAN, COMPARED], "audit__random_seeds": 2}
-    with pytest.raises(Exception, match="audit.random_seeds: place compares images with others"):
+    with pytest.raises(Exception, match="audit.random_seeds: place compares images of a prompt"):
         tiny_config(tiny_sd3_dir, tmp_path, "audited", **changes)
 
 

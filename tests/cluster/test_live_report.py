@@ -142,7 +142,7 @@ def test_it_goes_on_after_a_defect_and_where_no_event_can_be_written(tmp_path: P
         await one.live.close()
         return one
 
-    said = "the report is not written while the run goes on: KeyError: "
+    said = "the report is not updated during the run: KeyError: "
     assert asyncio.run(go()).notes[:3] == [f"{said}{n}" for n in (1, 2, 3)]
 
 

@@ -46,13 +46,14 @@ def test_a_request_that_is_not_granted_in_time_is_an_error_and_is_withdrawn(ray_
     told: list[str] = []
     began = time.monotonic()
     with pytest.raises(
-        ConfigError, match="services.rollout: 2 of 2 actors have no place.*no node has these labels"
+        ConfigError,
+        match="services.rollout: 2 of 2 actors cannot be placed.*no node has these labels",
     ):
         asyncio.run(find_room(config, ["rollout"], told.append))
     assert time.monotonic() - began >= 1
     (line,) = told
     assert line.startswith(
-        "waiting up to 1 s for nodes: services.rollout: 2 of 2 actors have no place"
+        "waiting up to 1 s for nodes: services.rollout: 2 of 2 actors cannot be placed"
     )
     assert not [
         group for group in ray.util.placement_group_table().values() if group["state"] == "PENDING"

@@ -75,7 +75,7 @@ def test_adapters_of_a_run_differ_when_exported(undisturbed, tmp_path):
 
 def test_a_checkpoint_that_is_not_there(undisturbed, tmp_path, capsys):
     assert main(["export", str(undisturbed.path), str(tmp_path / "x"), "--checkpoint", "9"]) == 2
-    assert "no checkpoint 9; there are: 2, 3" in capsys.readouterr().err
+    assert "no checkpoint 9; available: 2, 3" in capsys.readouterr().err
 
 
 def test_evaluate_compares_base_and_adapters(undisturbed, tmp_path, capsys):

@@ -40,7 +40,7 @@ def said(capsys) -> str:
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        ({"path": "/no/such/model"}, "model.path: there is not a directory '/no/such/model'"),
+        ({"path": "/no/such/model"}, "model.path: no directory '/no/such/model'"),
         ({"family": "flux"}, "but family 'flux' is a FluxPipeline"),
         ({"width": 40}, "model.width: 40 pixels"),
     ],
@@ -146,7 +146,7 @@ def test_digests_of_prompts_that_are_none(trained, tmp_path, nothing_starts, cap
     trained.config_file.write_text(json.dumps(kept | {"prompts": body}))
     config = write_toml(trained.configuration(), tmp_path)
     assert main(["train", str(config), "--resume"]) == 2
-    assert "config.json: 'prompts' does not say which prompts" in said(capsys)
+    assert "config.json: 'prompts' does not contain the digests" in said(capsys)
 
 
 @pytest.mark.parametrize("closed", ["", "step_000002"])
@@ -174,7 +174,7 @@ def test_an_evaluation_that_could_not_be_written_is_not_made(trained, nothing_st
     (trained.path / "evaluations").write_text("")
     assert main(["evaluate", str(trained.path)]) == 2
     assert said(capsys).endswith(
-        "evaluations: cannot be written (File exists): evaluate writes there"
+        "evaluations: cannot be written (File exists): evaluate needs to write its results there"
     )
 
 

@@ -330,7 +330,7 @@ def test_the_last_one_benched_while_another_fails_to_start_ends_the_run(ray_here
         await asyncio.sleep(0.2)
         pool.members[0].restarts = 1  # its last one
         (error,) = await asyncio.gather(pool.call(Task("p"), Echo.poison), return_exceptions=True)
-        with pytest.raises(RunFailed, match="had no place"):
+        with pytest.raises(RunFailed, match="could not be placed"):
             await growing
         return error
 

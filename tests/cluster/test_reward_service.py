@@ -205,8 +205,7 @@ def test_lost_images_are_no_failure_of_the_scorer():
 
 def test_unknown_groups_are_refused():
     with pytest.raises(
-        ConfigError,
-        match="services.scorers.hpsv2: there is no scorer of that name; there are: mean",
+        ConfigError, match="services.scorers.hpsv2: unknown scorer; available: mean"
     ):
         config([MEAN], own={"hpsv2": {}})
 

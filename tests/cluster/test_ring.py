@@ -147,5 +147,5 @@ def test_a_sample_that_cannot_be_scored_is_dropped_and_counted(ray_here, tiny_sd
 
 
 def test_a_prompt_left_with_too_few_images_stops_the_run(tiny_sd3_dir, tmp_path):
-    with pytest.raises(RunFailed, match="left with 4 scored images of 8, selection.keep = 6"):
+    with pytest.raises(RunFailed, match="has only 4 scored images of 8, but selection.keep = 6"):
         play(dropping(tiny_sd3_dir, tmp_path, 6), tmp_path)

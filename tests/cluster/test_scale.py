@@ -204,7 +204,7 @@ def test_sizes_that_are_not_allowed_or_have_no_room_are_refused_and_the_run_goes
     (allowed, limit), (placed, room) = boss.answers
     assert not allowed and not placed
     assert "rollout: 300 actors: services.rollout.min_actors = 1, max_actors = 200" in limit
-    assert "of 98 actors have no place: each needs 0.5 CPU" in room
+    assert "of 98 actors cannot be placed: each needs 0.5 CPU" in room
     names = [event["event"] for event in run.events()]
     assert names.count("scaling_refused") == 2 and names[-1] == "run_finished"
     assert "actor_added" not in names

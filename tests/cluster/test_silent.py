@@ -88,8 +88,8 @@ def test_a_scorer_that_answers_for_other_images_ends_the_run(
     spoiled(monkeypatch, kind)
     with pytest.raises(
         RunFailed,
-        match="scorer 'jpeg_compressibility' gave the same 8 images other scores when asked again"
-        " in reverse: up to .* standard deviations apart",
+        match="scorer 'jpeg_compressibility' gave the same 8 images different scores when they"
+        " were scored again in reverse order: up to .* standard deviations apart",
     ):
         # the second check at the latest: in the first one an actor may have had no batch before
         play(config_of(tiny_sd3_dir, tmp_path), tmp_path, stop=2)
@@ -174,10 +174,10 @@ def test_the_ledger_allows_an_iteration_that_is_done_again():
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (lambda images: "fine", "returned str, which is no array of numbers"),
+        (lambda images: "fine", "returned str, which is not an array of numbers"),
         (lambda images: np.zeros(len(images) + 1), "returned shape [9] for 8 images"),
         (lambda images: np.full(len(images), np.inf), "returned inf for image 0 of 8"),
-        (lambda images: [10**400] * len(images), "returned list, which is no array of numbers"),
+        (lambda images: [10**400] * len(images), "returned list, which is not an array of numbers"),
         (lambda images: None, "returned shape [] for 8 images"),
     ],
 )

@@ -190,7 +190,9 @@ def test_a_head_that_refuses_the_token_is_asked_once(command, capsys, monkeypatc
         assert main([*command, "--address", address]) == 2
         assert capsys.readouterr().err == f"--address {address}: {TOKEN_WANTED}\n"
         monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(ConfigError, match=f"RAY_ADDRESS = {address}: this cluster wants a to"):
+        with pytest.raises(
+            ConfigError, match=f"RAY_ADDRESS = {address}: this cluster requires a to"
+        ):
             join_or_start_ray(load("quickstart"))
         assert asked == [CLUSTER_ID] * 2
     with refusing(grpc.StatusCode.UNIMPLEMENTED) as (address, asked):
@@ -217,9 +219,9 @@ def test_a_run_is_found_and_asked_by_name(ray_here):
     )
     assert (
         with_runs(runs, lambda: said(ConfigError, lambda: scale(None, {"rollout": 9})))
-        == "--run: which one? there are: a, b"
+        == "--run is required, because several runs are active: a, b"
     )
-    assert "no run 'c' on this cluster; there are: a, b" in with_runs(
+    assert "no run 'c' on this cluster; active runs: a, b" in with_runs(
         runs, lambda: said(ConfigError, lambda: run_states("c"))
     )
     assert with_runs(

@@ -63,7 +63,7 @@ def refused() -> Exception:
             ValueError(
                 "Package size (812.00MiB) exceeds the maximum size of 500.00MiB. To exclude"
             ),
-            "keep it outside",
+            "move it out of",
         ),
         (refused(), "no connection"),
     ],
@@ -102,7 +102,7 @@ def test_an_address_that_is_no_url_is_refused(monkeypatch, capsys, address):
     )
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", address)
     assert main(["submit", "quickstart", "--set", "run_root=/data"]) == 2
-    assert line(capsys).startswith(f"RAY_API_SERVER_ADDRESS = {address}: the URL")
+    assert line(capsys).startswith(f"RAY_API_SERVER_ADDRESS = {address}: expected the URL")
 
 
 def test_the_address_that_is_given_goes_before_the_environments(monkeypatch, capsys):

@@ -274,12 +274,12 @@ def test_out_of_turn_the_actors_themselves_refuse(tiny_sd3_dir, tmp_path):
     config = tiny_config(tiny_sd3_dir, tmp_path, "refused", **BOTH)
     fetch: Any = list
     learner = LearnerActor(config.model_dump(mode="json"), str(tmp_path), fetch=fetch)
-    with pytest.raises(RuntimeError, match="the learner is asked to export while it is not its"):
+    with pytest.raises(RuntimeError, match="the learner was called to export outside its"):
         learner.export(0)
     learner.begin_turn()
     learner.export(0)
     learner.end_turn()
-    with pytest.raises(RuntimeError, match="the learner is asked to export while it is not its"):
+    with pytest.raises(RuntimeError, match="the learner was called to export outside its"):
         learner.export(1)
 
 

@@ -298,12 +298,12 @@ def test_two_and_one_iterations_are_three_bit_by_bit(tiny_sd3_dir, tmp_path, nam
 def test_samples_without_a_path_are_refused(tiny_sd3_dir):
     trainer = on_policy(tiny_sd3_dir, PATHS["flow_grpo"])
     with pytest.raises(
-        ValueError, match="prompt 0: no log_probs and no states: .*regenerate with it"
+        ValueError, match="prompt 0: no log_probs and no states: .*regenerate with that solver"
     ):
         trainer.update(1, tiny_groups())
     groups = groups_of(trainer)
     groups[1].samples["log_probs"] = groups[1].samples["log_probs"][:2]
-    with pytest.raises(ValueError, match="prompt 1: .*every other array needs 3 rows"):
+    with pytest.raises(ValueError, match="prompt 1: .*all other arrays need 3 rows"):
         trainer.update(1, groups)
     groups = groups_of(trainer)
     for group in groups:

@@ -43,7 +43,7 @@ def test_an_optimizer_that_skips_is_refused(tiny_sd3_dir, monkeypatch):
 
 def test_a_learning_rate_that_is_lost_in_rounding_is_refused(tiny_sd3_dir):
     trainer = tiny_trainer(tiny_sd3_dir, optimizer={"lr": 1e-30, "weight_decay": 0.0, "eps": 1e-3})
-    with pytest.raises(NothingLearned, match=r"optimizer.lr = 1e-30 a step is lost in rounding"):
+    with pytest.raises(NothingLearned, match=r"optimizer.lr = 1e-30 a step is lost to rounding"):
         trainer.update(0, tiny_groups())
 
 

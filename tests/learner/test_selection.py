@@ -71,7 +71,8 @@ def test_impossible_requests():
     with pytest.raises(ValueError, match="must be even"):
         select(REWARDS, 3)
     with pytest.raises(
-        ValueError, match="'best' is unknown: use one of best_worst, random, mean_deviation"
+        ValueError,
+        match="unknown selection rule 'best': use one of best_worst, random, mean_deviation",
     ):
         select(REWARDS, 2, "best")
     with pytest.raises(ValueError, match="one reward per distinct candidate"):

@@ -42,7 +42,7 @@ def test_each_weights_choice_is_its_adapter_and_the_default_samples_with_old(tin
         trainer.generator.generate(cond, SEEDS, weights="current")[0]["latents"], made["ema"]
     )
     with pytest.raises(
-        ValueError, match="weights 'best' are unknown: use one of current, ema, old, base"
+        ValueError, match="unknown weights 'best': use one of current, ema, old, base"
     ):
         trainer.generator.generate(cond, SEEDS, weights="best")
 

@@ -235,17 +235,17 @@ def test_half_precision_base_with_float32_adapters(tiny_sd3_dir):
 def test_missing_rewards_and_ill_shaped_groups_are_refused(tiny_sd3_dir):
     trainer = tiny_trainer(tiny_sd3_dir)
     groups = tiny_groups()
-    with pytest.raises(ValueError, match="nothing may count twice"):
+    with pytest.raises(ValueError, match="each prompt may occur only once"):
         trainer.update(1, [groups[0], groups[0]])
     groups[1].rewards[0] = np.nan
     with pytest.raises(ValueError, match="group 1 has rewards"):
         trainer.update(1, groups)
     short = tiny_groups(1)[0]
-    with pytest.raises(ValueError, match=r"latents \[2, 4, 8, 8\].*wanted \[3, 4, 8, 8\]"):
+    with pytest.raises(ValueError, match=r"latents \[2, 4, 8, 8\].*expected \[3, 4, 8, 8\]"):
         trainer.update(
             1,
             [type(short)(0, short.cond, {"latents": short.samples["latents"][:2]}, short.rewards)],
         )
     trainer.update(1, tiny_groups())
-    with pytest.raises(ValueError, match="iteration 1 was trained already"):
+    with pytest.raises(ValueError, match="iteration 1 was already trained on"):
         trainer.update(1, tiny_groups())

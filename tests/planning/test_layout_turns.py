@@ -91,7 +91,7 @@ def test_host_memory_is_counted_where_it_is_known(host, fits):
     with pytest.raises(ConfigError) as error:
         choose(preset("flux1"), gpus, turning())
     assert (
-        "with rollout and learner between turns: 34.0 GB of host memory for each B200, a node has"
+        "with rollout and learner between turns: 34.0 GB of host memory per B200, but a node has"
         " 33.9 GB for each; nearest layout that fits:" in error.value.lines[0]
     )
 

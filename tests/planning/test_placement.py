@@ -138,12 +138,12 @@ def test_what_is_missing_and_what_exists_is_said():
         check_placement(run, nodes)
     rollout, reward = sorted(error.value.lines, reverse=True)
     assert rollout.startswith(
-        "services.rollout: 4 of 8 actors have no place: each needs 0.5 CPU and 1 GPU on a node"
+        "services.rollout: 4 of 8 actors cannot be placed: each needs 0.5 CPU and 1 GPU on a node"
         " with "
     )
     assert f"{ACCELERATOR}=B200" in rollout
     assert f"2 x (16 CPU, 8 GPU, {ACCELERATOR}=H200)" in rollout
-    assert reward.startswith("services.reward: 1 of 1 actors have no place: each needs 64 CPU;")
+    assert reward.startswith("services.reward: 1 of 1 actors cannot be placed: each needs 64 CPU;")
 
 
 def test_a_label_that_no_node_has_is_said():
@@ -188,7 +188,7 @@ def test_a_lost_node_frees_what_was_on_it_and_a_replacement_goes_elsewhere():
     lost = placer.where("rollout-0")
     left = [node for node in (x, y) if node.id != lost]
     placer.refresh(left)
-    with pytest.raises(NoRoom, match="1 of 1 actors have no place"):
+    with pytest.raises(NoRoom, match="1 of 1 actors cannot be placed"):
         placer.take("rollout-0")
     placer.refresh([*left, Node("z", 1)])
     assert placer.take("rollout-0") == "z"

@@ -259,17 +259,17 @@ def test_what_does_not_fit_is_said(tiny_sd3_dir, tmp_path):
     )
     text = "\n".join(lines_of(plan))
     assert "placement   none" in text
-    assert "services.rollout: 2 of 2 actors have no place" in text
+    assert "services.rollout: 2 of 2 actors cannot be placed" in text
     assert "no node has these labels" in text
     assert "too large   learner needs" in text and "too long    the update is one task" in text
 
 
 def test_an_accelerator_that_is_not_known_needs_its_numbers(tiny_sd3_dir, tmp_path):
     assert "T4" not in ACCELERATORS
-    with pytest.raises(ConfigError, match="--accelerator T4: known here are B200"):
+    with pytest.raises(ConfigError, match="--accelerator T4: known are B200"):
         make_plan(on_gpus(tiny_sd3_dir, tmp_path, services__rollout__accelerator="T4"))
     numbers = Assumptions(peak_tflops=65, gpu_memory_gb=16)
-    with pytest.raises(ConfigError, match="'auto' on T4 is not known here"):
+    with pytest.raises(ConfigError, match="'auto' on T4 is unknown"):
         make_plan(on_gpus(tiny_sd3_dir, tmp_path, services__rollout__accelerator="T4"), numbers)
 
 
@@ -278,7 +278,7 @@ def test_the_command_on_cpus(tiny_sana_dir, tmp_path, capsys):
     assert main(["plan", str(file)]) == 0
     text = capsys.readouterr().out
     assert "emulated_nvfp4 (as configured)" in text
-    assert "no GPU is asked for, so no time is predicted" in text
+    assert "no GPU is requested, so no time is predicted" in text
     assert "(host)" in text and "broadcast   0.000 GB" in text
     assert main(["plan", str(file), "--peak-tflops", "0.1"]) == 0
     text = capsys.readouterr().out
@@ -310,7 +310,7 @@ def test_the_nodes_of_a_cluster(tiny_sd3_dir, tmp_path, capsys, monkeypatch):
     ("arguments", "said"),
     [
         (("--utilisation", "0"), "--utilisation 0: must be above 0"),
-        (("--set", "model.path=/no/such/model"), "there is not a directory '/no/such/model'"),
+        (("--set", "model.path=/no/such/model"), "no directory '/no/such/model'"),
         (
             ("--set", "model.width=40"),
             "model.width: 40 pixels; this model needs multiples of 4 up to 32",

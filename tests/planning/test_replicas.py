@@ -66,7 +66,7 @@ def test_every_replica_needs_a_place():
     check_placement(config, [Node("x", 64, 2)])
     with pytest.raises(
         ConfigError,
-        match=r"services\.learner: 1 of 2 actors have no place: each needs 0\.5 CPU and 1 GPU",
+        match=r"services\.learner: 1 of 2 actors cannot be placed: each needs 0\.5 CPU and 1 GPU",
     ):
         check_placement(config, [Node("x", 64, 1)])
 

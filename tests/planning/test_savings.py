@@ -115,7 +115,7 @@ def test_a_base_in_shards_is_the_last_resort_and_takes_the_place_of_packing(
     four = Assumptions(accelerator="RTX 4090", gpus=4, node_gpus=4, node_cpus=16)
     said = list(savings_lines(config, four))
     assert tried[-1] == ("full", "base") and ("nf4", "none") in tried
-    assert '--set services.learner.shard="base": learner replicas have a part' in said[-2]
+    assert '--set services.learner.shard="base": each learner replica holds a part' in said[-2]
     said = list(savings_lines(config, ONE))
     assert tried[-1] == ("full", "base") and "shard" not in said[-2]
     shards = 'services.learner.shard="base"'

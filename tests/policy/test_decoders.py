@@ -110,17 +110,17 @@ def test_what_is_no_tiny_decoder_of_this_model_is_refused_in_a_line(config, tmp_
         assert line.startswith("explore.decoder") and "\n" not in line
         return line
 
-    assert "no config.json in" in refused(str(tmp_path / "nowhere"))
-    assert "does not take this model's latents" in refused(write_tiny(tmp_path / "a", channels=7))
+    assert "config.json not found in" in refused(str(tmp_path / "nowhere"))
+    assert "does not accept this model's latents" in refused(write_tiny(tmp_path / "a", channels=7))
     assert "makes images of 32x32 pixels" in refused(write_tiny(tmp_path / "b", stages=3))
     assert "run `hf download madebyollin/taesd3`" in refused(None)
     (tmp_path / "decoder" / "diffusion_pytorch_model.safetensors").rename(tmp_path / "away")
-    assert "no diffusion_pytorch_model.safetensors" in refused(str(tmp_path / "decoder"))
+    assert "diffusion_pytorch_model.safetensors not found in" in refused(str(tmp_path / "decoder"))
     (tmp_path / "away").rename(tmp_path / "decoder" / "diffusion_pytorch_model.safetensors")
     file = tmp_path / "decoder" / "config.json"
     described = json.loads(file.read_text())
     file.write_text(json.dumps(described | {"_class_name": "AutoencoderKL"}))
-    assert "holds a AutoencoderKL" in refused(str(tmp_path / "decoder"))
+    assert "contains a AutoencoderKL" in refused(str(tmp_path / "decoder"))
     file.write_text("[]")
     assert "cannot be read" in refused(str(tmp_path / "decoder"))
 
@@ -130,7 +130,7 @@ def test_a_weight_that_a_tiny_decoder_lacks_is_not_made_up(config, tmp_path):
     weights = load_file(file)
     del weights[lacking := max(weights)]
     save_file(weights, file, {"format": "pt"})
-    with pytest.raises(FileNotFoundError, match=f"lacks 1 weights, the first: {lacking}: download"):
+    with pytest.raises(FileNotFoundError, match=f"lacks 1 weights, such as {lacking}: download"):
         load_decoder(config, family_for(config.model), CPU)
 
 

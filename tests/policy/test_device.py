@@ -93,7 +93,7 @@ def test_a_device_is_described_by_all_that_results_depend_on(cuda, machine):
 def test_out_of_memory_says_what_was_asked_and_what_is_held(cuda):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
     assert device.out_of_memory(error) == (
-        "2.50 GiB more were asked for; this process holds 60.0 GB and 5.0 GB in allocator gaps,"
+        "2.50 GiB more were requested; this process holds 60.0 GB and 5.0 GB in allocator gaps,"
         " 4.0 of the GPU's 141.0 GB are free"
     )
     assert device.out_of_memory(RuntimeError("CUDA out of memory")) is None

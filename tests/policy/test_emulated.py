@@ -148,7 +148,7 @@ def test_plan_looks_through_adapters(family, adapted):
         assert quantize_plan(adapted, family, (), backend) == quantize_plan(
             bare, family, (), backend
         )
-    with pytest.raises(ValueError, match="swap before anything wraps it"):
+    with pytest.raises(ValueError, match="quantize it before it is wrapped"):
         swap_linears(adapted, quantize_plan(adapted, family), BACKENDS["emulated_nvfp4"])
 
 

@@ -103,7 +103,9 @@ def test_an_editor_explores_at_full_size(tiny_flux_kontext_dir):
         "explore.height=16",
         "explore.width=16",
     ]
-    with pytest.raises(ConfigError, match=r"explore\.height: a model that edits explores at"):
+    with pytest.raises(
+        ConfigError, match=r"explore\.height: a model that edits images must explore at"
+    ):
         check_model(load("quickstart", changes))
 
 
@@ -118,5 +120,5 @@ def test_a_size_that_the_model_cannot_draw(tiny_sana_dir):
         "explore.height=16",
         "explore.width=32",
     ]
-    with pytest.raises(ConfigError, match=r"explore\.height: 16 pixels; this model makes"):
+    with pytest.raises(ConfigError, match=r"explore\.height: 16 pixels; this model needs"):
         check_model(load("quickstart", changes))

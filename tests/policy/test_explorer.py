@@ -161,7 +161,7 @@ def test_a_pool_is_drawn_the_same_whatever_came_before(family, adapted, cond):
 @pytest.mark.parametrize("backend", [NVFP4, FP8])
 def test_version_protocol(family, adapted, cond, randomise, backend):
     explorer = Explorer(family, backend)
-    with pytest.raises(RuntimeError, match="has no policy version"):
+    with pytest.raises(RuntimeError, match="no policy version is loaded"):
         explorer.explore(cond.rows(0), SEEDS, 2, "euler")
     publish = publisher(family, adapted, backend)
     manifest, chunks, _ = publish.export("current", 1)
@@ -177,7 +177,7 @@ def test_version_protocol(family, adapted, cond, randomise, backend):
     assert all(
         torch.equal(buffer, before[name]) for name, buffer in explorer.transformer.named_buffers()
     )
-    with pytest.raises(RuntimeError, match="has no policy version"):
+    with pytest.raises(RuntimeError, match="no policy version is loaded"):
         explorer.explore(cond.rows(0), SEEDS, 2, "euler")
     damaged[1][7] ^= 1
     assert explorer.load(newer, damaged)[0] == explorer.version == 2
@@ -188,16 +188,18 @@ def test_version_protocol(family, adapted, cond, randomise, backend):
         not torch.equal(buffer, before[name])
         for name, buffer in explorer.transformer.named_buffers()
     )
-    with pytest.raises(ValueError, match="conditioning of 2 rows: explore takes one prompt"):
+    with pytest.raises(ValueError, match="conditioning of 2 rows: explore accepts one prompt"):
         explorer.explore(cond, SEEDS, 2, "euler")
 
 
 def test_weights_for_another_explorer_are_refused(family, adapted):
     manifest, chunks, _ = publisher(family, adapted, FP32).export("current", 0)
-    with pytest.raises(WireError, match="version 0 is fp32, backend emulated_nvfp4 takes nvfp4"):
+    with pytest.raises(
+        WireError, match="version 0 is fp32, but backend emulated_nvfp4 needs nvfp4"
+    ):
         Explorer(family, NVFP4).load(manifest, chunks)
     manifest, chunks, _ = publisher(family, adapted, FP8).export("current", 0)
-    with pytest.raises(WireError, match="version 0 is fp8, backend emulated_nvfp4 takes nvfp4"):
+    with pytest.raises(WireError, match="version 0 is fp8, but backend emulated_nvfp4 needs nvfp4"):
         Explorer(family, NVFP4).load(manifest, chunks)
     manifest, chunks, _ = publisher(family, adapted, modules_to_not_convert=["*.ff.*"]).export(
         "current", 0

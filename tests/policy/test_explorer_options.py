@@ -157,7 +157,7 @@ def test_compiling_without_a_compiler_is_one_line(family, monkeypatch):
     with pytest.raises(
         ValueError,
         match=(
-            r"^explore.compile: torch.compile needs a C\+\+ compiler on a CPU, and there is no"
+            r"^explore.compile: torch.compile needs a C\+\+ compiler on a CPU, but there is no"
             r" 'no-such-compiler'"
         ),
     ):
@@ -173,7 +173,7 @@ def test_compiling_turned_off_from_outside_is_no_eager_run(family, monkeypatch):
         off,
         pytest.raises(
             ValueError,
-            match="^explore.compile: the environment variable TORCH_COMPILE_DISABLE turns it off",
+            match="^explore.compile: the environment variable TORCH_COMPILE_DISABLE disables it",
         ),
     ):
         Explorer(family, BACKENDS["fp32"], compile=True)

@@ -77,7 +77,7 @@ def test_a_weight_that_is_missing_is_not_made_up(copied, name, part):
     last = lacking.rpartition(".")[2]
     with pytest.raises(
         FileNotFoundError,
-        match=rf"the '{part}' of .* lacks 1 of its \d+ weights, the first: .*{last}: download it",
+        match=rf"the '{part}' of .* lacks 1 of its \d+ weights, such as .*{last}: download it",
     ):
         if part == "text_encoder":
             family.load_text("cpu", torch.float32)
@@ -135,7 +135,7 @@ def test_a_part_of_a_library_of_its_own_is_never_imported(copied, name, part):
     """
     index = copied / "model_index.json"
     index.write_text(json.dumps(json.loads(index.read_text()) | {part: ["stranger", "Model"]}))
-    with pytest.raises(ValueError, match=f"'{part}' of .* is of 'stranger': parts are loaded"):
+    with pytest.raises(ValueError, match=f"'{part}' of .* is of 'stranger': only parts"):
         family_for(tiny_model(name, copied))
 
 
@@ -146,7 +146,7 @@ def test_an_unsupported_pipeline_says_which_are_supported(copied, name):
     )
     with pytest.raises(
         ValueError,
-        match="holds a PixArtSigmaPipeline; supported are StableDiffusion3Pipeline .*Flux.*Sana",
+        match="contains a PixArtSigmaPipeline; supported are StableDiffusion3Pipeline .*Flux.*Sana",
     ):
         family_for(tiny_model(name, copied))
 
@@ -175,7 +175,7 @@ def test_a_damaged_configuration_file(copied, name):
 def test_guidance_where_the_model_has_no_input_for_it(tiny_sd3_dir):
     with pytest.raises(
         ValueError,
-        match=r"model\.guidance: .* has no guidance embedding: leave model\.guidance out",
+        match=r"model\.guidance: .* has no guidance embedding: leave out model\.guidance",
     ):
         family_for(tiny_model("sd3", tiny_sd3_dir, guidance=3.5)).check()
 

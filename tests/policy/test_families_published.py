@@ -63,7 +63,8 @@ def count(part) -> int:
 def test_names():
     assert published_names() == sorted(TRANSFORMERS)
     with pytest.raises(
-        ValueError, match="no published architecture 'sdxl'; there are flux.1-dev, flux.2-dev, "
+        ValueError,
+        match="unknown published architecture 'sdxl'; available: flux.1-dev, flux.2-dev, ",
     ):
         published("sdxl")
 

@@ -80,7 +80,6 @@ def test_guidance_must_be_given(tiny):
         lambda: family.velocity(tiny.denoiser, noise, torch.tensor(0.5), tiny.encoded.rows(0)),
     ):
         with pytest.raises(
-            ValueError,
-            match=r"model\.guidance: .* was distilled with an embedded guidance: give one",
+            ValueError, match=r"model\.guidance: .* was distilled with embedded guidance: set"
         ):
             ask()

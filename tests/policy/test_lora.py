@@ -99,7 +99,9 @@ def test_use_nests_and_refuses_unknown_names(adapted):
         assert active() == {(("old",), False)}
     assert active() == {(("current",), False)}
     with (
-        pytest.raises(KeyError, match="adapter 'best' does not exist; there are current, old, ema"),
+        pytest.raises(
+            KeyError, match="adapter 'best' does not exist; available: current, old, ema"
+        ),
         use_adapter(adapted, "best"),
     ):
         pass

@@ -89,12 +89,14 @@ def test_seeds_are_pinned_and_distinct():
 
 
 def test_an_unknown_purpose_is_refused():
-    with pytest.raises(ValueError, match="'exploration' is unknown: use one of explore, "):
+    with pytest.raises(
+        ValueError, match="unknown seed purpose 'exploration': use one of explore, "
+    ):
         stream_seed(0, "exploration")
 
 
 def test_many_seeds_of_a_stream_are_its_seeds_one_by_one():
     many = stream_seeds(30, 7, "explore", 3, 1)
     assert many == tuple(stream_seed(7, "explore", 3, 1, n) for n in range(30))
-    with pytest.raises(ValueError, match="seed purpose 'lunch' is unknown"):
+    with pytest.raises(ValueError, match="unknown seed purpose 'lunch'"):
         stream_seeds(1, 7, "lunch")

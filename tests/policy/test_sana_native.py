@@ -178,7 +178,7 @@ def test_a_checkpoint_is_loaded_in_the_asked_precision_and_frozen(tiny_sana_dir,
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda w: w.pop("t_block.1.bias"), "it lacks time_embed.linear.bias (1 such)"),
+        (lambda w: w.pop("t_block.1.bias"), "it lacks time_embed.linear.bias (1 such problems)"),
         (
             lambda w: w.update({"cfg_embedder.mlp.0.weight": torch.zeros(2)}),
             "cfg_embedder.mlp.0.weight is not of this architecture",
@@ -199,7 +199,7 @@ def test_another_architecture_is_one_line(tiny_sana_dir, tmp_path, change, said)
 
 
 def test_a_missing_or_damaged_file_is_one_line(tiny_sana_dir, tmp_path):
-    with pytest.raises(FileNotFoundError, match="model.native_path: there is no file"):
+    with pytest.raises(FileNotFoundError, match="model.native_path: file not found"):
         family(tiny_sana_dir, tmp_path / "none.pth").check_weights()
     (tmp_path / "bad.pth").write_bytes(b"not weights")
     with pytest.raises(ValueError, match="not readable as weights"):

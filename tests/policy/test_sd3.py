@@ -104,14 +104,13 @@ def test_conditioning_rows():
     assert Conditioning.cat([cond.rows([2, 0]), cond.rows(1)]).tensors["b"].tolist() == [2, 0, 1]
     with pytest.raises(IndexError, match="row 3 of a conditioning with 3 rows"):
         cond.rows(3)
-    with pytest.raises(ValueError, match="one common number of rows"):
+    with pytest.raises(ValueError, match="the same number of rows"):
         Conditioning({"a": torch.zeros(2), "b": torch.zeros(3)})
 
 
 def test_a_missing_directory_says_what_to_do(tmp_path):
     with pytest.raises(
-        FileNotFoundError,
-        match=r"model.path: there is not a directory .*nothing.*: give a diffusers pipeline",
+        FileNotFoundError, match=r"model.path: no directory .*nothing.*: give a diffusers pipeline"
     ):
         model_directory(Model(path=str(tmp_path / "nothing")))
     with pytest.raises(ValueError, match="has no model_index.json"):

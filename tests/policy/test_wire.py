@@ -101,16 +101,20 @@ def test_what_differs_is_named():
         (
             [shards[0][:-1], *shards[1:]],
             blank(named),
-            r"shard 0 is uint8 \[31\], the manifest says 32 bytes",
+            r"shard 0 is uint8 \[31\], but the manifest lists 32 bytes",
         ),
         ([shards[1], shards[0], shards[2]], blank(named), "shard 0 is damaged"),
         (shards, blank(named) | {"c": torch.zeros(2)}, "lacks 'c'"),
-        (shards, {k: v for k, v in blank(named).items() if k != "b"}, "has 'b', unknown here"),
-        (shards, blank(named) | {"b": torch.zeros(3, 2)}, r"b is \[6\], here it is \[3, 2\]"),
+        (
+            shards,
+            {k: v for k, v in blank(named).items() if k != "b"},
+            "has 'b', which is unknown here",
+        ),
+        (shards, blank(named) | {"b": torch.zeros(3, 2)}, r"b is \[6\], but \[3, 2\] is expected"),
         (
             shards,
             blank(named) | {"b": torch.zeros(6, dtype=torch.uint8)},
-            "b is float32, here it is torch.uint8",
+            "b is float32, but torch.uint8 is expected",
         ),
         (shards, blank(named) | {"b": torch.zeros(12)[::2]}, "b is not contiguous here"),
     ]
@@ -127,7 +131,7 @@ def test_a_manifest_that_points_outside_is_refused():
     for offset, nbytes in ((60, 24), (-4, 24), (44, 20)):
         entries = (*manifest.entries[:-1], Entry("b", "float32", (6,), offset, nbytes))
         with pytest.raises(
-            WireError, match=f"b lies at {offset} . {nbytes} of 68 bytes, it has 24"
+            WireError, match=f"b lies at {offset} . {nbytes} of 68 bytes, but it needs 24"
         ):
             unpack_into(replace(manifest, entries=entries), shards, blank(named))
     with pytest.raises(WireError, match="contains a name twice"):
@@ -136,15 +140,17 @@ def test_a_manifest_that_points_outside_is_refused():
             shards,
             blank(named),
         )
-    with pytest.raises(WireError, match=r"shard 0 is uint8 \[32\], the manifest says 30 bytes"):
+    with pytest.raises(
+        WireError, match=r"shard 0 is uint8 \[32\], but the manifest lists 30 bytes"
+    ):
         unpack_into(replace(manifest, shard_sizes=(30, 34, 4)), shards, blank(named))
     with pytest.raises(WireError, match="a shard of 0 bytes"):
         unpack_into(replace(manifest, shard_sizes=(64, 0, 4)), shards, blank(named))
     with pytest.raises(
         WireError,
         match=(
-            "version 1 is nvfp4 in version 0, here it is 1: learner and rollout actors must run"
-            " the same"
+            "version 1 is nvfp4 in version 0, but 1 is supported here: learner and rollout actors must"
+            " run the same"
         ),
     ):
         unpack_into(replace(manifest, format_version=0), shards, blank(named))
@@ -184,7 +190,7 @@ def test_what_cannot_travel():
     with pytest.raises(ValueError, match="shards of 0 bytes"):
         pack_tensors({}, 0, "fp32", 0)
     with pytest.raises(
-        ValueError, match="wire format 'fp4' is unknown: use one of nvfp4, fp8, bf16, fp32"
+        ValueError, match="unknown wire format 'fp4': use one of nvfp4, fp8, bf16, fp32"
     ):
         pack_tensors({}, 0, "fp4", 8)
     assert pack_tensors({}, 0, "fp32", 8)[1] == []

@@ -125,7 +125,7 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(tmp_path):
     told: list[str] = []
     timeline = Timeline(tmp_path / "no such directory" / "timeline.jsonl", told.append)
     timeline.record(span("explore", 1, 2))
-    assert timeline.problem and "training goes on" in timeline.problem
+    assert timeline.problem and "training continues" in timeline.problem
     timeline.record(span("explore", 1, 2))
     timeline.write()
     assert told == ["No such file or directory"]

@@ -44,7 +44,7 @@ def refused(name: str, **settings: object) -> str:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (lambda weight: weight * float("nan"), "holds values that are not finite"),
+        (lambda weight: weight * float("nan"), "contains values that are not finite"),
         (lambda weight: weight.to(torch.int8), "'logit_scale' is torch.int8, not torch.float32"),
     ],
     ids=["nan", "int8"],
@@ -62,10 +62,22 @@ def test_weights_that_are_no_finite_numbers(settings, tmp_path, value, said):
     ("change", "said"),
     [
         ({"model_cfg": 3}, "model_cfg = 3: a table is expected"),
-        ({"model_cfg": {"embed_dim": 2**31}}, "embed_dim = 2147483648: a whole number"),
-        ({"model_cfg": {"embed_dim": 8, "vision_cfg": {"layers": 10**6}}}, "layers = 1000000: a"),
-        ({"preprocess_cfg": {"std": [0.5, 0, 0.5]}}, "std = [0.5, 0, 0.5]: a finite number for"),
-        ({"preprocess_cfg": {"mean": [[], 0, 0]}}, "mean = [[], 0, 0]: a finite number for each"),
+        (
+            {"model_cfg": {"embed_dim": 2**31}},
+            "embed_dim = 2147483648: expected a positive integer",
+        ),
+        (
+            {"model_cfg": {"embed_dim": 8, "vision_cfg": {"layers": 10**6}}},
+            "layers = 1000000: expected a",
+        ),
+        (
+            {"preprocess_cfg": {"std": [0.5, 0, 0.5]}},
+            "std = [0.5, 0, 0.5]: expected a finite number for",
+        ),
+        (
+            {"preprocess_cfg": {"mean": [[], 0, 0]}},
+            "mean = [[], 0, 0]: expected a finite number for each",
+        ),
     ],
 )
 def test_a_description_that_makes_no_model(tmp_path, change, said):
@@ -79,7 +91,7 @@ def test_a_tokenizer_without_its_settings(tmp_path):
     """It was found when the first text was to be padded."""
     there = another(tmp_path, "tokenizer_config.json", None)
     line = refused("clipscore", checkpoint=str(there))
-    assert "tokenizer.json and tokenizer_config.json make no tokenizer" in line
+    assert "tokenizer.json and tokenizer_config.json do not describe a tokenizer" in line
 
 
 def test_a_file_without_the_right_to_read_it(tmp_path):
@@ -87,7 +99,7 @@ def test_a_file_without_the_right_to_read_it(tmp_path):
     (there / DESCRIPTION).chmod(0)
     open_to_all(tmp_path)
     with as_unprivileged_user():
-        assert "no JSON object" in refused("clipscore", checkpoint=str(there))
+        assert "not a JSON object" in refused("clipscore", checkpoint=str(there))
     for name in ("x" * 5000, "~nobody-of-this-name/x.pt"):
         with pytest.raises(ScorerSetupError):
             check_settings(ScorerConfig(name="clipscore", settings={"checkpoint": name}))
@@ -109,10 +121,10 @@ def test_a_detector_whose_weights_are_not_all_there(tmp_path):
     whole = state.pop(name)
     save_file(state, file, metadata={"format": "pt"})
     line = refused("geneval", detector=str(detector), clip=str(CLIP))
-    assert f"1 weights are missing, the first: {name}" in line
+    assert f"1 weights are missing, such as {name}" in line
     save_file(state | {name: whole * float("inf")}, file, metadata={"format": "pt"})
     line = refused("geneval", detector=str(detector), clip=str(CLIP))
-    assert "'class_predictor.weight' holds values that are not finite" in line
+    assert "'class_predictor.weight' contains values that are not finite" in line
 
 
 @pytest.mark.parametrize("body", [b"[]", b'{"model_type": "mask2former", "dim_feedforward": []}'])
@@ -121,9 +133,9 @@ def test_a_detectors_configuration_that_is_none(tmp_path, body):
     detector = make_detector(tmp_path / "detector", ["person", "dog"])
     (detector / "config.json").write_bytes(body)
     settings = {"detector": str(detector), "clip": str(CLIP)}
-    with pytest.raises(ScorerSetupError, match="config.json makes no Mask2Former"):
+    with pytest.raises(ScorerSetupError, match="config.json does not describe a Mask2Former"):
         model_bytes(ScorerConfig(name="geneval", settings=settings))
-    assert "no Mask2Former of transformers" in refused("geneval", **settings)
+    assert "not a Mask2Former model of transformers" in refused("geneval", **settings)
 
 
 def test_the_cosine_of_nothing_is_no_score():

@@ -112,7 +112,7 @@ def test_what_is_wrong_with_settings_is_one_line(detector, tmp_path):
         return line
 
     assert "threshold is 2: use a number from 0 to 1" in refused(threshold=2)
-    assert "holds none of model.safetensors" in refused(detector=str(tmp_path))
+    assert "contains none of model.safetensors" in refused(detector=str(tmp_path))
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in detector.iterdir():
@@ -121,9 +121,9 @@ def test_what_is_wrong_with_settings_is_one_line(detector, tmp_path):
     first = min(weights)
     del weights[first]
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
-    assert f"1 weights are missing, the first: {first}" in refused(detector=str(broken))
+    assert f"1 weights are missing, such as {first}" in refused(detector=str(broken))
     (broken / "config.json").write_text(json.dumps({"model_type": "clip"}))
-    assert "no Mask2Former of transformers" in refused(detector=str(broken))
+    assert "not a Mask2Former model of transformers" in refused(detector=str(broken))
 
 
 def test_its_bytes_are_counted_where_the_detector_is_here(detector):

@@ -134,15 +134,21 @@ def test_a_position_is_of_the_entry_that_it_names_and_that_entry_must_be_right()
     ("row", "said"),
     [
         ({}, "has no GenEval metadata"),
-        ({"include": [{"class": "unicorn", "count": 1}]}, "no class and count"),
-        ({"include": [{"class": "cow"}]}, "no class and count"),
-        ({"include": [{"class": "cow", "count": 0}]}, "no class and count"),
-        ({"include": [{"class": "cow", "count": 1, "color": "mauve"}]}, "knows no mauve"),
+        ({"include": [{"class": "unicorn", "count": 1}]}, "not a class with a count"),
+        ({"include": [{"class": "cow"}]}, "not a class with a count"),
+        ({"include": [{"class": "cow", "count": 0}]}, "not a class with a count"),
+        (
+            {"include": [{"class": "cow", "count": 1, "color": "mauve"}]},
+            "unknown to GenEval: color 'mauve'",
+        ),
         (
             {"include": [{"class": "cow", "count": 1, "position": ["inside", 0]}]},
-            "knows no  inside",
+            "unknown to GenEval: color None, relation 'inside'",
         ),
-        ({"include": [{"class": "cow", "count": 1, "position": ["above", 0]}]}, "no earlier entry"),
+        (
+            {"include": [{"class": "cow", "count": 1, "position": ["above", 0]}]},
+            "not an earlier entry",
+        ),
     ],
 )
 def test_metadata_of_another_kind_is_named(row, said):

@@ -70,7 +70,7 @@ def test_what_can_be_seen_before_it_is_made(checkpoint, tmp_path, monkeypatch):
     assert model_bytes(ScorerConfig(name="hpsv3")) is None  # the hub's
     (tmp_path / "x.pth").touch()
     for settings, said in (
-        ({"checkpoint": str(tmp_path / "x.pth")}, "only safetensors are read"),
+        ({"checkpoint": str(tmp_path / "x.pth")}, "only safetensors files are read"),
         ({"checkpoint": str(tmp_path / "no.safetensors")}, "checkpoint"),
         ({"batch_size": 0}, "batch_size is 0"),
     ):

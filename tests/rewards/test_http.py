@@ -159,7 +159,7 @@ def test_no_redirect_is_followed(server, code):
 
 def test_no_more_of_an_answer_is_read_than_scores_take(server):
     server.answers = ["endless"]
-    with pytest.raises(ScorerError, match="answered more than 65728 bytes: that is no"):
+    with pytest.raises(ScorerError, match="answered more than 65728 bytes, which is too long"):
         HttpScorer(server.url)(IMAGES, PROMPTS, METADATA)
     assert server.sent < 32 * 2**20  # what lies in buffers on the way
 

@@ -61,7 +61,7 @@ def test_combine_is_the_weighted_sum_and_missing_stays_missing():
 
 
 def test_combine_refuses_what_does_not_fit():
-    with pytest.raises(ValueError, match="every scorer needs both"):
+    with pytest.raises(ValueError, match="every scorer needs a score and a weight"):
         combine({"a": np.zeros(2)}, {"b": 1.0})
     with pytest.raises(ValueError, match="different numbers"):
         combine({"a": np.zeros(2), "b": np.zeros(3)}, {"a": 1.0, "b": 1.0})

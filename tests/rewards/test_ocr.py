@@ -38,7 +38,7 @@ def test_metadata_may_say_it_and_nothing_to_read_is_an_error():
     assert wanted_text('"no"', {"text": "yes"}) == ["yes"]
     assert wanted_text("", {"text": ["a", "b"]}) == ["a", "b"]
     for prompt in ("a red circle", "the dog's bone", '" "'):
-        with pytest.raises(ValueError, match="quotes no text to be read"):
+        with pytest.raises(ValueError, match="contains no quoted text"):
             wanted_text(prompt, {})
 
 

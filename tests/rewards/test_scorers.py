@@ -85,7 +85,8 @@ def test_a_module_whose_own_import_fails_says_install(tmp_path, monkeypatch):
     (tmp_path / "needs_more.py").write_text("import a_package_nobody_has\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(
-        ScorerSetupError, match="a_package_nobody_has.*: install what 'needs_more' imports"
+        ScorerSetupError,
+        match="a_package_nobody_has.*: install the packages that 'needs_more' imports",
     ):
         build(ScorerConfig(name="needs_more:X"))
 
@@ -111,7 +112,7 @@ def test_a_module_whose_own_import_fails_says_install(tmp_path, monkeypatch):
         (
             "pickscore",
             {"checkpoint": "{here}"},
-            "holds none of model.safetensors, pytorch_model.bin",
+            "contains none of model.safetensors, pytorch_model.bin",
         ),
         (
             "imagereward",

@@ -134,9 +134,9 @@ def test_asked_in_another_order_it_computes_the_same_batches(judges, monkeypatch
 
 
 def test_an_answer_without_a_number_is_no_reward_never_a_zero(judges, monkeypatch):
-    with pytest.raises(ScorerError, match=r"writes no score: 'Lovely colours'$"):
+    with pytest.raises(ScorerError, match=r"contains no score: 'Lovely colours'$"):
         scorer(judges["prose"])(IMAGES, PROMPTS, METADATA)
-    with pytest.raises(ScorerError, match=r"writes no score: 'Final Score:"):  # cut off
+    with pytest.raises(ScorerError, match=r"contains no score: 'Final Score:"):  # cut off
         scorer(judges["final"], form="final", new_tokens=2)(IMAGES[:1], PROMPTS[:1], METADATA[:1])
     made = scorer(judges["final"], form="final")
     answers = [("Final Score: 3", True), ("Sorry", True), ("Final Score: 4", False)]
@@ -179,7 +179,7 @@ def test_images_are_shown_with_so_many_pixels_at_most(judges, monkeypatch):
 
 
 def test_images_smaller_than_a_token_are_refused(judges):
-    with pytest.raises(ScorerError, match="images are 84x27: 28 pixels are one token's side"):
+    with pytest.raises(ScorerError, match="images are 84x27: 28 pixels are the side of one token"):
         scorer(judges["final"], form="final")(IMAGES[:, :, :27], PROMPTS, METADATA)
 
 
@@ -267,7 +267,7 @@ def broken(folder: Path, how: str) -> None:
         ("another model", r"holds \['Qwen3VLForConditionalGeneration'\], not Qwen2_5_VLFor"),
         ("no config", r"config.json cannot be read: \[Errno 2\]"),
         ("a list", r"config.json is no table"),
-        ("no weights", r"holds none of model.safetensors.index.json, model.safetensors"),
+        ("no weights", r"contains none of model.safetensors.index.json, model.safetensors"),
         ("a shard short", r"index.json names model-2.safetensors, which does not exist"),
         ("an empty index", r"index.json names no file, which does not exist"),
     ],
@@ -302,7 +302,7 @@ def test_a_part_that_is_missing_is_said_in_a_line(judges, tmp_path, name, said):
     else:
         (folder / name).unlink()
     with pytest.raises(
-        ScorerSetupError, match=rf"no Qwen2_5_VL.* of transformers \(.*{said}"
+        ScorerSetupError, match=rf"not a Qwen2_5_VL.* model of transformers \(.*{said}"
     ) as caught:
         scorer(folder)
     assert "\n" not in str(caught.value)

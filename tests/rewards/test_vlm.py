@@ -85,7 +85,7 @@ def test_the_judge_sees_the_image_to_edit_first(judge):
         ("json", '{"score": true}', "is True, which is not a number"),
         ("json", '{"score": 6}', "is 6, outside 1 to 5"),
         ("json", '{"score": NaN}', "is nan, outside 1 to 5"),
-        ("json", "5", "answers prose"),
+        ("json", "5", "not the expected JSON"),
         ("text", "Lovely!", "writes no number from 1 to 5 behind Score:: 'Lovely!'"),
         ("text", "Score: 6", "writes no number from 1 to 5"),
     ],
@@ -190,7 +190,7 @@ def test_the_key_comes_from_the_environment(judge, monkeypatch):
     scorer(judge, key_env="JUDGES_KEY")(IMAGES[:1], PROMPTS[:1], METADATA[:1])
     assert judge.keys == ["Bearer s3cret"]
     monkeypatch.delenv("JUDGES_KEY")
-    with pytest.raises(ScorerSetupError, match="key_env is 'JUDGES_KEY': there is no such"):
+    with pytest.raises(ScorerSetupError, match="key_env is 'JUDGES_KEY': this variable is not set"):
         scorer(judge, key_env="JUDGES_KEY")
 
 
@@ -204,9 +204,9 @@ def test_the_key_comes_from_the_environment(judge, monkeypatch):
         ({"read": "text"}, r"after is \(\): read = 'text' needs a list of the words"),
         ({"read": "text", "after": "Score:"}, "after is 'Score:'"),
         ({"read": "text", "after": [""]}, r"after is \[''\]"),
-        ({"read": "json", "after": ["Score:"]}, "no other takes them"),
-        ({"high": 10}, r"use 9 at most, or read = 'json'"),
-        ({"low": 5}, "low must be the lower"),
+        ({"read": "json", "after": ["Score:"]}, "other values of read do not use it"),
+        ({"high": 10}, r"use at most 9, or read = 'json'"),
+        ({"low": 5}, "low must be lower than high"),
         ({"votes": 3}, "votes is 3 at temperature 0"),
         ({"rubric": "How good?"}, "rubric has no {prompt}"),
         ({"in_flight": 0}, "in_flight is 0"),
@@ -268,5 +268,5 @@ def test_images_do_not_pass_a_proxy_in_plain(judge, monkeypatch):
 def test_an_answer_of_another_form_is_no_verdict_and_nothing_else(monkeypatch, body):
     monkeypatch.setattr(endpoint, "post", lambda *_: body)
     judge = VlmScorer("http://localhost:1/v1", "m")
-    with pytest.raises(endpoint.NoVerdict, match="is no chat completion"):
+    with pytest.raises(endpoint.NoVerdict, match="is not a chat completion"):
         judge.ask([], 0, {})

@@ -157,7 +157,8 @@ def test_it_prints_what_it_took_from_the_run(slow_run, capsys):
     out = capsys.readouterr().out
     assert "layout      shared on 8 x H200: the fastest by prediction" in out
     assert (
-        "from        calls take what they took in run (" in out and "calls on 4 x H200, in" in out
+        "from        durations of calls are those of run (" in out
+        and "calls on 4 x H200, in" in out
     )
     assert "arms        on" not in out
 
@@ -166,7 +167,7 @@ def test_it_prints_what_it_took_from_the_run(slow_run, capsys):
     ("arguments", "said"),
     [
         (["--accelerator", "B200"], "--accelerator B200: the run of --from was on H200"),
-        (["--set", "explore.steps=4"], "the run has another explore.steps"),
+        (["--set", "explore.steps=4"], "the run has a different explore.steps"),
         (["--set", "learner.nothing=1"], "learner"),
     ],
 )
@@ -184,7 +185,7 @@ def test_a_plan_on_cores_from_a_run_on_gpus_is_refused(slow_run, capsys):
 def test_events_that_do_not_say_enough(tmp_path):
     ran, laid = config(1), [GpuAssignment("H200", 1, {"rollout": 1, "learner": 1, "reward": 1})]
     earlier = recorded(tmp_path / "earlier", ran, laid, [], 1.0, gpu="")
-    with pytest.raises(ConfigError, match="do not say which GPU an actor was on"):
+    with pytest.raises(ConfigError, match="do not contain the GPUs of actors"):
         gpus_of_run(earlier)
     unknown = recorded(tmp_path / "unknown", ran, laid, [], 1.0, device="NVIDIA X1")
     with pytest.raises(ConfigError, match="nothing is known of the GPU 'NVIDIA X1'"):
@@ -192,7 +193,9 @@ def test_events_that_do_not_say_enough(tmp_path):
     mixed = recorded(tmp_path / "mixed", ran, laid, [], 1.0)
     said = {"device": "NVIDIA B200", "capability": "10.0", "gpu": "GPU-9"}
     mixed.event("actor_added", kind="rollout", actor=1, incarnation=0, **said)
-    with pytest.raises(ConfigError, match="were on NVIDIA B200 and NVIDIA H200: one kind"):
+    with pytest.raises(
+        ConfigError, match="were on NVIDIA B200 and NVIDIA H200: --from supports one kind"
+    ):
         gpus_of_run(mixed)
 
 

@@ -323,7 +323,7 @@ def test_a_plan_from_a_run(tmp_path, capsys, monkeypatch):
     assert tree["bound_s"] < tree["iteration_s"] and tree["measured_s"] == found.iteration
     assert main([*command, "--set", "explore.steps=7"]) == 2
     error = capsys.readouterr().err
-    assert "the run has another explore.steps" in error and error.count("\n") == 1
+    assert "the run has a different explore.steps" in error and error.count("\n") == 1
 
 
 def test_a_line_through_two_sizes():
