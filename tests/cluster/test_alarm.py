@@ -23,7 +23,7 @@ def virtually(coroutine):
         return runner.run(coroutine)
 
 
-def test_each_is_looked_at_when_it_is_due():
+def test_each_wait_is_checked_when_it_is_due():
     """In any order: an earlier moment is not missed, nor a later one after it."""
 
     async def run():
@@ -41,7 +41,7 @@ def test_each_is_looked_at_when_it_is_due():
     ]
 
 
-def test_a_word_has_all_looked_at_and_what_is_forgotten_is_not():
+def test_a_wake_up_checks_all_waits_except_forgotten_ones():
     async def run():
         alarm, loop = Alarm(), asyncio.get_running_loop()
         stays, goes = Waits(50.0), Waits()

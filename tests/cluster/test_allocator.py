@@ -50,7 +50,7 @@ def told(variables: dict[str, str]) -> tuple[str, int]:
     return json.loads(run.stdout)
 
 
-def test_a_second_pass_finds_the_pages_of_the_first(chosen):
+def test_a_second_pass_reuses_the_pages_of_the_first(chosen):
     """The C library gives them back, so that they come again, one by one or, as a kernel with large
     pages may, up to 16 with a fault; and says its name.
     """
@@ -60,7 +60,7 @@ def test_a_second_pass_finds_the_pages_of_the_first(chosen):
     assert name == in_use() and faults > PAGES / 16
 
 
-def test_who_has_chosen_a_library_or_its_settings_keeps_them(chosen, monkeypatch):
+def test_the_users_allocator_and_settings_are_kept(chosen, monkeypatch):
     assert chosen["MALLOC_CONF"] == allocator.SETTINGS
     monkeypatch.setenv("MALLOC_CONF", "narenas:2")
     assert allocator.variables() == chosen | {"MALLOC_CONF": "narenas:2"}
@@ -68,7 +68,7 @@ def test_who_has_chosen_a_library_or_its_settings_keeps_them(chosen, monkeypatch
     assert allocator.variables() == {}
 
 
-def test_nothing_is_chosen_where_there_is_none(chosen, monkeypatch, tmp_path):
+def test_nothing_is_set_if_ray_has_no_jemalloc(chosen, monkeypatch, tmp_path):
     monkeypatch.setattr(allocator.platform, "machine", lambda: "aarch64")
     assert allocator.variables() == {}
     monkeypatch.undo()
@@ -77,7 +77,7 @@ def test_nothing_is_chosen_where_there_is_none(chosen, monkeypatch, tmp_path):
     assert allocator.variables() == {}
 
 
-def test_without_linux_the_c_library_is_told(tmp_path):
+def test_other_systems_report_the_c_library(tmp_path):
     (tmp_path / "maps").write_text("7f00-7f01 r-xp 0 0 0 /opt/ray/core/libjemalloc.so\n")
     assert in_use(tmp_path / "maps") == "jemalloc"
     assert in_use(tmp_path / "nothing") == in_use()

@@ -177,7 +177,7 @@ def nodes_of(head: Head) -> dict[str, psutil.Process]:
     return found
 
 
-def test_nodes_are_asked_for_replaced_and_given_back(ray_here, tiny_sd3_dir, tmp_path):
+def test_nodes_are_requested_replaced_and_released(ray_here, tiny_sd3_dir, tmp_path):
     services = {"rollout": explorers(actors=1), "wait_for_nodes_s": WAIT_S}
     config = tiny_config(tiny_sd3_dir, tmp_path, "asks", iterations=4000, services=services)
     with job_on_an_autoscaling_cluster(config, tmp_path) as job:
@@ -222,9 +222,7 @@ def test_nodes_are_asked_for_replaced_and_given_back(ray_here, tiny_sd3_dir, tmp
     assert asked == [["rollout-1", "rollout-2"], ["rollout-3"], [f"rollout-{added[0]['actor']}"]]
 
 
-def test_a_pool_that_sizes_itself_takes_what_the_autoscaler_can_give(
-    ray_here, tiny_sd3_dir, tmp_path
-):
+def test_an_autoscaled_pool_grows_to_the_nodes_that_exist(ray_here, tiny_sd3_dir, tmp_path):
     """From two it wants four, of three nodes; then six, of none: it stays at three."""
     rule = {"enabled": True, "grow_above": 0.02, "shrink_below": 0.001, "patience": 1, "step": 1.0}
     services = {"rollout": explorers(actors=2), "wait_for_nodes_s": WAIT_S, "autoscale": rule}

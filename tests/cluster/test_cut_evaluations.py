@@ -72,7 +72,7 @@ def cut(config: RunConfig, iteration: int, moment: str, resume: bool = False) ->
     )
 
 
-def test_a_run_that_is_cut_and_resumed_again_and_again(reference, tiny_sd3_dir, tmp_path):
+def test_a_run_resumes_after_repeated_interruptions(reference, tiny_sd3_dir, tmp_path):
     config = tiny_config(tiny_sd3_dir, tmp_path, "cut", **TWO)
     cut(config, 0, "written")
     for iteration, moment in ((1, "scored"), (2, "written")):
@@ -80,7 +80,7 @@ def test_a_run_that_is_cut_and_resumed_again_and_again(reference, tiny_sd3_dir, 
     assert_as_if_nothing_had_been(run_here(config, resume=True), reference)
 
 
-def test_a_run_that_gets_a_new_learner(reference, tiny_sd3_dir, tmp_path):
+def test_an_evaluation_is_repeated_after_the_loss_of_the_learner(reference, tiny_sd3_dir, tmp_path):
     """Two calls draw the images that are trained on, the third is the evaluation's first."""
     injector = FaultInjector(Fault("learner", "kill", 0, "generate", count=3))
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "lost", **TWO), progress=injector)
@@ -89,7 +89,9 @@ def test_a_run_that_gets_a_new_learner(reference, tiny_sd3_dir, tmp_path):
     assert_as_if_nothing_had_been(run, reference)
 
 
-def test_a_run_that_loses_a_rollout_actor_while_it_evaluates(reference, tiny_sd3_dir, tmp_path):
+def test_losing_a_rollout_actor_during_an_evaluation_changes_nothing(
+    reference, tiny_sd3_dir, tmp_path
+):
     """Before the first iteration begins, the first chunk that is explored is lost."""
     injector = FaultInjector(Fault("rollout", "kill", -1, "explore"))
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "killed", **TWO), progress=injector)
@@ -97,7 +99,7 @@ def test_a_run_that_loses_a_rollout_actor_while_it_evaluates(reference, tiny_sd3
     assert_as_if_nothing_had_been(run, reference)
 
 
-def test_a_run_that_had_ended_early_trains_no_further(ray_here, tiny_sd3_dir, tmp_path):
+def test_resuming_a_run_that_stopped_early_trains_no_further(ray_here, tiny_sd3_dir, tmp_path):
     """The second update is the first that can have moved away from the base."""
     config = tiny_config(tiny_sd3_dir, tmp_path, "early", stop__max_kl=1e-12)
     cut(config, 2, "scored")

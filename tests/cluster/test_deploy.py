@@ -26,7 +26,7 @@ def test_the_shipped_runtime_env_is_what_submit_sends():
     assert ignored == list(jobs.LEFT_OUT)
 
 
-def test_the_kuberay_manifest_trains_something_that_can_be():
+def test_the_kuberay_manifest_names_a_valid_configuration():
     manifest = yaml.safe_load((DEPLOY / "kuberay" / "rayjob.yaml").read_text())
     spec = manifest["spec"]
     assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
@@ -59,7 +59,7 @@ def test_the_cluster_launcher_example_is_valid_for_ray():
     assert len(config["provider"]["worker_ips"]) == config["max_workers"]
 
 
-def test_the_dashboard_asks_only_for_metrics_that_exist():
+def test_the_grafana_dashboard_uses_only_existing_metrics():
     board = json.loads((DEPLOY / "grafana" / "dashboards" / "sol-rl.json").read_text())
     known = {
         exported_name(key) + ("" if metric.kind == "gauge" else "_total")

@@ -36,7 +36,7 @@ class Greedy:
         raise error
 
 
-def test_out_of_memory_is_called_that_with_the_service_and_what_to_lower():
+def test_out_of_memory_names_the_service_and_the_settings_to_lower():
     with pytest.raises(OutOfMemoryError) as error:
         Greedy().explore(torch.OutOfMemoryError("Tried to allocate 2.00 GiB."))
     said = str(error.value)
@@ -48,7 +48,7 @@ def test_out_of_memory_is_called_that_with_the_service_and_what_to_lower():
         Greedy().explore(KeyError("as it was"))
 
 
-def test_a_scorer_that_is_out_of_memory_is_not_a_failed_score():
+def test_a_scorer_out_of_memory_is_not_a_failed_score():
     """It would be tried again and again, and need as much each time."""
 
     def scorer(images: object, prompts: object, metadata: object) -> np.ndarray:
@@ -60,7 +60,7 @@ def test_a_scorer_that_is_out_of_memory_is_not_a_failed_score():
         weighted.attempt(np.zeros((1, 3, 8, 8), np.uint8), ["a"], [{}])
 
 
-def test_what_an_actor_says_of_its_device_is_in_its_event():
+def test_the_event_of_an_actor_describes_its_device():
     info = ActorInfo(1, "here", device="NVIDIA H200", capability="9.0", torch="2.13", cuda="13.0")
     assert info.event_fields() == {
         **{"pid": 1, "host": "here", "device": "NVIDIA H200", "capability": "9.0"},
@@ -87,7 +87,7 @@ def test_the_environment_of_actors_on_gpus(monkeypatch, gpus, given, allocator):
     assert found.get("TORCH_NCCL_BLOCKING_WAIT") == ("1" if gpus else None)
 
 
-def test_threads_that_wait_sleep_beside_rollout_actors(monkeypatch):
+def test_waiting_threads_sleep_if_rollout_actors_need_the_cores(monkeypatch):
     """And spin a little where those wait while the learner trains, or as long as the user says."""
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 4)
@@ -112,7 +112,7 @@ def told_threads(*args: object, **named: object) -> tuple[dict[str, int], None]:
 @pytest.mark.parametrize(
     ("own", "weights", "wanted"), [(2, None, 2), (None, None, 3), (2, "ema", 3), (2, "base", 3)]
 )
-def test_a_learner_has_threads_of_its_own_beside_rollout_actors(own, weights, wanted):
+def test_a_learner_uses_fewer_threads_while_rollout_actors_explore(own, weights, wanted):
     """What is held out is made while they wait, or must have the bits that it has when they do."""
     learner = LearnerActor.__new__(LearnerActor)
     learner._service = LearnerService(threads=3, regenerate_threads=own)
@@ -146,7 +146,7 @@ class TwoReplicas:
 
 
 @pytest.mark.parametrize(("silence", "deadline", "wait"), [(30, 6 * 3600, 30), (30, 20, 20)])
-def test_replicas_wait_for_each_other_as_long_as_is_said(silence, deadline, wait):
+def test_replicas_wait_for_each_other_for_the_configured_time(silence, deadline, wait):
     """Not as long as an update may take."""
     pool = TwoReplicas(LearnerService(replicas=2, silence_s=silence, deadline_s=deadline))
     group = LearnerGroup.__new__(LearnerGroup)
@@ -161,7 +161,7 @@ def test_a_silent_replica_is_lost_after_that_time():
         DistributedReplicas(0, 2, store, torch.device("cpu"), 1.0)
 
 
-def test_out_of_memory_among_replicas_is_no_lost_peer():
+def test_out_of_memory_of_a_replica_is_not_reported_as_a_lost_peer():
     alone = DistributedReplicas.__new__(DistributedReplicas)
     alone.rank, alone.size = 0, 2
     with pytest.raises(torch.OutOfMemoryError), alone._naming("adding gradients"):
@@ -173,7 +173,7 @@ def test_out_of_memory_among_replicas_is_no_lost_peer():
         raise RuntimeError("gone")
 
 
-def test_the_pool_ends_the_run_at_the_first_time(monkeypatch):
+def test_the_pool_ends_the_run_at_the_first_out_of_memory(monkeypatch):
     """Another try needs as much memory."""
     counted: list[object] = []
     pool = ActorPool("rollout", lambda name: None, Service(), lambda *args, **fields: None)

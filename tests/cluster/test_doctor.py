@@ -9,7 +9,7 @@ import pytest
 from cli.main import main
 
 
-def test_the_cluster_that_is_connected(ray_here, tmp_path, capsys):
+def test_doctor_checks_the_connected_cluster(ray_here, tmp_path, capsys):
     code = main(["doctor", "quickstart", "--set", f"run_root={tmp_path}", "--address", "auto"])
     lines = capsys.readouterr().out.splitlines()
     assert code == 0, lines
@@ -19,7 +19,7 @@ def test_the_cluster_that_is_connected(ray_here, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nobody_listens(monkeypatch, capsys):
+def test_doctor_reports_that_nothing_listens_at_the_address(monkeypatch, capsys):
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     assert main(["doctor", "--address", "127.0.0.1:9"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -24,7 +24,7 @@ from tests.cluster.outcomes import outcome
 from tests.cluster.runs import run_here, tiny_config
 
 
-def test_what_a_run_asks_for(tiny_sd3_dir, tmp_path):
+def test_encode_once_encodes_each_prompt_of_a_run_once(tiny_sd3_dir, tmp_path):
     """Two prompts in each of two iterations, of four; blocks of two held-out ones."""
     config = tiny_config(tiny_sd3_dir, tmp_path, "asks", iterations=2)
     train, test = [Prompt(f"train {n}") for n in range(9)], [Prompt(f"test {n}") for n in range(3)]
@@ -35,7 +35,7 @@ def test_what_a_run_asks_for(tiny_sd3_dir, tmp_path):
     assert groups_of(config, [], test) == [test[:2], test[2:]]
 
 
-def test_a_prompt_that_was_not_asked_for_ends_the_run(tmp_path):
+def test_a_prompt_that_was_not_encoded_ends_the_run(tmp_path):
     pool: Any = None
     a, b = [Prompt("a")], [Prompt("b")]
     known = {group_key(a): "there"}
@@ -48,7 +48,7 @@ def test_a_prompt_that_was_not_asked_for_ends_the_run(tmp_path):
         asyncio.run(once.encode(0, [other]))
 
 
-def test_the_encoder_is_gone_before_the_others_come_and_the_weights_are_the_same(
+def test_the_encoder_ends_before_other_actors_start_and_weights_are_unchanged(
     tiny_sd3_dir, tmp_path, undisturbed
 ):
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "once", prompts__encode_once=True))
@@ -93,13 +93,13 @@ def filled(monkeypatch: pytest.MonkeyPatch, pool: Any) -> list[Any]:
     return list(asyncio.run(fill()).known.values())
 
 
-def test_what_is_lost_with_the_encoders_node_is_encoded_again(monkeypatch):
+def test_conditioning_lost_with_the_encoders_node_is_encoded_again(monkeypatch):
     pool = Encoding(2)
     assert filled(monkeypatch, pool) == [["a"], ["b"]] and pool.asked == 3
 
 
 @pytest.mark.parametrize(("broken", "why"), [(GONE, "ObjectLostError: "), (None, "TimeoutError")])
-def test_what_is_lost_again_and_again_ends_the_run_and_is_not_waited_for(monkeypatch, broken, why):
+def test_repeatedly_lost_conditioning_ends_the_run(monkeypatch, broken, why):
     with pytest.raises(RunFailed, match=f"encoded prompts were lost 3 times .* last: {why}"):
         filled(monkeypatch, Encoding(9, broken))
 
@@ -140,7 +140,9 @@ def gone(reference: ray.ObjectRef[Any]) -> None:
     raise AssertionError("it is still there")
 
 
-def test_what_is_lost_in_the_store_is_encoded_again(ray_here, tiny_sd3_dir, tmp_path, undisturbed):
+def test_conditioning_lost_in_the_object_store_is_encoded_again(
+    ray_here, tiny_sd3_dir, tmp_path, undisturbed
+):
     once = {"prompts__encode_once": True}
     config = tiny_config(tiny_sd3_dir, tmp_path, "lost", **once)
     run = run_here(config, progress=Losing())
@@ -154,9 +156,7 @@ def test_what_is_lost_in_the_store_is_encoded_again(ray_here, tiny_sd3_dir, tmp_
     ]
 
 
-def test_the_encoder_takes_no_room_beside_the_others_and_prompts_stay_in_the_store(
-    tiny_sd3_dir, tmp_path
-):
+def test_the_plan_counts_no_encoder_but_the_encoded_prompts(tiny_sd3_dir, tmp_path):
     laid = GpuAssignment("B200", 1, {"learner": 1, "encoder": 1})
     numbers = LayoutSpec("", {"learner": Group(1, 0.5), "encoder": Group(1, 0.1)})
     for size, held in ((3e9, 11.0), (30e9, 31.0)):  # a GB more for each process

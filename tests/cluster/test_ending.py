@@ -27,7 +27,7 @@ from tests.cluster.test_learner_group import group_of
 from tests.cluster.told import Told
 
 
-def test_the_rest_is_ended_though_something_fails():
+def test_cleanup_continues_after_a_failure():
     done: list[str] = []
     events: list[tuple[str, dict[str, object]]] = []
 
@@ -59,7 +59,7 @@ def services_of(model: Path, root: Path, *pools: Any) -> ActorServices:
     return made
 
 
-def test_the_learners_replicas_end_though_one_hangs_and_stopping_a_service_fails(
+def test_replicas_end_although_one_hangs_and_stopping_another_service_fails(
     ray_here, tiny_sd3_dir, tmp_path, monkeypatch
 ):
     """An update is under way on both, which the group waits for, and another pool cannot stop."""
@@ -106,7 +106,7 @@ def test_the_learners_replicas_end_though_one_hangs_and_stopping_a_service_fails
     ]
 
 
-def test_an_actor_that_cannot_be_killed_keeps_no_other_alive(monkeypatch):
+def test_an_actor_that_cannot_be_killed_does_not_keep_others_alive(monkeypatch):
     killed: list[int] = []
 
     def kill(member: Member) -> None:
@@ -120,7 +120,7 @@ def test_an_actor_that_cannot_be_killed_keeps_no_other_alive(monkeypatch):
     assert killed == [0, 2]
 
 
-def test_what_fails_at_the_end_does_not_hide_how_the_run_ended(
+def test_a_failure_during_cleanup_does_not_hide_how_the_run_ended(
     ray_here, tiny_sd3_dir, tmp_path, monkeypatch
 ):
     config = tiny_config(tiny_sd3_dir, tmp_path, "hidden")
@@ -141,9 +141,7 @@ def test_what_fails_at_the_end_does_not_hide_how_the_run_ended(
     assert (run.path / "report.html").exists()
 
 
-def test_a_run_whose_report_cannot_be_drawn_has_finished(
-    ray_here, tiny_sd3_dir, tmp_path, monkeypatch
-):
+def test_a_run_finishes_although_its_report_fails(ray_here, tiny_sd3_dir, tmp_path, monkeypatch):
     async def nothing(self: Any, checkpoint: Any) -> None: ...
 
     def defect(path: Path) -> None:
@@ -159,7 +157,7 @@ def test_a_run_whose_report_cannot_be_drawn_has_finished(
     ]
 
 
-def test_a_run_that_ends_by_a_defect_says_so_in_its_events(
+def test_an_unexpected_error_is_recorded_as_the_end_of_the_run(
     ray_here, tiny_sd3_dir, tmp_path, monkeypatch
 ):
     async def defect(self: Any, checkpoint: Any) -> None:

@@ -44,7 +44,7 @@ def rows_of(run: RunDirectory) -> list[dict[str, Any]]:
     return [row for row in run.metrics() if row["kind"] == "iteration"]
 
 
-def test_an_iteration_is_explored_with_the_policy_of_the_one_before(alone, undisturbed):
+def test_an_iteration_is_explored_with_the_previous_policy(alone, undisturbed):
     rows = rows_of(alone)
     assert (
         [row["explore/version"] for row in rows]
@@ -61,7 +61,7 @@ def test_an_iteration_is_explored_with_the_policy_of_the_one_before(alone, undis
     assert chunks == [0, 1, 2, 3]
 
 
-def test_the_next_iteration_begins_before_the_last_one_ends(alone):
+def test_the_next_iteration_starts_before_the_current_one_ends(alone):
     """The first has nobody before it; of the others a part was explored before their turn, and what
     is not adds up to the iteration.
     """
@@ -88,7 +88,7 @@ def test_a_resumed_run_explores_with_the_same_older_policy(alone, tiny_sd3_dir, 
 
 
 @pytest.mark.timeout(900)  # processes are started anew
-def test_kills_change_nothing(alone, tiny_sd3_dir, tmp_path):
+def test_killed_actors_do_not_change_results(alone, tiny_sd3_dir, tmp_path):
     """An explorer's replacement, and what a new learner exports after going back, have the older
     policy too; and two explorers do what one does alone.
     """
@@ -119,7 +119,7 @@ def played(tiny_sd3_dir, tmp_path_factory) -> list[Played]:
     return found
 
 
-def test_in_any_order_and_pool_the_bits_are_the_same(played):
+def test_order_and_pool_size_do_not_change_bits(played):
     first, *others = played
     assert [row["explore/version"] for row in first.rows.values()] == [0, 0, 1]
     assert [row["staleness"] for row in first.rows.values()] == [0, 1, 1]
@@ -129,7 +129,7 @@ def test_in_any_order_and_pool_the_bits_are_the_same(played):
         assert lasting(list(other.rows.values())) == lasting(list(first.rows.values()))
 
 
-def test_exploring_overlaps_with_learning_and_publishing_changes_nobodys_weights(played):
+def test_exploring_overlaps_learning_and_publishing_does_not_affect_running_tasks(played):
     """In some order a chunk of the next iteration is explored before the update, and one after a
     newer version was published.
     """
@@ -162,7 +162,7 @@ SIZED = {**MEANWHILE, "services__autoscale__enabled": True, "services__rollout__
     [(MEANWHILE, True), ({"evaluate__explore_meanwhile": False}, False), (SIZED, False)],
     ids=["meanwhile", "not", "the pool sizes itself"],
 )
-def test_rollout_actors_explore_while_held_out_images_are_made(
+def test_rollout_actors_explore_during_an_evaluation(
     ray_here, undisturbed, tiny_sd3_dir, tmp_path, changes, meanwhile
 ):
     """Before each iteration; its policy is the newest all the same, and its results are too."""
@@ -186,7 +186,9 @@ def test_rollout_actors_explore_while_held_out_images_are_made(
         assert (began["explore"] < last) == (row["time/explore_ahead_s"] > 0) == meanwhile
 
 
-def test_without_it_an_iteration_is_explored_by_its_own_policy(played, tiny_sd3_dir, tmp_path):
+def test_without_explore_ahead_an_iteration_is_explored_with_its_own_policy(
+    played, tiny_sd3_dir, tmp_path
+):
     newest = play(tiny_config(tiny_sd3_dir, tmp_path, "newest", **HALVES), tmp_path)
     assert [row["explore/version"] for row in newest.rows.values()] == [0, 1, 2]
     assert [row["staleness"] for row in newest.rows.values()] == [0, 0, 0]
@@ -199,7 +201,7 @@ def test_without_it_an_iteration_is_explored_by_its_own_policy(played, tiny_sd3_
 
 
 @pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_from_a_checkpoint_the_next_iteration_has_the_same_older_policy(
+def test_after_a_checkpoint_the_next_iteration_uses_the_same_older_policy(
     played, tiny_sd3_dir, tmp_path, stop
 ):
     config = ahead(tiny_sd3_dir, tmp_path, "stopped", **HALVES)
@@ -255,14 +257,14 @@ def test_staleness_is_bounded(version, bound, fits):
         ("naive_quant", "explored images"),
     ],
 )
-def test_arms_that_do_not_regenerate_what_they_explored_refuse_it(tmp_path, arm, why):
+def test_arms_without_regeneration_refuse_explore_ahead(tmp_path, arm, why):
     with pytest.raises(ConfigError) as error:
         ahead(tmp_path / "model", tmp_path, "refused", arm=arm)
     (line,) = error.value.lines
     assert line.startswith(f"explore_ahead: arm {arm!r}") and why in line and line.endswith("use 0")
 
 
-def test_it_can_be_compared():
+def test_explore_ahead_can_be_compared():
     request = Request("quickstart", arms=("sol_rl", "naive_quant"), vary=("explore_ahead=0,1",))
     cells = read_comparison(request).cells
     assert [(cell.tree["explore_ahead"], cell.refused is None) for cell in cells] == [

@@ -66,13 +66,13 @@ class Collected:
         self.extremes.add(it, prompt, stage, seeds, found, batches, size)
 
 
-def test_best_and_worst_pass_over_what_has_no_score():
+def test_best_and_worst_skip_images_without_a_score():
     assert best_and_worst(rewards(0.5, np.nan, 0.9, 0.1, 0.9)) == (2, 3)
     assert best_and_worst(rewards(np.nan, np.nan)) == ()
     assert best_and_worst(rewards(0.3)) == (0, 0)
 
 
-def test_a_seed_has_its_place_among_the_explored_and_its_reward_in_the_other_stage():
+def test_extremes_record_the_seed_and_its_reward_in_the_other_stage():
     images = {0: batch(1)[0], 1: batch(2)[0], 2: batch(3)[0]}
     explored = StageExtremes((11, 12, 13), rewards(0.1, 0.9, 0.5), images)
     regenerated = StageExtremes((13, 12), rewards(0.8, np.nan), images)
@@ -109,7 +109,7 @@ def test_only_the_batches_of_the_two_images_are_fetched(tmp_path: Path):
     assert one.shown == [0] and one.events == [] and one.notes == []
 
 
-def test_of_no_prompts_nothing_is_fetched_or_kept(tmp_path: Path):
+def test_with_zero_prompts_no_image_is_fetched_or_kept(tmp_path: Path):
     async def go() -> Collected:
         it, one = iteration(0), Collected(tmp_path, image_prompts=0)
         one.see(it, 0, "explored", (7, 8), rewards(0.4, 0.1), chunk := Fetched(batch(1, 2)))
@@ -122,7 +122,7 @@ def test_of_no_prompts_nothing_is_fetched_or_kept(tmp_path: Path):
     assert find_extremes(one.rundir.images) == [] and one.events == []
 
 
-def test_images_that_are_lost_are_an_event_and_a_line_and_the_next_ones_are_kept(tmp_path: Path):
+def test_lost_images_are_reported_and_later_ones_are_kept(tmp_path: Path):
     async def go() -> Collected:
         one = Collected(tmp_path)
         for index, value in enumerate((OSError("gone\nfar"), OSError("gone\nfar"), batch(5))):
@@ -141,7 +141,7 @@ def test_images_that_are_lost_are_an_event_and_a_line_and_the_next_ones_are_kept
     assert [kept.iteration for kept in find_extremes(one.rundir.images)] == [2]
 
 
-def test_where_fetching_is_slower_than_training_iterations_go_without(tmp_path: Path):
+def test_iterations_are_skipped_if_fetching_is_slower_than_training(tmp_path: Path):
     async def go() -> Collected:
         one, never = Collected(tmp_path), asyncio.get_running_loop().create_future()
         for index in range(MOST_OPEN + 3):
@@ -156,7 +156,7 @@ def test_where_fetching_is_slower_than_training_iterations_go_without(tmp_path: 
     assert [kept.iteration for kept in found] == list(range(MOST_OPEN))
 
 
-def test_a_run_keeps_what_it_explored_and_regenerated_and_its_weights(
+def test_keeping_images_does_not_change_the_weights_of_a_run(
     ray_here, tiny_sd3_dir, tmp_path, undisturbed
 ):
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "seen", logging__image_prompts=1))

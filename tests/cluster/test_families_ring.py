@@ -72,7 +72,7 @@ def edits(root: Any, height: int, width: int, **_: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name", [pytest.param("flux", marks=pytest.mark.slow), "flux_kontext", "sana"]
 )
-def test_the_ring_runs_and_its_lora_draws_in_the_stock_pipeline(ray_here, request, tmp_path, name):
+def test_the_ring_trains_a_lora_that_the_stock_pipeline_loads(ray_here, request, tmp_path, name):
     directory = request.getfixturevalue(f"tiny_{name}_dir")
     run = run_of(name, directory, tmp_path)
     rows = run.metrics()
@@ -119,7 +119,7 @@ CLIPS = {"explore__frames": 1, "rewards__frames": 2, "model__fps": 4}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GUIDED)
-def test_two_iterations_of_the_newer_families(ray_here, request, tmp_path, name):
+def test_newer_families_train_two_iterations(ray_here, request, tmp_path, name):
     """With guidance in every stage where the pipeline has it, as asked for here."""
     directory, asked = request.getfixturevalue(f"tiny_{name}_dir"), GUIDED[name]
     stages = ("explore", "regenerate", "train", "evaluate") if asked else ()

@@ -76,7 +76,7 @@ def units(run: RunDirectory, event: str) -> set[tuple[str, str]]:
 
 @pytest.mark.timeout(900)  # four processes are started again, one after the other
 @pytest.mark.parametrize("way", ["kill", pytest.param("stop", marks=slow)])
-def test_stateless_services(undisturbed, tiny_sd3_dir, tmp_path, way):
+def test_faults_of_stateless_services_change_nothing(undisturbed, tiny_sd3_dir, tmp_path, way):
     """One run, hit four times: what one loss leaves behind must not make the next one worse."""
     injector = FaultInjector(*each_in_another_phase(way))
     changes = SECONDS if way == "stop" else {}
@@ -105,7 +105,9 @@ def test_stateless_services(undisturbed, tiny_sd3_dir, tmp_path, way):
         pytest.param("stop", 1, 1, "update", 1, marks=slow),
     ],
 )
-def test_the_learner(undisturbed, tiny_sd3_dir, tmp_path, way, every, iteration, moment, back_to):
+def test_faults_of_the_learner_change_nothing(
+    undisturbed, tiny_sd3_dir, tmp_path, way, every, iteration, moment, back_to
+):
     """Restored by itself from the newest checkpoint; the versions since are published again, then
     the run goes on.
     """
@@ -125,7 +127,7 @@ def test_the_learner(undisturbed, tiny_sd3_dir, tmp_path, way, every, iteration,
     assert injector.left_over == []
 
 
-def test_a_learner_that_dies_again_and_again_ends_the_run(ray_here, tiny_sd3_dir, tmp_path):
+def test_a_learner_that_dies_repeatedly_ends_the_run(ray_here, tiny_sd3_dir, tmp_path):
     config = tiny_config(tiny_sd3_dir, tmp_path, "hopeless", services__learner__max_restarts=1)
     with pytest.raises(
         RunFailed, match="the learner was lost.*max_restarts = 1 returns .* exhausted.*--resume"
@@ -149,7 +151,7 @@ def test_a_learner_that_dies_again_and_again_ends_the_run(ray_here, tiny_sd3_dir
         pytest.param(PoisonedEncoder, "encoder: ('encode', 0) failed 2 times", marks=slow),
     ],
 )
-def test_a_unit_that_kills_every_actor_that_takes_it_ends_the_run(
+def test_a_task_that_kills_every_actor_ends_the_run_with_its_name(
     ray_here, tiny_sd3_dir, tmp_path, capsys, actor, named
 ):
     kind = named.partition(":")[0]
@@ -215,7 +217,7 @@ def the_whole_tree(process: subprocess.Popen[str]) -> None:
     ("kill", "line"),
     [(the_driver, "checkpoint_saved"), pytest.param(the_whole_tree, '"version": 1', marks=slow)],
 )
-def test_the_driver_is_killed_and_resumed(
+def test_a_killed_driver_is_resumed_with_the_same_results(
     undisturbed,
     tiny_sd3_dir,
     tmp_path,
@@ -296,7 +298,7 @@ def simulated(tiny_sd3_dir, tmp_path_factory) -> Iterator[Nodes]:
 @slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kind", SERVICES)
-def test_a_node_is_lost(simulated, undisturbed, kind):
+def test_losing_a_node_changes_nothing(simulated, undisturbed, kind):
     """Its actors, and the objects it held, are gone at once; another node of the same label has
     room.
     """

@@ -5,7 +5,7 @@ import gc
 from cluster.runtime.garbage import THRESHOLDS, fewer_collections
 
 
-def test_nothing_is_left_of_it_and_what_was_frozen_before_stays_so():
+def test_collection_frees_everything_and_keeps_earlier_frozen_objects():
     before = gc.get_threshold()
     assert gc.get_freeze_count() > 0  # tests/conftest.py
     with fewer_collections():

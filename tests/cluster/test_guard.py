@@ -50,13 +50,13 @@ class Told:
         return [name for name, _ in self.events]
 
 
-def test_without_a_threshold_nothing_happens():
+def test_without_a_threshold_the_monitor_does_nothing():
     told = Told()
     assert told.observe(0, signs=0.0, tau=-1.0) == {}
     assert not told.events and not told.notes
 
 
-def test_it_warns_after_patience_iterations_in_a_row():
+def test_the_monitor_warns_after_patience_consecutive_iterations():
     told = Told(min_sign_agreement=0.8, patience=2)
     below = [told.observe(i, signs=signs) for i, signs in enumerate((0.7, 0.9, 0.7, 0.6, 0.5, 0.8))]
     assert [row["audit/below"] for row in below] == [1, 0, 1, 2, 1, 0]  # 0.8 itself is enough
@@ -68,7 +68,7 @@ def test_it_warns_after_patience_iterations_in_a_row():
     assert told.monitor.backend is None
 
 
-def test_either_measure_is_enough_and_what_was_not_measured_does_not_count():
+def test_either_measure_triggers_and_missing_values_do_not_count():
     told = Told(min_sign_agreement=0.8, min_tau=0.5, random_seeds=4, patience=3)
     for index, (signs, tau) in enumerate([(0.9, 0.4), (None, None), (0.7, None), (None, 0.3)]):
         told.observe(index, signs=signs, tau=tau)
@@ -77,7 +77,7 @@ def test_either_measure_is_enough_and_what_was_not_measured_does_not_count():
     ] == [(3, None, 0.3)]
 
 
-def test_it_moves_up_the_ladder_as_far_as_the_regenerating_precision():
+def test_precision_increases_up_to_that_of_regeneration():
     told = Told(finest="bf16", min_sign_agreement=1.0, patience=1, action="finer_backend")
     explored = "emulated_nvfp4"
     for index in range(4):
@@ -93,7 +93,7 @@ def test_it_moves_up_the_ladder_as_far_as_the_regenerating_precision():
     assert "bf16 is the finest precision supported here" in told.notes[-1]
 
 
-def test_while_a_move_is_under_way_nothing_is_counted():
+def test_iterations_before_a_new_precision_takes_effect_are_not_counted():
     """Exploring ahead, the iteration after the decision was already explored with the coarser
     precision.
     """
@@ -106,7 +106,7 @@ def test_while_a_move_is_under_way_nothing_is_counted():
     assert told.monitor.backend == "bf16"
 
 
-def test_what_a_checkpoint_keeps_is_all_of_it():
+def test_a_checkpoint_restores_the_whole_state_of_the_monitor():
     """The precision of the next version and of the one before, and the count."""
     told, other = (
         Told(min_sign_agreement=1.0, patience=2, action="finer_backend") for _ in range(2)
@@ -126,7 +126,7 @@ def test_what_a_checkpoint_keeps_is_all_of_it():
     assert other.monitor.state == {"backend": None, "backend_before": None, "below": 0}
 
 
-def test_an_explorer_makes_its_denoiser_anew_for_another_precision(tiny_sd3_dir):
+def test_an_explorer_rebuilds_its_denoiser_for_another_precision(tiny_sd3_dir):
     """Weights of one precision after those of another, and back to the configured one; a version
     that it has not is refused.
     """
@@ -205,7 +205,7 @@ def test_the_next_iteration_is_explored_in_the_finer_precision(tiny_sd3_dir, tmp
     assert proxies[0][0] == proxies[1][0] and proxies[0][1] != proxies[1][1]
 
 
-def test_it_is_the_same_in_another_pool_and_order(moved, tiny_sd3_dir, tmp_path):
+def test_a_finer_precision_does_not_depend_on_pool_and_order(moved, tiny_sd3_dir, tmp_path):
     assert moved.rows[0]["audit/sign_agreement"] < 1, (
         "the threshold must trip for this to test anything"
     )
@@ -217,7 +217,7 @@ def test_it_is_the_same_in_another_pool_and_order(moved, tiny_sd3_dir, tmp_path)
     assert other.chosen == moved.chosen and other.files() == moved.files()
 
 
-def test_it_is_the_same_after_a_resume(moved, tiny_sd3_dir, tmp_path):
+def test_a_finer_precision_survives_a_resume(moved, tiny_sd3_dir, tmp_path):
     """Where version 1 is packed for fp8, and the version before, which explores next, is not."""
     config = tiny_config(tiny_sd3_dir, tmp_path, "again", **AHEAD)
     half = play(config, tmp_path, seed=4, stop=1)
@@ -232,13 +232,13 @@ def test_it_is_the_same_after_a_resume(moved, tiny_sd3_dir, tmp_path):
     assert published[:2] == [(0, "emulated_nvfp4"), (1, "fp8")]
 
 
-def test_the_table_of_modules_tells_the_newest_precision(moved):
+def test_quantization_json_describes_the_newest_precision(moved):
     last = [event["after"] for event in moved.events if event["event"] == "backend_moved"][-1]
     assert {row["backend"] for row in moved.table} == {last} != {"emulated_nvfp4"}
 
 
 @pytest.mark.slow
-def test_a_real_run_moves_too(ray_here, tiny_sd3_dir, tmp_path):
+def test_a_real_run_switches_to_the_finer_precision(ray_here, tiny_sd3_dir, tmp_path):
     """Through the session and real processes: rows, events and quantization.json tell it; so does
     the checkpoint.
     """

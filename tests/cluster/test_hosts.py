@@ -11,7 +11,7 @@ import ray
 from tests.cluster.hosts import stop_and_keep
 
 
-def test_an_actor_that_is_still_being_started_ends_with_its_run(monkeypatch):
+def test_an_actor_that_is_still_starting_ends_with_its_run(monkeypatch):
     """Kept by nobody it would hold its share of a node for ever."""
 
     async def leave() -> None:

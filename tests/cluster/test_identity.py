@@ -115,7 +115,9 @@ def plain(tiny_sd3_dir, tmp_path_factory):
     return play(config_of(tiny_sd3_dir, root, audit__identity_every=0), root, stop=2)
 
 
-def test_right_actors_agree_to_the_bit_and_the_check_changes_no_bit(plain, tiny_sd3_dir, tmp_path):
+def test_correct_actors_agree_bit_for_bit_and_the_check_changes_nothing(
+    plain, tiny_sd3_dir, tmp_path
+):
     checked = play(config_of(tiny_sd3_dir, tmp_path), tmp_path, explorers=2, stop=2)
     assert [row["audit/identity_error"] for row in checked.rows.values()] == [0.0, 0.0]
     assert checked.files() == plain.files() and checked.chosen == plain.chosen
@@ -144,7 +146,7 @@ def test_versions_between_are_not_checked(tiny_sd3_dir, tmp_path):
         (OldBuffer, 1),
     ],
 )
-def test_an_actor_that_computes_with_other_weights_ends_the_run(
+def test_an_actor_with_wrong_weights_ends_the_run(
     fault, ahead, tiny_sd3_dir, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(local, "RolloutActor", fault)
@@ -157,7 +159,9 @@ def test_an_actor_that_computes_with_other_weights_ends_the_run(
         play(config, tmp_path, stop=3)
 
 
-def test_a_run_that_was_told_to_goes_on_and_says_so(tiny_sd3_dir, tmp_path, monkeypatch):
+def test_with_identity_action_warn_the_run_continues_with_a_warning(
+    tiny_sd3_dir, tmp_path, monkeypatch
+):
     monkeypatch.setattr(local, "RolloutActor", OldBuffer)
     config = config_of(tiny_sd3_dir, tmp_path, audit__identity_action="warn")
     played = play(config, tmp_path, stop=2)
@@ -165,7 +169,7 @@ def test_a_run_that_was_told_to_goes_on_and_says_so(tiny_sd3_dir, tmp_path, monk
     assert [e["version"] for e in played.events if e["event"] == "identity_failed"] == [1, 2]
 
 
-def test_a_learner_that_compiles_recomputes_them_too(plain, tiny_sd3_dir, tmp_path, graphs):
+def test_a_compiling_learner_also_computes_the_reference(plain, tiny_sd3_dir, tmp_path, graphs):
     """From its own weights without adapters, eagerly; nothing is fused in the graphs here, so that
     the run has the bits of an eager one.
     """
@@ -174,7 +178,7 @@ def test_a_learner_that_compiles_recomputes_them_too(plain, tiny_sd3_dir, tmp_pa
     assert played.files() == plain.files() and graphs
 
 
-def test_compiled_rollout_actors_are_asked_eagerly_and_compiled(
+def test_compiled_rollout_actors_are_checked_eagerly_and_compiled(
     plain, tiny_sd3_dir, tmp_path, graphs
 ):
     """Nothing is fused in the graphs here, so that both have the bits of the learner."""
@@ -188,7 +192,7 @@ def test_compiled_rollout_actors_are_asked_eagerly_and_compiled(
 @pytest.mark.parametrize(
     ("fault", "allowed"), [(OneLayerNotCopied, r"0;"), (OldBuffer, r"\d\S*[1-9]\S*;")]
 )
-def test_of_compiled_actors_weights_are_checked_to_the_bit_and_graphs_to_rounding(
+def test_compiled_actors_match_weights_exactly_and_graphs_up_to_rounding(
     fault, allowed, tiny_sd3_dir, tmp_path, graphs, monkeypatch
 ):
     monkeypatch.setattr(local, "RolloutActor", fault)
@@ -198,7 +202,7 @@ def test_of_compiled_actors_weights_are_checked_to_the_bit_and_graphs_to_roundin
 
 
 @pytest.mark.parametrize("backend", ["fp8", "bf16", pytest.param("fp32", marks=slow)])
-def test_every_backend_of_this_machine_agrees(backend, tiny_sd3_dir, tmp_path):
+def test_every_backend_on_this_machine_agrees(backend, tiny_sd3_dir, tmp_path):
     precision = "bf16" if backend == "bf16" else "fp32"
     config = config_of(
         tiny_sd3_dir, tmp_path, explore__backend=backend, regenerate__precision=precision
@@ -207,9 +211,7 @@ def test_every_backend_of_this_machine_agrees(backend, tiny_sd3_dir, tmp_path):
     assert played.rows[0]["audit/identity_error"] == 0.0
 
 
-def test_another_kind_of_device_may_differ_by_rounding_and_no_more(
-    tiny_sd3_dir, tmp_path, monkeypatch
-):
+def test_another_kind_of_device_may_differ_only_by_rounding(tiny_sd3_dir, tmp_path, monkeypatch):
     """The bound lies between what rounding does and what another version of the weights does."""
     seen: list[Any] = []
 
@@ -230,7 +232,7 @@ def test_another_kind_of_device_may_differ_by_rounding_and_no_more(
     )
 
 
-def test_the_copy_shares_memory_and_leaves_the_learner_as_it_is(tiny_sd3_dir):
+def test_the_bare_copy_shares_memory_and_does_not_change_the_learner(tiny_sd3_dir):
     trainer = tiny_trainer(tiny_sd3_dir)
     held = trainer.transformer.state_dict(keep_vars=True)
     before = {key: (id(tensor), tensor.clone()) for key, tensor in held.items()}
@@ -244,7 +246,7 @@ def test_the_copy_shares_memory_and_leaves_the_learner_as_it_is(tiny_sd3_dir):
     assert all(id(after[k]) == i and torch.equal(after[k], v) for k, (i, v) in before.items())
 
 
-def test_distance_by_hand():
+def test_relative_distance_of_known_latents():
     a = np.array([3.0, 4.0], np.float32)
     assert relative_distance(a, a) == 0.0
     assert relative_distance(np.array([3.0, 4.5], np.float32), a) == pytest.approx(0.1)
@@ -254,7 +256,9 @@ def test_distance_by_hand():
 
 
 @pytest.mark.slow
-def test_in_real_processes(ray_here, tiny_sd3_dir, tmp_path, monkeypatch):
+def test_real_rollout_actors_with_old_weights_end_the_run(
+    ray_here, tiny_sd3_dir, tmp_path, monkeypatch
+):
     """Rollout actors on Ray compute with an old buffer: the run ends before anything is explored
     with the new version.
     """

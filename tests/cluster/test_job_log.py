@@ -56,7 +56,7 @@ LOST = RuntimeError("WebSocket connection closed unexpectedly with close code 10
 @pytest.mark.parametrize(
     "broken", [LOST, ConnectionResetError("reset"), OSError("gone"), ValueError("not JSON"), None]
 )
-def test_a_log_that_breaks_off_is_taken_up_again_where_it_was(broken):
+def test_an_interrupted_log_continues_where_it_stopped(broken):
     first = ["one\n", "tw", *([broken] if broken else [])]
     code, shown, lines = followed(
         Client([first, ["one\ntwo\n", "three\n"]], ["RUNNING", "SUCCEEDED"])
@@ -67,7 +67,7 @@ def test_a_log_that_breaks_off_is_taken_up_again_where_it_was(broken):
     )
 
 
-def test_connections_that_aiohttp_cannot_make_and_answers_that_do_not_come_are_waited_for():
+def test_failed_connections_and_missing_answers_are_retried():
     import aiohttp
 
     down = [aiohttp.ClientError("no route")]
@@ -79,7 +79,7 @@ def test_connections_that_aiohttp_cannot_make_and_answers_that_do_not_come_are_w
     assert (code, shown, len(lines)) == (0, TEXT, 1)  # one line for one interruption
 
 
-def test_what_a_job_said_last_is_fetched_when_its_stream_broke():
+def test_the_end_of_the_log_is_fetched_after_a_broken_stream():
     assert followed(Client([["one\n", LOST]], ["SUCCEEDED"])) == (0, TEXT, [])
     assert followed(Client([["one\n", LOST]], ["SUCCEEDED"], logs=RuntimeError("404"))) == (
         0,
@@ -88,7 +88,7 @@ def test_what_a_job_said_last_is_fetched_when_its_stream_broke():
     )
 
 
-def test_a_stream_that_hangs_does_not_hide_the_end(monkeypatch):
+def test_a_hanging_stream_does_not_hide_the_end_of_the_job(monkeypatch):
     import asyncio
 
     class Hanging(Client):
@@ -111,11 +111,11 @@ def test_a_stream_that_hangs_does_not_hide_the_end(monkeypatch):
         ("FAILED", None, 3),
     ],
 )
-def test_the_exit_code_is_the_runs(state, code, wanted):
+def test_the_exit_code_is_that_of_the_run(state, code, wanted):
     assert followed(Client([[TEXT]], [state], code)) == (wanted, TEXT, [])
 
 
-def test_a_dashboard_that_is_gone_is_given_up_without_calling_the_run_failed(monkeypatch):
+def test_an_unreachable_dashboard_is_not_a_failed_run(monkeypatch):
     monkeypatch.setattr(job_log, "GIVE_UP_S", 0.2)
     monkeypatch.setattr(job_log, "PAUSE_S", 0.02)
     code, shown, lines = followed(Client([["one\n", LOST]], [OSError("refused\nat length")]))
@@ -124,7 +124,7 @@ def test_a_dashboard_that_is_gone_is_given_up_without_calling_the_run_failed(mon
     assert "\n" not in lines[1]
 
 
-def test_a_reader_who_goes_is_no_broken_connection():
+def test_a_closed_output_pipe_is_not_a_broken_connection():
     def gone(text):
         raise BrokenPipeError
 
@@ -146,7 +146,7 @@ BEFORE = "2026-11-22 INFO job_manager.py:581 -- Runtime env is setting up.\nRunn
         ),
     ],
 )
-def test_a_commands_output_is_its_own(parts, wanted):
+def test_command_output_excludes_the_lines_of_ray(parts, wanted):
     shown = []
     assert (
         follow_command_output(Client([parts], ["SUCCEEDED"]), "job-1", shown.append, shown.append)

@@ -45,7 +45,7 @@ def test_the_entrypoint_survives_a_shell():
     )
 
 
-def test_the_files_that_are_sent(tmp_path, monkeypatch):
+def test_staging_sends_the_tree_and_relative_files(tmp_path, monkeypatch):
     """The tree without run outputs and environments; configuration and relative prompt files from
     elsewhere beside it.
     """
@@ -75,7 +75,7 @@ def test_the_files_that_are_sent(tmp_path, monkeypatch):
     assert json.loads(loaded.stdout)["name"] == "x", loaded.stderr
 
 
-def test_images_to_edit_are_sent_along(tmp_path, monkeypatch):
+def test_source_images_are_sent_with_the_prompt_file(tmp_path, monkeypatch):
     """Those below the folder of the prompt file; what nodes share is left where it is."""
     monkeypatch.chdir(tmp_path)
     for name in ("mine/in/a.png", "mine/b.png", "elsewhere/c.png"):
@@ -97,7 +97,7 @@ def test_images_to_edit_are_sent_along(tmp_path, monkeypatch):
     jobs.stage(tmp_path / "third", "quickstart", config)
 
 
-def test_presets_and_files_of_the_tree_go_by_their_own_names(tmp_path):
+def test_presets_and_files_of_the_tree_keep_their_names(tmp_path):
     assert jobs.stage(tmp_path / "a", "quickstart", load("quickstart")) == "quickstart"
     inside = ROOT / "configs" / "presets" / "quickstart.toml"
     assert (
@@ -113,7 +113,7 @@ def test_a_job_needs_a_shared_run_root(root):
         jobs.check_run_root_of_job(load("quickstart", given))
 
 
-def test_commands_that_cannot_be_are_told_so(capsys):
+def test_invalid_commands_are_refused_in_one_line(capsys):
     assert main(["submit", "quickstart"]) == 2
     assert "run_root" in capsys.readouterr().err
     assert main(["scale"]) == 2 and main(["scale", "--rollout", "0"]) == 2
@@ -143,7 +143,7 @@ def head(undisturbed, tmp_path_factory) -> Iterator[Head]:
 
 
 @pytest.mark.slow
-def test_a_submitted_job_is_watched_scaled_and_stopped_with_a_whole_checkpoint_and_resumed(
+def test_a_submitted_job_is_watched_scaled_stopped_and_resumed(
     head, undisturbed, tiny_sd3_dir, tmp_path
 ):
     """Every command that a user types: submit, status, scale through the dashboard's URL, `ray

@@ -20,7 +20,7 @@ from tests.rewards.judge import judging
 COMPARED = {"name": "tests.cluster.scorers:Place", "alias": "place", "per": "prompt"}
 
 
-def test_a_run_trained_through_judges(tiny_sd3_dir, tmp_path, ray_here):
+def test_a_run_trains_with_vision_language_scorers(tiny_sd3_dir, tmp_path, ray_here):
     """Two iterations. Each image is rated once and compared twice, where it is explored and where
     it is regenerated; what passes is tried again, and held-out images are rated only.
     """
@@ -88,7 +88,7 @@ def test_evaluations_do_not_compare(compared):
     assert scored.rewards.tolist() == [0, 1, 2, 3] and scoring.tally.labels == {"mean"}
 
 
-def test_images_that_are_gone_before_they_are_compared(compared):
+def test_images_lost_before_a_comparison_are_generated_again(compared):
     """Said as what can be made again, not as a scorer's failure."""
     scoring = Scoring(compared.run.rewards, compared.service)
     (scored,) = compared.wait(scoring.score("x", ray.put(IMAGES), PROMPTS, (0,)))
@@ -106,7 +106,7 @@ def test_images_that_are_gone_before_they_are_compared(compared):
             del pool.perform
 
 
-def test_random_seeds_have_no_place_among_the_selected(tiny_sd3_dir, tmp_path):
+def test_random_audit_seeds_are_not_compared_with_selected_ones(tiny_sd3_dir, tmp_path):
     changes = {"rewards__scorers": [MEAN, COMPARED], "audit__random_seeds": 2}
     with pytest.raises(Exception, match="audit.random_seeds: place compares images of a prompt"):
         tiny_config(tiny_sd3_dir, tmp_path, "audited", **changes)

@@ -42,7 +42,7 @@ def group_of(replicas: int, events: list[dict[str, Any]], **more: Any) -> Learne
     return LearnerGroup(pool)
 
 
-def test_which_replica_is_asked_for_what_and_what_a_loss_means(ray_here):
+def test_calls_go_to_the_right_replicas_and_a_loss_is_state_lost(ray_here):
     events: list[dict[str, Any]] = []
 
     async def work() -> None:
@@ -91,7 +91,7 @@ def pair(ray_here, tiny_sd3_dir, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_with_two_replicas_learns_what_one_learner_does(pair, tiny_sd3_dir, tmp_path):
+def test_two_replicas_learn_the_same_as_one_learner(pair, tiny_sd3_dir, tmp_path):
     """After the first iteration, one step of AdamW: before it every bit is the same, and after it a
     weight is apart by at most 2 lr d / E with d = 1e-6 of the gradient's norm
     (tests/learner/test_group.py), and 2^-25 of rounding. Later iterations have no such bound: the
@@ -115,7 +115,7 @@ def test_a_run_with_two_replicas_learns_what_one_learner_does(pair, tiny_sd3_dir
 
 
 @pytest.mark.slow
-def test_a_run_whose_replicas_split_a_prompt(ray_here, tiny_sd3_dir, tmp_path):
+def test_two_replicas_can_share_one_prompt(ray_here, tiny_sd3_dir, tmp_path):
     """One prompt, two replicas. Parts are regenerated in the batches of one learner, so that before
     the first step every bit is the same, and after it the bound is that of whole prompts. How many
     rollout actors there are shows in no bit of any later iteration.
@@ -168,7 +168,7 @@ class Killer(Progress):
 
 
 @pytest.mark.slow
-def test_a_killed_replica_starts_the_group_anew_and_nothing_is_lost(pair, tiny_sd3_dir, tmp_path):
+def test_a_killed_replica_restarts_the_group_without_losing_results(pair, tiny_sd3_dir, tmp_path):
     killer = Killer()
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "killed", **TWO), progress=killer)
     assert killer.killed
@@ -186,7 +186,7 @@ SHARDS: dict[str, Any] = {**TWO, "services__learner__shard": "base"}
 
 
 @pytest.mark.slow
-def test_a_base_in_shards_changes_no_bit_of_a_run(pair, tiny_sd3_dir, tmp_path):
+def test_a_sharded_base_does_not_change_the_bits_of_a_run(pair, tiny_sd3_dir, tmp_path):
     """Nor when a replica is killed: the group starts anew, in shards again, from the checkpoint.
     Evaluations go in rounds too, and rollout actors compute what the learner does.
     """

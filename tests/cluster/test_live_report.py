@@ -45,7 +45,7 @@ async def until(file: Path, text: str) -> None:
             await asyncio.sleep(0.02)
 
 
-def test_it_is_written_when_due_and_when_time_has_passed(tmp_path: Path):
+def test_the_report_is_written_after_evaluations_and_at_intervals(tmp_path: Path):
     async def go() -> None:
         one = Told(tmp_path, 3600, sys.executable, "-c", COUNT)
         one.live.begin()
@@ -61,7 +61,7 @@ def test_it_is_written_when_due_and_when_time_has_passed(tmp_path: Path):
     asyncio.run(go())
 
 
-def test_zero_is_never(tmp_path: Path):
+def test_interval_zero_disables_the_live_report(tmp_path: Path):
     async def go() -> set[asyncio.Task[Any]]:
         one = Told(tmp_path, 0, sys.executable, "-c", COUNT)
         one.live.begin()
@@ -80,9 +80,7 @@ def test_zero_is_never(tmp_path: Path):
         ((sys.executable, "-c", ABORT), "exit -6"),
     ],
 )
-def test_a_failure_is_told_once_for_as_long_as_it_is_the_same(
-    tmp_path: Path, program: tuple[str, ...], why: str
-):
+def test_a_repeated_failure_is_reported_once(tmp_path: Path, program: tuple[str, ...], why: str):
     async def go() -> Told:
         one = Told(tmp_path, 0.01, *program)
         one.live.begin()
@@ -102,7 +100,7 @@ def test_a_failure_is_told_once_for_as_long_as_it_is_the_same(
         ((sys.executable, "-c", HANG), 0.2, "it took longer than 0.2 s"),
     ],
 )
-def test_a_program_that_is_not_there_or_takes_too_long_is_a_failure_like_others(
+def test_a_missing_or_slow_report_program_is_a_failure(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     program: tuple[str, ...],
@@ -122,7 +120,7 @@ def test_a_program_that_is_not_there_or_takes_too_long_is_a_failure_like_others(
     assert asyncio.run(go()).events == [("report_failed", {"why": why})]
 
 
-def test_it_goes_on_after_a_defect_and_where_no_event_can_be_written(tmp_path: Path):
+def test_the_live_report_continues_after_errors(tmp_path: Path):
     async def go() -> Told:
         one = Told(tmp_path, 0.01)
 
@@ -146,7 +144,7 @@ def test_it_goes_on_after_a_defect_and_where_no_event_can_be_written(tmp_path: P
     assert asyncio.run(go()).notes[:3] == [f"{said}{n}" for n in (1, 2, 3)]
 
 
-def test_the_program_writes_a_page_that_follows_the_run(tmp_path: Path):
+def test_the_program_writes_a_page_that_reloads(tmp_path: Path):
     run = write_run(tmp_path / "r", iterations=3, ending=None)
 
     async def go() -> None:
@@ -162,7 +160,7 @@ def test_the_program_writes_a_page_that_follows_the_run(tmp_path: Path):
     assert not list(run.glob(".report*"))
 
 
-def test_a_run_writes_it_and_the_last_page_stands_still(ray_here, tiny_sd3_dir, tmp_path):
+def test_the_final_page_of_a_run_does_not_reload(ray_here, tiny_sd3_dir, tmp_path):
     config = tiny_config(
         tiny_sd3_dir, tmp_path, "reported", logging__report_every_s=3600, iterations=1
     )

@@ -47,7 +47,7 @@ machine.repair()
 """
 
 
-def test_disk_and_memory(tmp_path):
+def test_full_disks_and_memory_limits_are_simulated(tmp_path):
     if why := Machine.missing():
         pytest.skip(str(why))
     before = Path(MEMINFO).read_text().splitlines()[0]
@@ -60,7 +60,7 @@ def test_disk_and_memory(tmp_path):
     assert not any((tmp_path / "disk").iterdir())
 
 
-def test_the_driver_stops_and_its_clock_jumps(tmp_path):
+def test_a_stopped_driver_and_clock_jumps_are_simulated(tmp_path):
     machine, real = Machine(tmp_path), time.time
     began, monotonic = time.time(), time.monotonic()
     machine.jump(-3600.0)

@@ -54,7 +54,7 @@ def in_one(network: Network, work: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def test_what_arrives_and_when():
+def test_delay_and_loss_of_packets_are_measured():
     line = Line(delay_s=0.05, bytes_per_s=1000.0)
     assert line.due(10.0, 100) == pytest.approx(10.15)
     assert line.due(10.0, 100) == pytest.approx(10.25)  # behind the first
@@ -66,7 +66,7 @@ def test_what_arrives_and_when():
     assert [full.due(0.0, 40) for _ in range(3)] == pytest.approx([0.4, 0.8, None])
 
 
-def test_addresses_are_reached_as_the_rules_say(network):
+def test_addresses_are_reachable_as_configured(network):
     where = (network.addresses["two"], PORT)
 
     def there_and_back() -> tuple[float, bytes]:
@@ -93,7 +93,7 @@ def test_addresses_are_reached_as_the_rules_say(network):
     assert in_one(network, there_and_back)[1] == said
 
 
-def test_a_node_behind_a_cut_is_lost_and_comes_back(network):
+def test_a_partitioned_node_is_lost_and_returns(network):
     async def main() -> list[set[str]]:
         watch = NodeWatch(1.0)
         watch.set_addresses({"two": (network.addresses["two"], PORT)})

@@ -91,7 +91,7 @@ def run(pool: ActorPool, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     return asyncio.run(all_of_it())
 
 
-def test_calls_to_a_lost_node_are_made_elsewhere_and_no_task_is_blamed():
+def test_tasks_of_a_lost_node_are_retried_without_blame():
     nodes = Nodes("a", "b", "c", "d")
     pool = nodes.pool(max_attempts=1)  # a single failure that counted would end the run
 
@@ -109,7 +109,7 @@ def test_calls_to_a_lost_node_are_made_elsewhere_and_no_task_is_blamed():
     assert {fields["why"] for fields in nodes.told("chunk_reissued")} == {"silent"}
 
 
-def test_calls_under_way_leave_nothing_with_their_node():
+def test_finished_calls_leave_no_references_to_their_node():
     """A node has many actors with many calls: the end of each must not go through all others'."""
     nodes = Nodes("a", "b")
     pool = nodes.pool(in_flight=8)
@@ -127,7 +127,7 @@ def test_calls_under_way_leave_nothing_with_their_node():
     assert run(pool, work) == ["b"] * 8
 
 
-def test_an_idle_actor_is_replaced_before_anything_is_asked_of_it():
+def test_an_idle_actor_on_a_lost_node_is_replaced_at_once():
     nodes = Nodes("a", "b")
     pool = nodes.pool()
 
@@ -141,7 +141,7 @@ def test_an_idle_actor_is_replaced_before_anything_is_asked_of_it():
     assert len(nodes.told("actor_died")) == 1 and not nodes.told("chunk_reissued")
 
 
-def test_a_start_on_a_node_that_is_lost_meanwhile_is_made_on_another(monkeypatch):
+def test_an_actor_starts_elsewhere_if_its_node_is_lost_meanwhile(monkeypatch):
     monkeypatch.setattr("cluster.runtime.starting.PAUSE_S", 0.01)
     nodes = Nodes("a", "b")
     pool = nodes.pool()
@@ -162,7 +162,7 @@ def test_a_start_on_a_node_that_is_lost_meanwhile_is_made_on_another(monkeypatch
 
 
 @pytest.mark.parametrize("busy", [True, False])
-def test_a_state_that_was_on_a_lost_node_is_lost_at_once(busy):
+def test_state_on_a_lost_node_is_lost_at_once(busy):
     nodes = Nodes("a", "b")
     pool = nodes.pool(stateful=True, in_flight=1)
 
@@ -199,7 +199,7 @@ def killed_by_ray(nodes: Nodes, method: str, times: int) -> Callable[..., Sequen
     return killing
 
 
-def test_a_kill_by_rays_memory_monitor_is_a_loss_like_any_other(monkeypatch):
+def test_a_kill_by_rays_memory_monitor_counts_as_a_loss(monkeypatch):
     nodes = Nodes("a")
     pool = nodes.pool()
     monkeypatch.setattr(nodes, "send", killed_by_ray(nodes, "work", 1))
@@ -213,7 +213,7 @@ def test_a_kill_by_rays_memory_monitor_is_a_loss_like_any_other(monkeypatch):
     assert len(nodes.told("actor_replaced")) == 1
 
 
-def test_a_state_that_rays_memory_monitor_killed_is_lost_and_a_start_is_tried_again(monkeypatch):
+def test_after_a_kill_by_rays_memory_monitor_state_is_lost_and_a_start_is_retried(monkeypatch):
     monkeypatch.setattr("cluster.runtime.starting.PAUSE_S", 0.01)
     nodes = Nodes("a")
     pool = nodes.pool(stateful=True, in_flight=1)
@@ -231,7 +231,7 @@ def test_a_state_that_rays_memory_monitor_killed_is_lost_and_a_start_is_tried_ag
     assert [fields["why"].partition(" because")[0] for fields in told] == ["Ray killed it"]
 
 
-def test_a_node_that_stays_low_on_memory_is_given_a_minute(monkeypatch):
+def test_starts_on_a_node_low_on_memory_are_retried_for_a_minute(monkeypatch):
     slept = []
 
     async def sleep(seconds: float) -> None:
@@ -246,7 +246,7 @@ def test_a_node_that_stays_low_on_memory_is_given_a_minute(monkeypatch):
     assert slept == [1, 2, 4, 8, 16, 32]
 
 
-def test_a_driver_that_was_stopped_calls_nobody_silent(monkeypatch):
+def test_a_stopped_driver_does_not_blame_actors_for_silence(monkeypatch):
     """SIGSTOP for longer than the deadline: the answer, sent meanwhile, is read late."""
     now = [0.0]
     monkeypatch.setattr("cluster.runtime.clock.now", lambda: now[0])
@@ -270,7 +270,7 @@ def test_a_driver_that_was_stopped_calls_nobody_silent(monkeypatch):
     assert not nodes.told("actor_died")
 
 
-def test_silence_is_counted_anew_from_the_driver_s_return_and_from_each_answer(monkeypatch):
+def test_silence_is_measured_from_the_drivers_return_and_from_each_answer(monkeypatch):
     """Lost 5 s after the driver is back at 60; an answer at 63 gives the other call until 68."""
     now = [0.0]
     monkeypatch.setattr("cluster.runtime.clock.now", lambda: now[0])

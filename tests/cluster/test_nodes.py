@@ -16,7 +16,7 @@ def cpus(nodes) -> float:
     return sum(node.cpus for node in nodes)
 
 
-def test_requested_places_are_reserved_until_the_request_is_withdrawn(ray_here):
+def test_requested_resources_are_reserved_until_the_request_is_withdrawn(ray_here):
     before, requests = cpus(free_nodes()), Requests()
     assert requests.request("a", [Need("rollout-0", 1.0), Need("rollout-1", 0.0)])
     assert not requests.request("a", [Need("rollout-0", 1.0)])  # asked already

@@ -46,7 +46,7 @@ def stock_images(config, lora=None) -> np.ndarray:
     return np.stack(rows)
 
 
-def test_an_exported_lora_draws_in_stock_diffusers_what_evaluate_drew(
+def test_an_exported_lora_generates_the_evaluated_images_in_stock_diffusers(
     undisturbed, tmp_path, capsys
 ):
     config = undisturbed.configuration()
@@ -61,7 +61,7 @@ def test_an_exported_lora_draws_in_stock_diffusers_what_evaluate_drew(
     assert np.abs(base - theirs).mean() > 1  # the LoRA does something
 
 
-def test_adapters_of_a_run_differ_when_exported(undisturbed, tmp_path):
+def test_the_exported_adapters_of_a_run_differ(undisturbed, tmp_path):
     files = []
     for weights in ("ema", "current", "old"):
         assert (
@@ -73,7 +73,7 @@ def test_adapters_of_a_run_differ_when_exported(undisturbed, tmp_path):
     assert len(set(files)) == 3
 
 
-def test_a_checkpoint_that_is_not_there(undisturbed, tmp_path, capsys):
+def test_a_missing_checkpoint_is_one_line(undisturbed, tmp_path, capsys):
     assert main(["export", str(undisturbed.path), str(tmp_path / "x"), "--checkpoint", "9"]) == 2
     assert "no checkpoint 9; available: 2, 3" in capsys.readouterr().err
 

@@ -45,7 +45,7 @@ def said(capsys) -> str:
         ({"width": 40}, "model.width: 40 pixels"),
     ],
 )
-def test_evaluate_with_a_model_that_is_gone_or_another(trained, capsys, change, wanted):
+def test_evaluate_refuses_a_missing_or_different_model(trained, capsys, change, wanted):
     body = json.loads(trained.config_file.read_text())
     body["config"]["model"] |= change
     trained.config_file.write_text(json.dumps(body))
@@ -54,7 +54,7 @@ def test_evaluate_with_a_model_that_is_gone_or_another(trained, capsys, change, 
     assert not (trained.path / "evaluations").exists()
 
 
-def test_a_model_without_the_right_to_read(trained, tmp_path, nothing_starts, capsys):
+def test_an_unreadable_model_is_one_line(trained, tmp_path, nothing_starts, capsys):
     closed = tmp_path / "model"
     closed.mkdir(mode=0o700)
     body = json.loads(trained.config_file.read_text())
@@ -70,13 +70,13 @@ def test_a_model_without_the_right_to_read(trained, tmp_path, nothing_starts, ca
     assert said(capsys).endswith("model_index.json: cannot be read (Permission denied)")
 
 
-def test_export_of_a_damaged_checkpoint(trained, tmp_path, capsys):
+def test_exporting_a_damaged_checkpoint_is_one_line(trained, tmp_path, capsys):
     (trained.checkpoints / "step_000002" / "ema.safetensors").write_bytes(b"junk")
     assert main(["export", str(trained.path), str(tmp_path / "lora")]) == 3
     assert said(capsys).startswith("run failed: checkpoint ") and not (tmp_path / "lora").exists()
 
 
-def test_export_to_where_nothing_can_be_written(trained, tmp_path, capsys):
+def test_exporting_to_an_unwritable_path_is_one_line(trained, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["export", str(trained.path), str(tmp_path / "file" / "lora")]) == 2
     assert said(capsys).endswith(
@@ -84,7 +84,7 @@ def test_export_to_where_nothing_can_be_written(trained, tmp_path, capsys):
     )
 
 
-def test_export_to_a_directory_without_the_right_to_write(trained, tmp_path, capsys):
+def test_exporting_to_a_read_only_directory_is_one_line(trained, tmp_path, capsys):
     there = tmp_path / "lora"
     there.mkdir(mode=0o555)
     open_to_all(tmp_path)
@@ -104,7 +104,7 @@ def test_export_to_a_directory_without_the_right_to_write(trained, tmp_path, cap
         ("state.json", lambda body: b'{"format": 1, "files": [], "state": {}}'),
     ],
 )
-def test_a_damaged_checkpoint_is_told_before_ray_is_started(
+def test_a_damaged_checkpoint_is_reported_before_ray_starts(
     trained, tmp_path, monkeypatch, capsys, name, change
 ):
     """It was told when Ray and, for ``evaluate``, all actors had started."""
@@ -122,7 +122,7 @@ def test_a_damaged_checkpoint_is_told_before_ray_is_started(
         assert said(capsys).startswith("run failed: checkpoint ")
 
 
-def test_a_run_that_breaks_off_for_a_file_names_it(tiny_sd3_dir, tmp_path, monkeypatch, capsys):
+def test_an_unreadable_file_during_a_run_is_named(tiny_sd3_dir, tmp_path, monkeypatch, capsys):
     """An image to edit, a disk of its own: it was told of the run's directory."""
 
     class Breaks:
@@ -141,7 +141,7 @@ def test_a_run_that_breaks_off_for_a_file_names_it(tiny_sd3_dir, tmp_path, monke
 
 
 @pytest.mark.parametrize("body", [[1, 2], "x", None, {"train": 3}])
-def test_digests_of_prompts_that_are_none(trained, tmp_path, nothing_starts, capsys, body):
+def test_invalid_prompt_digests_are_one_line(trained, tmp_path, nothing_starts, capsys, body):
     kept = json.loads(trained.config_file.read_text())
     trained.config_file.write_text(json.dumps(kept | {"prompts": body}))
     config = write_toml(trained.configuration(), tmp_path)
@@ -150,7 +150,7 @@ def test_digests_of_prompts_that_are_none(trained, tmp_path, nothing_starts, cap
 
 
 @pytest.mark.parametrize("closed", ["", "step_000002"])
-def test_checkpoints_without_the_right_to_look_are_not_taken_for_none(
+def test_an_unreadable_checkpoint_directory_does_not_count_as_empty(
     trained, tiny_sd3_dir, tmp_path, nothing_starts, capsys, closed
 ):
     """The run would go back to its beginning."""
@@ -170,7 +170,7 @@ def test_checkpoints_without_the_right_to_look_are_not_taken_for_none(
     there.chmod(0o755)
 
 
-def test_an_evaluation_that_could_not_be_written_is_not_made(trained, nothing_starts, capsys):
+def test_evaluate_refuses_an_unwritable_directory_before_it_starts(trained, nothing_starts, capsys):
     (trained.path / "evaluations").write_text("")
     assert main(["evaluate", str(trained.path)]) == 2
     assert said(capsys).endswith(
@@ -186,7 +186,7 @@ def test_an_evaluation_that_could_not_be_written_is_not_made(trained, nothing_st
         (OSError(28, "No space left on device", "/runs/events.jsonl"), "events.jsonl: No space"),
     ],
 )
-def test_an_evaluation_that_breaks_off_is_a_line(trained, monkeypatch, capsys, error, wanted):
+def test_a_failed_evaluation_is_one_line(trained, monkeypatch, capsys, error, wanted):
     async def breaks(*given):
         raise error
 
@@ -197,7 +197,7 @@ def test_an_evaluation_that_breaks_off_is_a_line(trained, monkeypatch, capsys, e
     assert wanted in said(capsys)
 
 
-def test_a_held_out_evaluation_without_the_right_to_read(
+def test_an_unreadable_held_out_evaluation_is_one_line(
     trained, tiny_sd3_dir, tmp_path, nothing_starts, monkeypatch, capsys
 ):
     open_to_all(tiny_sd3_dir)
@@ -216,7 +216,7 @@ def test_a_held_out_evaluation_without_the_right_to_read(
 
 
 @pytest.mark.parametrize("body", [b"{", b'{"rewards": [[1.0]]}', b'{"rewards": "x"}'])
-def test_a_damaged_evaluation_is_told_before_ray_is_started(
+def test_a_damaged_evaluation_is_reported_before_ray_starts(
     trained, tmp_path, monkeypatch, capsys, body
 ):
     """It was a traceback at the first evaluation after the resume."""

@@ -11,7 +11,7 @@ from records.progress import Progress
 from records.rundir import RunDirectory
 
 
-def test_the_session_tells_it_in_the_events(tmp_path):
+def test_a_closed_output_is_recorded_as_an_event(tmp_path):
     config = load("quickstart", [f"run_root={str(tmp_path)!r}"])
     rundir = RunDirectory.of(config)
     rundir.create(config)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_what_is_explored_is_the_packed_model_and_it_trains(tiny_sd3_dir, tmp_path):
+def test_a_packed_base_is_explored_and_trained(tiny_sd3_dir, tmp_path):
     config = tiny_config(
         tiny_sd3_dir, tmp_path, "packed", lora__base="int8", audit__identity_every=1
     )

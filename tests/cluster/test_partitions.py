@@ -22,7 +22,7 @@ LOSES = {"head-30", "head-ever", "learner-ever", "back", "group-30"}
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)  # nine runs, two of them undisturbed, on five nodes
-def test_every_network_ends_with_the_same_bits(tmp_path):
+def test_every_network_fault_ends_with_the_same_bits(tmp_path):
     if why := missing():
         pytest.skip(why)
     command = [sys.executable, "-m", "tools.partitions", "--out", str(tmp_path / "rows")]
@@ -33,7 +33,7 @@ def test_every_network_ends_with_the_same_bits(tmp_path):
     assert {row["key"] for row in rows if row["noticed"] is not None} >= LOSES
 
 
-def test_a_row_says_what_was_seen():
+def test_a_row_reports_the_measured_times():
     good = {"scenario": "a", "noticed": 4.04, "replaced": None, "seconds": 27.4, "same": True}
     bad = {"scenario": "b", "noticed": None, "replaced": None, "seconds": 30, "same": False}
     rows = [good, bad | {"why": "x"}]

@@ -17,14 +17,14 @@ from records.errors import RunFailed
 from tests.cluster.echo import Echo, Pool
 
 
-def test_every_unit_gets_its_own_answer(ray_here):
+def test_every_task_gets_its_own_answer(ray_here):
     async def work(pool: ActorPool) -> list[int]:
         return await asyncio.gather(*(pool.call(Task(i), Echo.double, i) for i in range(40)))
 
     assert Pool(3).run(work) == [2 * i for i in range(40)]
 
 
-def test_big_returns_stay_behind_references(ray_here):
+def test_large_results_stay_references(ray_here):
     async def work(pool: ActorPool) -> Any:
         meta, reference = await pool.call_parts(Task("pair"), 2, Echo.pair, 7)
         return meta, len(await reference)
@@ -32,7 +32,7 @@ def test_big_returns_stay_behind_references(ray_here):
     assert Pool(1).run(work) == (7, 200_000)
 
 
-def test_lower_priority_values_go_first(ray_here):
+def test_lower_priority_values_run_first(ray_here):
     order: list[int] = []
 
     async def work(pool: ActorPool) -> None:
@@ -46,7 +46,7 @@ def test_lower_priority_values_go_first(ray_here):
     assert order == [1, 2, 3, 4, 5]
 
 
-def test_an_actor_finishes_what_it_holds_before_it_is_told_something(ray_here):
+def test_an_actor_finishes_its_tasks_before_a_direct_call(ray_here):
     """As when weights are published: running tasks are finished, then it loads, then it goes on."""
     harness = Pool(1, in_flight=2)
 
@@ -67,7 +67,7 @@ def test_an_actor_finishes_what_it_holds_before_it_is_told_something(ray_here):
     assert "chunk_reissued" not in harness.names()
 
 
-def test_a_killed_actor_is_replaced_and_its_units_are_answered_once(ray_here, tmp_path):
+def test_a_killed_actor_is_replaced_and_its_tasks_are_answered_once(ray_here, tmp_path):
     harness = Pool(2)
 
     async def work(pool: ActorPool) -> Any:
@@ -96,7 +96,7 @@ def test_a_hung_actor_is_killed_after_its_deadline(ray_here, tmp_path):
     assert [fields["why"] for fields in died] == ["no answer for 3 s"]
 
 
-def test_a_task_that_kills_every_actor_ends_the_run_and_is_named(ray_here):
+def test_a_task_that_kills_every_actor_is_named_and_ends_the_run(ray_here):
     harness = Pool(2, max_attempts=2)
 
     async def work(pool: ActorPool) -> Any:
@@ -107,7 +107,7 @@ def test_a_task_that_kills_every_actor_ends_the_run_and_is_named(ray_here):
     assert harness.names().count("chunk_reissued") == 1
 
 
-def test_the_unit_that_an_actor_was_at_is_blamed_and_not_the_one_behind_it(ray_here):
+def test_the_running_task_is_blamed_and_not_the_waiting_one(ray_here):
     harness = Pool(1, max_attempts=2, in_flight=2)
 
     async def work(pool: ActorPool) -> Any:
@@ -127,7 +127,7 @@ def test_the_unit_that_an_actor_was_at_is_blamed_and_not_the_one_behind_it(ray_h
     assert [(span.attempt, span.outcome) for span in mine] == [(0, "lost"), (1, "done")]
 
 
-def test_a_unit_that_is_lost_with_others_is_not_taken_for_their_killer(ray_here):
+def test_a_task_lost_with_others_is_not_blamed_for_the_kill(ray_here):
     """Two threads at once, so that the killer acts while the one before it is at work, as
     happens where an answer is lost with its actor: that one is blamed once, then each goes alone.
     Both at once again, it would be blamed to the end of its attempts.
@@ -149,7 +149,7 @@ def test_a_unit_that_is_lost_with_others_is_not_taken_for_their_killer(ray_here)
     assert 2 <= harness.names().count("actor_died") <= 3
 
 
-def test_an_exception_is_retried_and_then_said(ray_here):
+def test_an_exception_is_retried_and_then_reported(ray_here):
     harness = Pool(1, max_attempts=2)
     with pytest.raises(RunFailed, match="KeyError: 'broken'"):
         harness.run(lambda pool: pool.call(Task("f"), Echo.fail))
@@ -163,14 +163,14 @@ def test_an_actor_past_its_restarts_is_benched_and_without_any_the_run_ends(ray_
     assert harness.names().count("actor_benched") == 1
 
 
-def test_a_constructor_that_raises_says_its_own_words(ray_here):
+def test_the_error_of_a_constructor_is_reported(ray_here):
     harness = Pool(1)
     harness.broken = True
     with pytest.raises(RunFailed, match="no such weights: give another path"):
         harness.run(lambda pool: pool.call(Task("d"), Echo.double, 1))
 
 
-def test_an_answer_that_is_not_accepted_is_tried_on_another_actor(ray_here):
+def test_a_rejected_answer_is_retried_on_another_actor(ray_here):
     harness = Pool(2)
     asked: list[int] = []
 
@@ -185,7 +185,7 @@ def test_an_answer_that_is_not_accepted_is_tried_on_another_actor(ray_here):
     assert len(asked) == 3 and len(actors) == 2 and actors[0] != actors[1]
 
 
-def test_the_last_allowed_answer_stands(ray_here):
+def test_a_rejected_answer_of_the_last_attempt_fails_the_task(ray_here):
     assert (
         Pool(1).run(
             lambda pool: pool.call(Task("d", accept=lambda value: "no", tries=2), Echo.double, 4)
@@ -218,7 +218,7 @@ class Slow(Pool):
         return empty
 
 
-def test_an_empty_place_keeps_no_unit_from_those_who_are_there(ray_here, tmp_path):
+def test_a_member_without_an_actor_does_not_hold_tasks(ray_here, tmp_path):
     """So many that each slot that waits for one could take one; those of the empty place would hold
     it for the start deadline.
     """
@@ -234,7 +234,7 @@ def test_an_empty_place_keeps_no_unit_from_those_who_are_there(ray_here, tmp_pat
     assert "actor_benched" not in harness.names()
 
 
-def test_an_empty_place_is_not_waited_for_when_all_are_told_something(ray_here, tmp_path):
+def test_calls_to_all_actors_skip_members_without_an_actor(ray_here, tmp_path):
     harness, told = Slow(), []
 
     async def work(pool: ActorPool) -> int:
@@ -249,7 +249,7 @@ def test_an_empty_place_is_not_waited_for_when_all_are_told_something(ray_here, 
     assert told == [1 - harness.run(work)]
 
 
-def test_an_actor_leaves_though_its_place_is_being_filled(ray_here, tmp_path):
+def test_an_actor_can_be_removed_while_it_is_being_replaced(ray_here, tmp_path):
     harness = Slow()
 
     async def work(pool: ActorPool) -> int:
@@ -263,7 +263,7 @@ def test_an_actor_leaves_though_its_place_is_being_filled(ray_here, tmp_path):
     assert "actor_removed" in harness.names() and "actor_benched" not in harness.names()
 
 
-def test_who_raises_when_told_something_is_replaced(ray_here):
+def test_an_actor_that_raises_in_a_call_to_all_is_replaced(ray_here):
     harness = Pool(2)
 
     async def work(pool: ActorPool) -> int:
@@ -281,7 +281,7 @@ def test_who_raises_when_told_something_is_replaced(ray_here):
     assert died["actor"] == 0 and "KeyError: 'broken'" in died["why"]
 
 
-def test_what_goes_wrong_in_the_driver_ends_the_run_instead_of_being_waited_for(ray_here):
+def test_an_error_in_the_driver_ends_the_run(ray_here):
     """As when the disk is full and an event cannot be written."""
 
     class Full(Pool):
@@ -300,7 +300,7 @@ def test_what_goes_wrong_in_the_driver_ends_the_run_instead_of_being_waited_for(
         assert "No space left on device: 'events.jsonl'" in str(error)
 
 
-def test_a_replacement_beside_the_tasks_that_breaks_ends_the_run_as_well(ray_here, tmp_path):
+def test_a_failed_replacement_of_an_idle_actor_ends_the_run(ray_here, tmp_path):
     """As when Ray itself fails while an actor that was idle is replaced."""
     harness = Pool(1)
 
@@ -338,7 +338,7 @@ def test_the_last_one_benched_while_another_fails_to_start_ends_the_run(ray_here
     assert isinstance(error, RunFailed) and "no echo actor is left" in str(error)
 
 
-def test_a_newcomer_that_does_not_fit_is_refused(ray_here):
+def test_an_incompatible_new_actor_is_refused(ray_here):
     harness = Pool(1)
     harness.pool.accepts = lambda info: f"has pid {info.pid}, which is not allowed"
 
@@ -350,7 +350,7 @@ def test_a_newcomer_that_does_not_fit_is_refused(ray_here):
     assert harness.run(work) == 1 and "actor_added" not in harness.names()
 
 
-def test_where_one_does_not_start_none_goes_on_starting(ray_here):
+def test_if_one_actor_fails_to_start_the_other_starts_are_cancelled(ray_here):
     """Nobody would know of an actor that came when the pool was stopped already."""
     harness = Pool(2)
 

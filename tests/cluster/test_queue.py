@@ -22,7 +22,7 @@ async def settle():
         await asyncio.sleep(0)
 
 
-def test_what_is_put_in_one_turn_is_given_out_by_priority():
+def test_tasks_put_in_one_loop_turn_are_assigned_by_priority():
     async def run():
         queue = TaskQueue()
         first, second = (asyncio.create_task(queue.take(anything)) for _ in range(2))
@@ -87,7 +87,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.integers(1, 5), st.integers(1, 3))
-def test_nobody_gets_a_second_task_while_another_has_none(steps, count, slots):
+def test_idle_actors_get_tasks_before_busy_ones(steps, count, slots):
     async def run():
         queue, workers = TaskQueue(), [Worker() for _ in range(count)]
         serving = [asyncio.create_task(w.serve(queue)) for w in workers for _ in range(slots)]
@@ -112,7 +112,7 @@ def test_nobody_gets_a_second_task_while_another_has_none(steps, count, slots):
     asyncio.run(run())
 
 
-def test_a_slot_that_may_not_take_it_leaves_it_until_it_may():
+def test_a_task_waits_for_a_slot_that_may_take_it():
     async def run():
         queue, able = TaskQueue(), False
         slot = asyncio.create_task(queue.take(lambda task: able))
@@ -127,7 +127,7 @@ def test_a_slot_that_may_not_take_it_leaves_it_until_it_may():
     asyncio.run(run())
 
 
-def test_a_slot_that_is_closed_with_a_task_on_its_way_gives_it_back():
+def test_a_closed_slot_returns_its_assigned_task():
     async def run():
         queue = TaskQueue()
         closed = asyncio.create_task(queue.take(anything))
@@ -144,7 +144,7 @@ def test_a_slot_that_is_closed_with_a_task_on_its_way_gives_it_back():
     asyncio.run(run())
 
 
-def test_what_is_not_taken_stays_in_order():
+def test_remaining_tasks_keep_their_order():
     async def run():
         queue = TaskQueue()
         slot = asyncio.create_task(queue.take(lambda task: task.task.key == (3,)))

@@ -8,7 +8,7 @@ from tests.cluster.local import play
 from tests.cluster.runs import tiny_config
 
 
-def test_every_noise_is_as_likely_to_be_audited(tiny_sd3_dir, tmp_path):
+def test_every_seed_is_audited_with_equal_probability(tiny_sd3_dir, tmp_path):
     """Selected or not. 3 of 8 in 2,000 draws: 750 times each, with a standard deviation of
     sqrt(2000 * 3/8 * 5/8) = 22, of which 5.
     """
@@ -25,7 +25,7 @@ def test_every_noise_is_as_likely_to_be_audited(tiny_sd3_dir, tmp_path):
     assert all(5 not in selector.select(0, prompt, rewards).audit for prompt in range(100))
 
 
-def test_an_audit_of_the_whole_pool_finds_what_regenerating_all_of_it_finds(tiny_sd3_dir, tmp_path):
+def test_auditing_the_whole_pool_equals_regenerating_it(tiny_sd3_dir, tmp_path):
     """Half of it comes from the selected noises, half is regenerated for it; an image at a time,
     so that bits do not depend on which.
     """

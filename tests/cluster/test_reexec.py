@@ -57,7 +57,7 @@ def command():
         process.communicate()
 
 
-def test_a_template_that_is_a_fork_of_its_command(command, tmp_path):
+def test_the_template_is_a_fork_of_the_command(command, tmp_path):
     """It shares torch with the command, whose own children get the environment of before. It serves
     the first Ray that asks, and no other, and ends with that Ray.
     """
@@ -86,7 +86,7 @@ def test_a_template_that_is_a_fork_of_its_command(command, tmp_path):
     assert process.poll() is None
 
 
-def test_it_ends_with_a_command_that_is_killed(command):
+def test_the_template_ends_with_a_killed_command(command):
     process, _, told = command()
     made = psutil.Process(told["template"])
     process.kill()
@@ -94,7 +94,7 @@ def test_it_ends_with_a_command_that_is_killed(command):
     assert not os.path.exists(os.path.dirname(told["path"]))
 
 
-def test_a_command_that_has_no_template_stays_as_it_is(command):
+def test_a_command_without_a_template_is_not_re_executed(command):
     """Where it joins a cluster nothing is imported for actors, and where all run on GPUs."""
     _, env, told = command(RAY_ADDRESS="10.0.0.1:6379")
     assert told["path"] is None and told["settled"] == told["environment"] == env
@@ -103,7 +103,7 @@ def test_a_command_that_has_no_template_stays_as_it_is(command):
     assert told["path"] is None and told["environment"] == env
 
 
-def test_it_is_started_anew_once(monkeypatch):
+def test_the_command_is_re_executed_once(monkeypatch):
     found = []
     monkeypatch.setattr(os, "execve", lambda *given: found.append(given))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -46,7 +46,7 @@ def shared(ray_here, tmp_path_factory) -> Iterator[Harness]:
         yield harness
 
 
-def test_actors_of_their_own_change_no_score(shared):
+def test_separate_scorer_actors_do_not_change_scores(shared):
     """Shared actors, or a group for one scorer: rewards, raw scores and order are the same, and
     speed is told per scorer.
     """
@@ -77,7 +77,7 @@ def test_held_out_scorers_score_evaluations_only(shared):
     assert evaluated.rewards.tolist() == [0, 1, 2, 3]
 
 
-def test_an_exception_that_passes_costs_nothing(shared):
+def test_a_transient_exception_loses_no_sample(shared):
     scored, scoring = shared.score(rewards_of(misbehaves("once raises")))
     assert scored.rewards.tolist() == [0, 1, 2, 3] and scoring.tally.dropped == 0
     assert any("chunk_reissued" in event and "out of paint" in event for event in shared.events)
@@ -94,7 +94,7 @@ def test_an_exception_that_passes_costs_nothing(shared):
         ("text", 4, "no array of numbers"),
     ],
 )
-def test_a_lasting_trouble_is_dropped_counted_and_never_a_zero(shared, kind, dropped, why):
+def test_permanent_failures_are_dropped_and_counted_and_never_zero(shared, kind, dropped, why):
     before = len(shared.events)
     scored, scoring = shared.score(rewards_of(MEAN, misbehaves(kind), max_failed_share=0.2))
     lost = np.isnan(scored.rewards)
@@ -108,12 +108,12 @@ def test_a_lasting_trouble_is_dropped_counted_and_never_a_zero(shared, kind, dro
         scoring.tally.check_share()
 
 
-def test_the_share_that_is_allowed_is_allowed(shared):
+def test_failures_up_to_max_failed_share_are_allowed(shared):
     _, scoring = shared.score(rewards_of(misbehaves("infinite"), max_failed_share=0.25))
     scoring.tally.check_share()
 
 
-def test_an_optional_scorer_may_fail(shared):
+def test_a_failed_optional_scorer_is_replaced_by_the_group_mean(shared):
     scored, scoring = shared.score(
         rewards_of(MEAN, misbehaves("infinite", required=False), max_failed_share=0.0)
     )
@@ -154,7 +154,7 @@ def test_evaluations_are_scored_once_by_content(ray_here, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["once dies", "once hangs"])
-def test_a_killed_and_a_hanging_scorer_are_scored_elsewhere(ray_here, tmp_path, kind):
+def test_batches_of_killed_and_hanging_scorers_are_scored_elsewhere(ray_here, tmp_path, kind):
     """SIGKILL in the middle of a batch, or silence beyond the deadline: the actor is replaced,
     another one scores the batch.
     """
@@ -166,7 +166,7 @@ def test_a_killed_and_a_hanging_scorer_are_scored_elsewhere(ray_here, tmp_path, 
 
 
 @pytest.mark.parametrize("kind", ["dies", "hangs"])
-def test_a_batch_that_nobody_survives_is_dropped_and_counted(ray_here, kind):
+def test_a_batch_that_kills_every_actor_is_dropped_and_counted(ray_here, kind):
     """In actors of its own the bad scorer takes only itself along."""
     run = config(
         [MEAN, misbehaves(kind, "bad")], {"actors": 1}, own={"bad": {}}, max_failed_share=0.5
@@ -184,13 +184,13 @@ def test_a_batch_that_nobody_survives_is_dropped_and_counted(ray_here, kind):
         scoring.tally.check_share()
 
 
-def test_a_service_that_is_all_gone_ends_the_run(ray_here):
+def test_losing_all_actors_of_a_reward_service_ends_the_run(ray_here):
     run = config([misbehaves("dies")], {"actors": 1, "max_restarts": 0, "max_attempts": 9})
     with Harness(run) as harness, pytest.raises(RunFailed, match="no reward actor is left"):
         harness.score()
 
 
-def test_lost_images_are_no_failure_of_the_scorer():
+def test_lost_images_do_not_count_as_scorer_failures():
     class Gone(Caller):
         alive = 1
 
@@ -210,7 +210,7 @@ def test_unknown_groups_are_refused():
         config([MEAN], own={"hpsv2": {}})
 
 
-def test_a_run_with_a_group_of_its_own_and_a_held_out_scorer(
+def test_a_separate_scorer_group_gives_the_same_bits_in_a_run(
     ray_here, undisturbed, tiny_sd3_dir, tmp_path
 ):
     """The ring with the one scorer in actors of its own and a held-out scorer: the same bits as

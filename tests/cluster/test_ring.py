@@ -26,7 +26,7 @@ def assert_same(run, reference) -> None:
     assert adapters(run, 3) == adapters(reference, 3)
 
 
-def test_the_run_leaves_what_it_should(undisturbed):
+def test_a_run_writes_all_its_files(undisturbed):
     rows = undisturbed.metrics()
     kinds = [(row["kind"], row["iteration"]) for row in rows]
     assert kinds == [
@@ -55,7 +55,7 @@ def test_the_run_leaves_what_it_should(undisturbed):
     assert config["config"]["seed"] == 7 and config["versions"]["torch"] == torch.__version__
 
 
-def test_the_lora_moved_away_from_its_start(undisturbed):
+def test_training_changes_the_lora(undisturbed):
     old = load_file(undisturbed.checkpoints / "step_000003" / "old.safetensors")
     now = load_file(undisturbed.checkpoints / "step_000003" / "adapter.safetensors")
     b = [key for key in now if "lora_B" in key]
@@ -71,7 +71,7 @@ def test_the_number_of_rollout_actors_changes_nothing(undisturbed, tiny_sd3_dir,
     assert_same(run, undisturbed)
 
 
-def test_sigterm_stops_after_a_checkpoint_and_says_how_to_go_on(
+def test_sigterm_stops_after_a_checkpoint_and_says_how_to_continue(
     ray_here, tiny_sd3_dir, tmp_path, capsys
 ):
     config = tiny_config(
@@ -146,6 +146,6 @@ def test_a_sample_that_cannot_be_scored_is_dropped_and_counted(ray_here, tiny_sd
     assert row["rewards/failed"] == 2 * 4 + 2 * 1
 
 
-def test_a_prompt_left_with_too_few_images_stops_the_run(tiny_sd3_dir, tmp_path):
+def test_a_prompt_with_too_few_scored_images_ends_the_run(tiny_sd3_dir, tmp_path):
     with pytest.raises(RunFailed, match="has only 4 scored images of 8, but selection.keep = 6"):
         play(dropping(tiny_sd3_dir, tmp_path, 6), tmp_path)

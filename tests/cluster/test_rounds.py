@@ -68,7 +68,7 @@ def generating(rounds: Rounds, number: int, weights: str = "old", priority: int 
     return rounds.perform(task, Call("generate", (request, None), {}, 3))
 
 
-def test_a_round_is_of_one_kind_and_who_has_nothing_stands_by():
+def test_a_round_has_one_kind_of_call_and_other_replicas_stand_by():
     """Seven calls over three replicas, the fourth most urgent and with other weights."""
     pool = Members(3)
 
@@ -91,7 +91,7 @@ def test_a_round_is_of_one_kind_and_who_has_nothing_stands_by():
         assert [what for what, _ in pool.log[first : first + 6]] == ["begin"] * 3 + ["end"] * 3
 
 
-def test_who_waits_is_looked_at_when_a_round_has_room(monkeypatch):
+def test_waiting_calls_are_compared_only_if_a_round_has_room(monkeypatch):
     """400 calls over four replicas: one is compared with the first of its round, and no more."""
     asked, real = [], _Waiting.goes_with
 
@@ -110,7 +110,7 @@ def test_who_waits_is_looked_at_when_a_round_has_room(monkeypatch):
     assert [len(one) for one in pool.done] == [100] * 4 and len(asked) == 300
 
 
-def test_updates_and_rounds_go_in_one_order():
+def test_updates_and_rounds_run_in_one_order():
     pool = Members(2)
 
     async def work() -> None:
@@ -126,7 +126,7 @@ def test_updates_and_rounds_go_in_one_order():
     assert sorted(orders[0]) == ["export", "generate", "generate", "update"]
 
 
-def test_who_no_longer_waits_does_not_stop_a_round():
+def test_a_cancelled_call_does_not_stop_its_round():
     """Replicas that are at it wait for each other: the round goes on, the next one after it."""
     pool = Members(2, waits=True)
 
@@ -151,7 +151,7 @@ def test_who_no_longer_waits_does_not_stop_a_round():
     assert [[method for method, _ in one] for one in pool.done] == [["generate", "update"]] * 2
 
 
-def test_a_loss_is_everybodys():
+def test_the_loss_of_a_replica_fails_the_whole_round():
     pool = Members(2, fails="stand_by")
 
     async def work() -> list[Any]:
@@ -165,7 +165,7 @@ def test_a_loss_is_everybodys():
     assert isinstance(answers[2], StateLost)
 
 
-def test_a_failure_does_not_wait_for_replicas_that_cannot_end(monkeypatch: pytest.MonkeyPatch):
+def test_a_failure_does_not_wait_for_blocked_replicas(monkeypatch: pytest.MonkeyPatch):
     """One that fails within a pass leaves the other at it: what ends the run is the failure."""
 
     async def work() -> None:

@@ -23,7 +23,7 @@ from tests.cluster.echo import Echo, Pool
 from tests.cluster.runs import adapters, run_here, selections, tiny_config
 
 
-def test_a_pool_grows_and_shrinks_under_load_and_every_unit_counts_once(ray_here, tmp_path):
+def test_a_pool_scales_under_load_and_every_task_counts_once(ray_here, tmp_path):
     harness, path = Pool(1, str(tmp_path / "units"), in_flight=2), tmp_path / "units"
     sizes = []
 
@@ -64,7 +64,7 @@ def test_a_pool_grows_and_shrinks_under_load_and_every_unit_counts_once(ray_here
     assert sorted(harness.released) == ["echo-1", "echo-2"]
 
 
-def test_a_new_actor_that_does_not_start_is_said_and_the_pool_stays(ray_here, tmp_path):
+def test_a_failed_start_of_a_new_actor_is_reported_and_the_pool_stays(ray_here, tmp_path):
     harness = Pool(1, str(tmp_path / "units"), in_flight=2)
 
     async def work(pool: ActorPool) -> Any:
@@ -170,9 +170,7 @@ class Patient(Progress):
         self.session.ring.iteration = patient
 
 
-def test_a_run_that_sizes_itself_trains_the_same_bits(
-    undisturbed, tiny_sd3_dir, tmp_path, monkeypatch
-):
+def test_an_autoscaled_run_trains_the_same_bits(undisturbed, tiny_sd3_dir, tmp_path, monkeypatch):
     verdicts = iter([1, -1, 0])
     monkeypatch.setattr("cluster.driver.autoscale.verdict", lambda load, rule: next(verdicts))
     services = {
@@ -192,9 +190,7 @@ def test_a_run_that_sizes_itself_trains_the_same_bits(
     assert adapters(run, 3) == adapters(undisturbed, 3)
 
 
-def test_sizes_that_are_not_allowed_or_have_no_room_are_refused_and_the_run_goes_on(
-    ray_here, tiny_sd3_dir, tmp_path
-):
+def test_invalid_pool_sizes_are_refused_and_the_run_continues(ray_here, tiny_sd3_dir, tmp_path):
     boss = Boss({0: 300, 1: 99})
     rollout = {"actors": 1, "max_actors": 200}
     run = run_here(
@@ -218,7 +214,7 @@ WAITS, IDLES, FINE, SCORING = Load(0.8, 0.8), Load(0.1, 0.2), Load(0.4, 0.4), Lo
 @pytest.mark.parametrize(
     ("load", "expected"), [(WAITS, 1), (IDLES, -1), (FINE, 0), (SCORING, 0), (Load(0.9, 0.1), -1)]
 )
-def test_the_verdict_on_one_iteration(load, expected):
+def test_the_autoscaling_rule_judges_one_iteration(load, expected):
     assert verdict(load, RULE) == expected
 
 
@@ -235,7 +231,7 @@ def test_the_verdict_on_one_iteration(load, expected):
         (3, [FINE, FINE], 3),
     ],
 )
-def test_the_pools_next_size(size, loads, expected):
+def test_the_autoscaling_rule_computes_the_next_size(size, loads, expected):
     assert size_for(size, loads, RULE, LIMITS) == expected
 
 
@@ -244,7 +240,7 @@ def row(load: Load) -> dict[str, float]:
     return {"busy/learner": 1 - load.learner_waits, "busy/rollout": load.rollout_busy}
 
 
-def test_a_pool_that_changed_is_measured_anew():
+def test_measurements_restart_after_the_pool_changed():
     """Loads of another size say nothing about this one, whichever side changed it."""
     scaler = Autoscaler(RULE, LIMITS)
     assert [scaler.size_after(4, row(WAITS)) for _ in range(2)] == [4, 5]
@@ -256,11 +252,11 @@ def test_a_pool_that_changed_is_measured_anew():
     assert no_room == [8, 10]  # it could not grow: asked again after as much patience
 
 
-def test_a_rule_that_is_off_does_nothing():
+def test_disabled_autoscaling_does_nothing():
     assert size_for(4, [WAITS] * 9, Autoscale(), LIMITS) == 4
 
 
-def test_what_goes_wrong_while_a_rule_is_followed_is_an_event(tmp_path):
+def test_an_error_during_autoscaling_is_an_event(tmp_path):
     """Nobody waits for it who would raise it."""
     rundir = RunDirectory(tmp_path)
 

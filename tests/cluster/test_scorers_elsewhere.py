@@ -36,9 +36,7 @@ def served(ray_here) -> Iterator[tuple[Server, Harness]]:
     ("trouble", "why"),
     [(500, "answered 500 Internal Server Error"), ("slow", "did not answer (timed out)")],
 )
-def test_a_server_that_fails_or_is_slow_is_asked_by_another_actor_and_then_counted(
-    served, trouble, why
-):
+def test_a_failing_or_slow_server_is_retried_by_another_actor_and_counted(served, trouble, why):
     server, harness = served
     before = len(harness.events)
     server.answers = [trouble]
@@ -59,7 +57,7 @@ def test_a_server_that_fails_or_is_slow_is_asked_by_another_actor_and_then_count
 
 
 @pytest.mark.slow
-def test_two_scorers_that_cannot_be_installed_together(ray_here, tmp_path):
+def test_two_scorers_with_conflicting_packages_run_in_their_own_environments(ray_here, tmp_path):
     """Two versions of one package, each in the environment of its scorer's actors, in one mix; here
     the driver has neither.
     """

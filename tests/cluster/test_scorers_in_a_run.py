@@ -83,7 +83,7 @@ def test_three_scorers_train_the_shapes_model_end_to_end(ray_here, tmp_path, cap
 
 @pytest.mark.slow
 @needs_clip
-def test_geneval_prompts_train_by_a_detector_end_to_end(ray_here, tmp_path, capsys):
+def test_geneval_prompts_train_with_a_detector_end_to_end(ray_here, tmp_path, capsys):
     """Prompts with the benchmark's metadata, a random Mask2Former that finds what it finds."""
     make_detector(tmp_path / "detector", names=("circle", "square"))
     row = {"tag": "colors", "include": [{"class": "circle", "count": 2, "color": "red"}]}
@@ -110,7 +110,7 @@ def test_geneval_prompts_train_by_a_detector_end_to_end(ray_here, tmp_path, caps
 
 
 @pytest.mark.slow
-def test_what_a_model_writes_trains_end_to_end(ray_here, tmp_path, capsys):
+def test_a_generative_scorer_trains_end_to_end(ray_here, tmp_path, capsys):
     """A Qwen2.5-VL with random weights that writes one of five digits for each image."""
     make_judge(tmp_path / "judge", ("Final Score: ", ANY))
     settings = {"checkpoint": str(tmp_path / "judge"), "form": "final", "dtype": "fp32"}
@@ -153,7 +153,7 @@ def troubled(model: Any, root: Any, kind: str, **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "why"), [("once dies", "died"), ("once hangs", "no answer for 10 s")]
 )
-def test_a_scorer_that_is_killed_or_hangs_costs_an_actor_and_nothing_else(
+def test_a_killed_or_hanging_scorer_costs_only_an_actor(
     undisturbed, tiny_sd3_dir, tmp_path, kind, why
 ):
     run = run_here(troubled(tiny_sd3_dir, tmp_path, kind, services__reward__deadline_s=10.0))
@@ -170,7 +170,7 @@ def test_a_scorer_that_is_killed_or_hangs_costs_an_actor_and_nothing_else(
 
 
 @pytest.mark.timeout(600)
-def test_a_scorer_that_lies_is_left_out_where_it_is_optional_and_ends_the_run_where_it_is_required(
+def test_an_invalid_scorer_is_ignored_if_optional_and_ends_the_run_if_required(
     undisturbed, tiny_sd3_dir, tmp_path
 ):
     run = run_here(troubled(tiny_sd3_dir, tmp_path, "nan", scorer={"required": False}))

@@ -13,7 +13,7 @@ from configs.prompts import Prompt
 from rewards.combine import Combination
 
 
-def test_a_prompt_is_told_once_for_a_batch_of_its_images(monkeypatch):
+def test_a_prompt_is_sent_once_per_batch_of_its_images(monkeypatch):
     asked: list[str] = []
 
     def told(prompt: Prompt, model: object) -> dict[str, object]:

@@ -33,7 +33,7 @@ def portion_of(group: TrainingGroup) -> Portion:
     return Portion(group.prompt, range(2), group.conditioning, group.samples)
 
 
-def test_an_update_is_shared_out_by_prompt():
+def test_an_update_is_shared_by_prompt():
     """Four prompts over three replicas: samples go to one, rewards to all."""
     groups = [group_with(p, [f"r{p}"], [(0, 1)]) for p in range(4)]
     found: dict[int, int] = {}
@@ -52,7 +52,7 @@ def test_an_update_is_shared_out_by_prompt():
         share(5, groups, 5, "prompts")
 
 
-def test_an_update_is_shared_out_by_sample():
+def test_an_update_is_shared_by_sample():
     """Eight samples of four prompts over three replicas: runs of 2, 3 and 3. Of each, only the
     objects that hold its rows are named; rewards go to everyone.
     """
@@ -89,7 +89,7 @@ def test_a_plan_shares_as_the_driver_does(by, prompts, keep, size):
     assert found.flatten().tolist() == owners(prompts, keep, size, by).tolist()
 
 
-def test_what_all_replicas_are_told_is_sent_once():
+def test_common_arguments_of_all_replicas_are_sent_once():
     """So that what the driver sends grows with prompts and replicas, and not with both."""
 
     class Sent:
@@ -120,7 +120,7 @@ def test_what_all_replicas_are_told_is_sent_once():
 @pytest.mark.parametrize(
     ("patience_s", "hangs", "told"), [(0.0, True, "of 1"), (None, False, "of 0")]
 )
-def test_a_failure_waits_for_the_other_replicas_for_so_long(patience_s, hangs, told):
+def test_a_failure_waits_a_limited_time_for_the_other_replicas(patience_s, hangs, told):
     """And it is that of the lowest rank, whichever came first."""
 
     class Failing:
@@ -138,7 +138,7 @@ def test_a_failure_waits_for_the_other_replicas_for_so_long(patience_s, hangs, t
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 40))
-def test_every_sample_has_one_replica_and_all_have_as_many(counts, size):
+def test_every_sample_has_one_replica_and_all_have_equal_numbers(counts, size):
     groups = [
         TrainingGroup(p, np.zeros(n, np.float32), "c", (SampleRows("s", tuple(range(n))),))
         for p, n in enumerate(counts)

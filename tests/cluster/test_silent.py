@@ -82,9 +82,7 @@ def config_of(model: Any, root: Any, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [OtherImages, OtherOrder, LastBatch, FirstImageForAll])
-def test_a_scorer_that_answers_for_other_images_ends_the_run(
-    kind, tiny_sd3_dir, tmp_path, monkeypatch
-):
+def test_a_scorer_that_scores_other_images_ends_the_run(kind, tiny_sd3_dir, tmp_path, monkeypatch):
     spoiled(monkeypatch, kind)
     with pytest.raises(
         RunFailed,
@@ -95,18 +93,18 @@ def test_a_scorer_that_answers_for_other_images_ends_the_run(
         play(config_of(tiny_sd3_dir, tmp_path), tmp_path, stop=2)
 
 
-def test_an_honest_scorer_is_told_apart_by_nothing(tiny_sd3_dir, tmp_path, monkeypatch):
+def test_a_correct_scorer_passes_the_check(tiny_sd3_dir, tmp_path, monkeypatch):
     played = play(config_of(tiny_sd3_dir, tmp_path), tmp_path, stop=1)
     assert played.rows[0]["audit/scorer_error"] == 0.0
 
 
-def test_a_scorer_may_be_declared_to_draw_at_random(tiny_sd3_dir, tmp_path, monkeypatch):
+def test_a_scorer_may_be_declared_random(tiny_sd3_dir, tmp_path, monkeypatch):
     spoiled(monkeypatch, OtherOrder)
     config = config_of(tiny_sd3_dir, tmp_path, rewards__deterministic=False)
     assert "audit/scorer_error" not in play(config, tmp_path, stop=1).rows[0]
 
 
-def test_a_constant_scorer_is_told_of_and_ends_the_run(tiny_sd3_dir, tmp_path, monkeypatch):
+def test_a_constant_scorer_is_reported_and_ends_the_run(tiny_sd3_dir, tmp_path, monkeypatch):
     spoiled(monkeypatch, Constant)
     with pytest.raises(
         RunFailed, match="iteration 2: every scorer gave every image the same score, 3 iterations"
@@ -114,7 +112,7 @@ def test_a_constant_scorer_is_told_of_and_ends_the_run(tiny_sd3_dir, tmp_path, m
         play(config_of(tiny_sd3_dir, tmp_path), tmp_path, stop=3)
 
 
-def test_constant_scores_are_counted_in_a_row():
+def test_constant_scores_are_counted_over_consecutive_iterations():
     events: list[Any] = []
     notes: list[str] = []
     watch = ConstantScores(lambda name, **fields: events.append((name, fields)), notes.append)
@@ -139,7 +137,7 @@ def test_constant_scores_are_counted_in_a_row():
     )
 
 
-def test_disagreement_by_hand():
+def test_disagreement_of_known_scores():
     a = np.array([1, 2, 3, 4], np.float32)
     assert disagreement(a, a) == 0.0
     assert disagreement(a, a[::-1]) == pytest.approx(3 / np.sqrt(1.25))
@@ -152,7 +150,7 @@ def test_disagreement_by_hand():
         assert disagreement(ranks, ranks[::-1]) > TOLERANCE
 
 
-def test_seeds_that_repeat_end_the_run(tiny_sd3_dir, tmp_path, monkeypatch):
+def test_repeated_seeds_end_the_run(tiny_sd3_dir, tmp_path, monkeypatch):
     honest = Exploration.seeds
     monkeypatch.setattr(
         Exploration, "seeds", lambda self, iteration, p, count: honest(self, 0, p, count)
@@ -161,7 +159,7 @@ def test_seeds_that_repeat_end_the_run(tiny_sd3_dir, tmp_path, monkeypatch):
         play(config_of(tiny_sd3_dir, tmp_path), tmp_path, stop=2)
 
 
-def test_the_ledger_allows_an_iteration_that_is_done_again():
+def test_the_seed_ledger_allows_a_repeated_iteration():
     ledger = SeedLedger()
     ledger.add((0, 0), (1, 2))
     ledger.add((0, 0), (1, 2))
@@ -181,7 +179,7 @@ def test_the_ledger_allows_an_iteration_that_is_done_again():
         (lambda images: None, "returned shape [] for 8 images"),
     ],
 )
-def test_an_answer_that_is_no_scores_is_never_a_reward(answer, said):
+def test_an_invalid_answer_is_never_a_reward(answer, said):
     scorer = WeightedScorer({"odd": lambda images, prompts, metadata: answer(images)}, {"odd": 1.0})
     images = np.zeros((8, 3, 4, 4), np.uint8)
     made = scorer.attempt(images, [""] * 8, [{}] * 8)

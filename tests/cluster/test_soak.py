@@ -28,7 +28,7 @@ def test_a_run_depends_on_its_seed_and_number_only():
     assert len({str(trial) for trial in first}) == 5 and first != others
 
 
-def test_everything_that_can_be_hit_is():
+def test_every_fault_target_is_drawn():
     trials = [draw(0, i, MOMENTS, SERVICES, WAYS) for i in range(1500)]
     firsts = [trial.faults[0] for trial in trials]
     ways = Counter(fault.way for fault in firsts)
@@ -51,7 +51,7 @@ def test_everything_that_can_be_hit_is():
     assert {(f.kind, f.way) for trial in only for f in trial.faults} == {("reward", "stop")}
 
 
-def test_half_of_the_runs_have_two_faults_and_many_of_these_hit_a_recovery():
+def test_half_of_the_runs_have_two_faults_often_during_a_recovery():
     trials = [draw(1, i, MOMENTS, SERVICES, ("kill", "node")) for i in range(1000)]
     two = [trial.faults for trial in trials if len(trial.faults) == 2]
     assert 436 < len(two) < 564  # 500 +- 16: four of them
@@ -62,7 +62,7 @@ def test_half_of_the_runs_have_two_faults_and_many_of_these_hit_a_recovery():
     assert {len(faults) for faults in disks} == {1}  # a disk that is full cannot be filled
 
 
-def test_every_variant_is_a_setting_that_runs_have(tmp_path):
+def test_every_variant_is_a_valid_setting(tmp_path):
     from tools.soak.runs import tiny
 
     found = {name: tiny(tmp_path, tmp_path, "x", VARIANTS[name]) for name in VARIANTS}
@@ -94,7 +94,7 @@ def row(index: int = 0, **changes) -> dict:
     return whole | changes
 
 
-def test_lines_and_the_summary():
+def test_lines_and_summary_of_a_soak():
     assert (
         line_of(row(3))
         == "   3  identical  plain: SIGKILL to reward 0, 0.10 s after begin 1 of iteration 0; "
@@ -115,7 +115,7 @@ def test_lines_and_the_summary():
     assert summary([row(recovery=[late, soon])])[-2] == "1 of 2 lost nodes were noticed within 5 s"
 
 
-def test_a_run_that_a_full_disk_ended_is_resumed_when_there_is_room(tmp_path, monkeypatch):
+def test_a_run_ended_by_a_full_disk_is_resumed(tmp_path, monkeypatch):
     soak, calls = Soak(tmp_path, 0, SERVICES, WAYS, tuple(VARIANTS), ()), []
     trial = Trial("plain", (Fault(RUN, "disk", 0, "begin"),))
     injector = FaultInjector(*trial.faults)
@@ -140,7 +140,7 @@ def test_a_run_that_a_full_disk_ended_is_resumed_when_there_is_room(tmp_path, mo
     assert calls == [(False, False), (True, False)] and "no space" in kept["said"]
 
 
-def test_what_is_compared_leaves_out_who_and_when():
+def test_the_comparison_ignores_actors_and_times():
     rows = [
         {
             "kind": "iteration",
@@ -158,9 +158,7 @@ def test_what_is_compared_leaves_out_who_and_when():
     ]
 
 
-def test_one_that_is_stopped_says_so_and_keeps_nothing_of_the_run_in_hand(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_stopped_soak_discards_the_current_run(tmp_path, capsys, monkeypatch):
     """A signal ends the run under way in an orderly fashion; that is no difference of the run's."""
 
     def train(soak: Soak, name: str, *_: Any, **__: Any) -> dict[str, str]:

@@ -90,7 +90,7 @@ def calls(monkeypatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("actors", [16, 256])
-def test_nodes_are_looked_at_once_for_all_actors_that_start_together(calls, tmp_path, actors):
+def test_nodes_are_listed_once_for_actors_that_start_together(calls, tmp_path, actors):
     config = load("quickstart", [f"services.rollout.actors={actors}", "services.rollout.cpus=1"])
     transport = Ready()
 
@@ -116,7 +116,7 @@ def test_nodes_are_looked_at_once_for_all_actors_that_start_together(calls, tmp_
     assert later == {"free_nodes": 3, "addresses": 2}
 
 
-def test_what_is_held_is_looked_at_once_for_all_nodes():
+def test_used_resources_are_read_once_for_all_nodes():
     class Held(dict[str, Any]):
         looks = 0
 
@@ -134,7 +134,7 @@ def test_what_is_held_is_looked_at_once_for_all_nodes():
     assert Held.looks == 2  # who is on which node, whose node is lost; not for each of 8
 
 
-def test_one_that_joins_is_compared_with_one_that_is_like_it():
+def test_a_new_actor_is_compared_with_one_existing_actor():
     def pool(*backends: str | None) -> Any:
         infos = [ActorInfo(1, "there", None, backend=backend) for backend in backends]
         return SimpleNamespace(
@@ -151,7 +151,7 @@ def test_one_that_joins_is_compared_with_one_that_is_like_it():
 
 
 @pytest.mark.parametrize("name", ["FileNotFoundError", "ValueError", "torch.OutOfMemoryError"])
-def test_what_a_constructor_raised_is_the_line_that_is_said(name):
+def test_the_error_line_of_a_constructor_is_found_in_rays_message(name):
     """Ray's message has the frames around it, and one of them begins as an error of files does."""
     said = f"{name}: model.path: the 'vae' of 'X' lacks 1 of its 74 weights"
     frames = f"""The actor died because of an error raised in its creation task, ray::RolloutActor

@@ -104,7 +104,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_on_nodes_with_one_gpu_all_load_at_once(made):
+def test_on_nodes_with_one_gpu_all_services_load_at_once(made):
     async def run() -> None:
         services, transport, _ = made(1)
         starting = asyncio.create_task(services.start())
@@ -117,7 +117,7 @@ def test_on_nodes_with_one_gpu_all_load_at_once(made):
     asyncio.run(run())
 
 
-def test_where_a_node_has_several_the_larger_hold_theirs_first_though_none_has_loaded(made):
+def test_on_nodes_with_several_gpus_larger_shares_are_reserved_first(made):
     async def run() -> None:
         services, transport, held = made(2)
         starting = asyncio.create_task(services.start())
@@ -141,7 +141,7 @@ def test_where_a_node_has_several_the_larger_hold_theirs_first_though_none_has_l
     asyncio.run(run())
 
 
-def test_one_that_does_not_start_ends_the_waiting_of_the_others(made):
+def test_a_failed_start_ends_the_waiting_of_the_others(made):
     async def run() -> None:
         services, transport, _ = made(2)
         starting = asyncio.create_task(services.start())
@@ -155,7 +155,7 @@ def test_one_that_does_not_start_ends_the_waiting_of_the_others(made):
 
 
 @pytest.mark.slow
-def test_services_on_simulated_gpus_start_in_about_the_longest_of_them():
+def test_services_on_simulated_gpus_start_in_parallel():
     """In a process without another Ray. One after the other four services took four times
     ``LOADS_S``.
     """

@@ -43,7 +43,7 @@ STATE: RunState = {
 }  # fmt: skip
 
 
-def test_a_state_in_lines():
+def test_a_state_is_formatted_in_lines():
     assert status_lines(STATE) == [
         "mine  arm sol_rl, iteration 7 of 18 done, policy version 7, about 3 min 00 s left",
         "  /data/runs/mine",
@@ -70,7 +70,7 @@ class Watcher(Progress):
             self.state = Reporter(self.session, "here").state()
 
 
-def test_a_run_says_how_it_is(ray_here, tiny_sd3_dir, tmp_path):
+def test_a_run_reports_its_state(ray_here, tiny_sd3_dir, tmp_path):
     watcher = Watcher()
     run_here(tiny_config(tiny_sd3_dir, tmp_path, "watched", iterations=2), progress=watcher)
     state = watcher.state
@@ -146,7 +146,7 @@ def said(error: type[Exception], work) -> str:
 
 
 @pytest.mark.parametrize("command", [["status"], ["scale", "--rollout", "2"]])
-def test_an_address_where_nothing_listens_is_said_at_once(command, capsys, monkeypatch):
+def test_an_address_without_a_listener_is_refused_at_once(command, capsys, monkeypatch):
     """Ray alone would try for minutes. A port that was just given back has no listener."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -183,7 +183,7 @@ def refusing(code: grpc.StatusCode) -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("command", [["status"], ["scale", "--rollout", "2"]])
-def test_a_head_that_refuses_the_token_is_asked_once(command, capsys, monkeypatch):
+def test_a_refused_token_is_reported_after_one_request(command, capsys, monkeypatch):
     """Ray alone would ask twenty times, with a warning for each. Other refusals are left to it."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with refusing(grpc.StatusCode.UNAUTHENTICATED) as (address, asked):
@@ -200,7 +200,7 @@ def test_a_head_that_refuses_the_token_is_asked_once(command, capsys, monkeypatc
         assert asked == [CLUSTER_ID]
 
 
-def test_a_board_that_is_lost_while_it_is_asked_is_a_line(ray_here, monkeypatch):
+def test_losing_the_board_during_a_request_is_one_line(ray_here, monkeypatch):
     def lost(name: str | None) -> Any:
         ray.kill(board(), no_restart=True)
         return {"a#1": STATE}
@@ -210,7 +210,7 @@ def test_a_board_that_is_lost_while_it_is_asked_is_a_line(ray_here, monkeypatch)
     assert why.startswith("the run's board was lost (") and why.endswith("see `sol-rl status`")
 
 
-def test_a_run_is_found_and_asked_by_name(ray_here):
+def test_a_run_is_found_by_name(ray_here):
     runs = {"a#1": ("a", allow), "b#1": ("b", refuse)}
     assert with_runs(runs, lambda: scale("a", {"rollout": 3})) == "now 3"
     assert (
@@ -231,7 +231,7 @@ def test_a_run_is_found_and_asked_by_name(ray_here):
     assert "no run on this cluster" in said(ConfigError, lambda: run_states(None))  # they left
 
 
-def test_a_request_whose_answer_is_lost_is_told_again_and_carried_out_once():
+def test_a_request_with_a_lost_answer_is_carried_out_once():
     there, done = Board(), []
 
     async def act(sizes):
@@ -259,7 +259,7 @@ def test_a_request_whose_answer_is_lost_is_told_again_and_carried_out_once():
     assert Board().request("a#1", {}) > there.request("a#1", {})
 
 
-def test_what_fails_at_the_board_is_an_event_and_the_run_goes_on(monkeypatch):
+def test_a_failure_of_the_board_is_an_event_and_the_run_continues(monkeypatch):
     """A defect in telling the state, a board that is lost, one of another version."""
     events: list[tuple[str, Any]] = []
     lost_thrice = ["lost", "lost", "lost", "answers"]
@@ -320,7 +320,7 @@ def test_what_fails_at_the_board_is_an_event_and_the_run_goes_on(monkeypatch):
     ]
 
 
-def test_a_board_that_dies_is_made_again(ray_here):
+def test_a_dead_board_is_recreated(ray_here):
     def work() -> Any:
         ray.kill(board(), no_restart=True)
         for _ in range(300):

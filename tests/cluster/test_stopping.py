@@ -74,13 +74,13 @@ async def signals_then_sleep(*names: str) -> None:
 
 
 @pytest.mark.parametrize("names", [["SIGTERM"], ["SIGTERM", "SIGTERM"], ["SIGINT", "SIGTERM"]])
-def test_signals_at_once_are_one_and_leave_time_to_save(names):
+def test_simultaneous_signals_count_as_one(names):
     stop, save = Stopping(asyncio.Lock()), Saving(0.2)
     assert stopped(signals_then_sleep(*names), stop, save) is None
     assert (save.begun, save.done, stop.signal) == (1, 1, names[0])
 
 
-def test_a_second_signal_ends_the_saving(monkeypatch):
+def test_a_second_signal_stops_waiting_for_the_checkpoint(monkeypatch):
     monkeypatch.setattr(stop_signals, "ECHO_S", 0.1)
 
     def later() -> None:
@@ -99,7 +99,7 @@ def test_a_second_signal_ends_the_saving(monkeypatch):
         (0, StateLost("the learner was lost: it died"), "the learner was lost"),
     ],
 )
-def test_what_cannot_be_saved_is_not_waited_for(seconds, error, why):
+def test_a_checkpoint_that_cannot_be_written_is_not_waited_for(seconds, error, why):
     began = time.monotonic()
     assert (
         stopped(
@@ -110,7 +110,7 @@ def test_what_cannot_be_saved_is_not_waited_for(seconds, error, why):
     assert time.monotonic() - began < 10
 
 
-def test_a_defect_while_saving_is_not_hidden():
+def test_an_error_while_saving_is_not_hidden():
     with pytest.raises(OSError, match="No space"):
         stopped(
             signals_then_sleep("SIGTERM"),
@@ -140,7 +140,7 @@ def test_an_update_is_finished_first_unless_a_second_signal_comes(monkeypatch, a
     )
 
 
-def test_what_comes_when_the_run_is_over_does_not_end_it_otherwise():
+def test_a_signal_after_the_end_of_a_run_is_ignored():
     async def run() -> str:
         stop = Stopping(asyncio.Lock())
         stop.listen()
@@ -152,7 +152,7 @@ def test_what_comes_when_the_run_is_over_does_not_end_it_otherwise():
     assert asyncio.run(run()) == "finished"
 
 
-def test_what_starts_nothing_is_ended_at_once():
+def test_a_command_without_actors_stops_at_once():
     with pytest.raises(Stopped, match="stopped by SIGTERM before any actor started"):
         asyncio.run(unless_stopped(signals_then_sleep("SIGTERM")))
 
@@ -162,7 +162,7 @@ def test_what_starts_nothing_is_ended_at_once():
     assert asyncio.run(unless_stopped(seven())) == 7
 
 
-def test_a_run_stops_while_its_learner_is_replaced(undisturbed, tiny_sd3_dir, tmp_path):
+def test_a_run_stops_during_the_replacement_of_its_learner(undisturbed, tiny_sd3_dir, tmp_path):
     """What the learner knew since its checkpoint is gone, so there is nothing to save, nor to wait
     for.
     """

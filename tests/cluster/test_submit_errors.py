@@ -68,7 +68,7 @@ def refused() -> Exception:
         (refused(), "no connection"),
     ],
 )
-def test_a_job_that_is_not_taken_is_one_line(monkeypatch, capsys, error, said):
+def test_a_refused_job_is_one_line(monkeypatch, capsys, error, said):
     def small(into, source, config):
         (into / "photos").mkdir(parents=True)
         (into / "photos" / "a.bin").write_bytes(bytes(3_000_000))
@@ -93,7 +93,7 @@ def test_a_disk_too_full_to_stage_on_is_one_line(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "head:8265", "ray://head:10001", "auto"])
-def test_an_address_that_is_no_url_is_refused(monkeypatch, capsys, address):
+def test_an_address_that_is_not_a_url_is_refused(monkeypatch, capsys, address):
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
     assert main(["submit", "quickstart", "--set", "run_root=/data", "--address", address]) == 2
     assert (
@@ -105,7 +105,7 @@ def test_an_address_that_is_no_url_is_refused(monkeypatch, capsys, address):
     assert line(capsys).startswith(f"RAY_API_SERVER_ADDRESS = {address}: expected the URL")
 
 
-def test_the_address_that_is_given_goes_before_the_environments(monkeypatch, capsys):
+def test_the_address_option_takes_precedence_over_the_environment(monkeypatch, capsys):
     """Ray's own client has it the other way round."""
     given, other = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
     for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
@@ -122,7 +122,7 @@ def test_the_address_that_is_given_goes_before_the_environments(monkeypatch, cap
     "arguments", [["status"], ["status", "--run", "x"], ["scale", "--rollout", "2"]]
 )
 @pytest.mark.parametrize("way", ["environment", "option"])
-def test_a_dashboards_url_will_do_for_status_and_scale(monkeypatch, way, arguments):
+def test_status_and_scale_accept_a_dashboard_url(monkeypatch, way, arguments):
     asked = []
     monkeypatch.setattr(
         dashboard,
@@ -139,7 +139,7 @@ def test_a_dashboards_url_will_do_for_status_and_scale(monkeypatch, way, argumen
 
 
 @pytest.mark.parametrize("given", [[], ["quickstart", "--set", "run_root=/data"]])
-def test_the_doctor_travels_with_the_files_of_a_run(monkeypatch, given):
+def test_the_doctor_job_gets_the_files_of_a_run(monkeypatch, given):
     """Before any run is there."""
     submitted = {}
 
@@ -157,7 +157,7 @@ def test_the_doctor_travels_with_the_files_of_a_run(monkeypatch, given):
     assert submitted == {"entrypoint": wanted, "has": True}
 
 
-def test_what_status_asks_may_be_refused_in_one_line(monkeypatch, capsys):
+def test_a_refused_status_request_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(
         dashboard,
         "job_client",
@@ -189,9 +189,7 @@ def scorer(key: str, settings: str) -> str:
         ),
     ],
 )
-def test_files_that_are_here_and_do_not_travel_are_refused(
-    tmp_path, monkeypatch, capsys, override, key
-):
+def test_local_files_that_are_not_sent_are_refused(tmp_path, monkeypatch, capsys, override, key):
     here = tmp_path / "here"
     (here / "weights" / "model").mkdir(parents=True)
     (here / "checkpoints").mkdir()
@@ -217,7 +215,7 @@ def test_files_that_are_here_and_do_not_travel_are_refused(
         scorer("scorers", "{checkpoint = 'shapes/clip'}"),
     ],
 )
-def test_files_that_nodes_have_are_not(monkeypatch, override):
+def test_files_on_the_nodes_are_accepted(monkeypatch, override):
     monkeypatch.chdir(ROOT)
     jobs.check_files_of_job(load("quickstart", [override]))
 
@@ -245,7 +243,7 @@ def test_weights_in_the_tree_are_not_sent(tmp_path, monkeypatch):
 # ---- the image
 
 
-def test_the_images_base_is_one_that_transformer_engine_can_be_built_on():
+def test_the_images_base_can_build_transformer_engine():
     """torch 2.13 is built for CUDA 13, so TransformerEngine takes its core for CUDA 13. Its binding
     wants a compiler, and the headers of CUDA, cuDNN and Python.
     """
@@ -262,7 +260,7 @@ def test_the_images_base_is_one_that_transformer_engine_can_be_built_on():
 
 
 @pytest.mark.parametrize("extras", ["", "ocr,gpu"])
-def test_the_images_commands_write_only_where_its_user_may(tmp_path, extras):
+def test_the_images_commands_write_only_to_paths_of_its_user(tmp_path, extras):
     """Those after USER, with a pip that shows what it is given. The image itself needs docker."""
     home, copied, tools = tmp_path / "home", tmp_path / "sol-rl", tmp_path / "bin"
     for folder in (home, copied, tools):
@@ -307,7 +305,7 @@ def test_the_images_commands_write_only_where_its_user_may(tmp_path, extras):
     ]
 
 
-def test_a_node_without_the_dependencies_says_so(tmp_path):
+def test_a_node_without_the_dependencies_is_reported(tmp_path):
     """A Python that was not set up for this project, such as the one that Ray was started from."""
     command = [sys.executable, "-S", "-m", "cluster", "doctor"]
     done = subprocess.run(
@@ -318,7 +316,7 @@ def test_a_node_without_the_dependencies_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", None])
-def test_what_listens_is_no_head_of_a_cluster(monkeypatch, capsys, answer):
+def test_a_listener_that_is_not_a_ray_head_is_refused(monkeypatch, capsys, answer):
     """Ray would ask it for minutes. ``None``: it accepts the connection and says nothing."""
     monkeypatch.setattr("cluster.jobs.live_runs.LISTENER_S", 0.5)
     monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was asked"))

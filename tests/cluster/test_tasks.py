@@ -7,7 +7,7 @@ import pytest
 from cluster.runtime.tasks import run_together
 
 
-def test_run_together_leaves_nobody_working():
+def test_run_together_cancels_all_tasks_after_a_failure():
     left = []
 
     async def slow() -> None:

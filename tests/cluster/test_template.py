@@ -54,7 +54,7 @@ def launch(
         return json.loads(told), (folder / "err").read_text()
 
 
-def test_a_fork_is_the_process_that_was_asked_for(ray_here, tmp_path):
+def test_a_fork_has_the_requested_process_properties(ray_here, tmp_path):
     """Ray kills a worker with its process group, and lowers its priority before it starts."""
     (made,) = template._running
     before = os.getpriority(os.PRIO_PROCESS, 0)
@@ -75,13 +75,13 @@ def test_a_fork_is_the_process_that_was_asked_for(ray_here, tmp_path):
     assert errors == "" and psutil.Process(told["parent"]).ppid() == made.pid
 
 
-def test_without_a_template_it_is_an_ordinary_process_and_says_so(tmp_path):
+def test_without_a_template_the_launcher_starts_a_new_process(tmp_path):
     told, errors = launch(tmp_path, str(tmp_path / "nobody"))
     assert told["imported"] == [] and told["arguments"] == ["--a", "b c"]
     assert errors.startswith(f"no fork from {tmp_path}/nobody: ") and errors.count("\n") == 1
 
 
-def test_it_ends_with_its_driver_and_leaves_nothing(tiny_sd3_dir, tmp_path, monkeypatch):
+def test_the_template_ends_with_its_driver(tiny_sd3_dir, tmp_path, monkeypatch):
     """A driver that is killed closes its end of the pipe, too. This one imports nothing first."""
     monkeypatch.setattr(template, "__name__", bare_template.__name__)
     made = Template(tiny_config(tiny_sd3_dir, tmp_path, "template"))
@@ -112,7 +112,7 @@ def descriptors(pid: int) -> int:
     return min(looks)
 
 
-def test_launchers_that_are_killed_neither_end_nor_keep_it(tiny_sd3_dir, tmp_path, monkeypatch):
+def test_killed_launchers_do_not_affect_the_template(tiny_sd3_dir, tmp_path, monkeypatch):
     """At any point of their request, and before its answer. Ray kills workers that it no longer
     needs.
     """
@@ -147,7 +147,7 @@ def main():
 """
 
 
-def test_one_that_cannot_import_leaves_no_folder(tiny_sd3_dir, tmp_path, monkeypatch):
+def test_a_template_that_cannot_import_leaves_no_folder(tiny_sd3_dir, tmp_path, monkeypatch):
     """Each actor then imports by itself, and says what is wrong."""
     (tmp_path / "cannot_import.py").write_text(CANNOT)
     monkeypatch.syspath_prepend(tmp_path)
@@ -159,7 +159,7 @@ def test_one_that_cannot_import_leaves_no_folder(tiny_sd3_dir, tmp_path, monkeyp
     assert (told["imported"], errors.count("\n")) == ([], 1)
 
 
-def test_each_ray_has_a_template_of_its_own_that_ends_with_it(tiny_sd3_dir, tmp_path, monkeypatch):
+def test_each_ray_instance_has_its_own_template(tiny_sd3_dir, tmp_path, monkeypatch):
     """What Ray's variables say of an actor is read once, when Ray is imported."""
     monkeypatch.setattr(template, "__name__", bare_template.__name__)
     made = Template(tiny_config(tiny_sd3_dir, tmp_path, "rays"))
@@ -175,7 +175,7 @@ def test_each_ray_has_a_template_of_its_own_that_ends_with_it(tiny_sd3_dir, tmp_
     assert "no fork from" in errors and told["imported"] == []
 
 
-def test_which_actors_are_forks(monkeypatch):
+def test_actors_on_cpus_are_forks(monkeypatch):
     config = load("quickstart", ["services.encoder.gpus=1"])
     assert template.runtime_env(config, "rollout") == {} or template._running
     monkeypatch.setattr(template, "_running", [type("Made", (), {"path": "/here"})])

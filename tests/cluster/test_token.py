@@ -42,7 +42,7 @@ def sol_rl(environment: dict[str, str], *arguments: str) -> subprocess.Completed
 
 
 @pytest.mark.slow
-def test_a_head_with_a_token_refuses_who_has_none_or_another(tiny_sd3_dir, tmp_path):
+def test_a_head_with_a_token_refuses_missing_and_wrong_tokens(tiny_sd3_dir, tmp_path):
     token, folder = secrets.token_hex(32), Path("/tmp") / f"sol-rl-token-{os.getpid()}"
     head = Head(folder, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
     try:

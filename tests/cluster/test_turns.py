@@ -104,7 +104,7 @@ def run(scene: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_never_both(seed):
+def test_rollout_actors_and_learner_are_never_on_the_gpu_together(seed):
     async def scene() -> Stand:
         stand, chance = Stand(seed), random.Random(seed)
         asked = [chance.choice(["explore", "update"]) for _ in range(40)]
@@ -121,7 +121,7 @@ def test_never_both(seed):
     run(scene)
 
 
-def test_the_learner_waits_until_all_that_was_asked_is_explored():
+def test_the_learner_waits_until_all_requested_chunks_are_explored():
     async def scene() -> None:
         stand = Stand()
         exploring = [asyncio.create_task(stand.ask("explore")) for _ in range(8)]
@@ -137,7 +137,7 @@ def test_the_learner_waits_until_all_that_was_asked_is_explored():
     run(scene)
 
 
-def test_a_checkpoint_waits_for_no_turn():
+def test_a_checkpoint_does_not_wait_for_a_turn():
     async def scene() -> None:
         stand = Stand()
         await stand.ask("explore")
@@ -148,7 +148,7 @@ def test_a_checkpoint_waits_for_no_turn():
     run(scene)
 
 
-def test_a_replaced_rollout_actor_comes_before_its_first_task():
+def test_a_replaced_rollout_actor_moves_to_the_gpu_before_its_first_task():
     async def scene() -> None:
         stand = Stand()
         member = stand.rollout.members[0]
@@ -162,7 +162,7 @@ def test_a_replaced_rollout_actor_comes_before_its_first_task():
     run(scene)
 
 
-def test_a_new_learner_comes_again_within_its_turn():
+def test_a_new_learner_moves_to_the_gpu_within_its_turn():
     async def scene() -> None:
         stand = Stand()
         await stand.ask("update")
@@ -174,7 +174,7 @@ def test_a_new_learner_comes_again_within_its_turn():
     run(scene)
 
 
-def test_out_of_turn_a_rollout_actor_does_not_come():
+def test_out_of_turn_a_rollout_actor_does_not_move_to_the_gpu():
     async def scene() -> None:
         stand = Stand()
         await stand.ask("update")
@@ -184,7 +184,7 @@ def test_out_of_turn_a_rollout_actor_does_not_come():
     run(scene)
 
 
-def test_a_learner_that_is_lost_as_it_leaves_is_told_to_who_explores():
+def test_losing_the_learner_at_the_end_of_its_turn_fails_waiting_explorations():
     async def scene() -> None:
         stand = Stand()
         await stand.ask("update")
@@ -203,7 +203,7 @@ def test_a_learner_that_is_lost_as_it_leaves_is_told_to_who_explores():
 
 
 @pytest.mark.parametrize("turns", range(1, 24))
-def test_who_is_cancelled_on_the_way_leaves_nobody_where_they_should_not_be(turns):
+def test_cancelling_a_turn_change_leaves_a_consistent_state(turns):
     async def scene() -> None:
         stand = Stand(turns)
         await stand.ask("update")
@@ -224,7 +224,7 @@ def test_who_is_cancelled_on_the_way_leaves_nobody_where_they_should_not_be(turn
 @pytest.mark.parametrize(
     "leaving", [BOTH, {"services__learner__between_turns": "host"}], ids=["both", "learner"]
 )
-def test_a_run_has_the_bits_of_one_whose_weights_stay(tiny_sd3_dir, tmp_path, leaving, monkeypatch):
+def test_turns_do_not_change_the_bits_of_a_run(tiny_sd3_dir, tmp_path, leaving, monkeypatch):
     away, sides = set[str](), {LearnerActor: "learner", RolloutActor: "rollout"}
     moved = list[int]()
 
@@ -270,7 +270,7 @@ def test_a_run_has_the_bits_of_one_whose_weights_stay(tiny_sd3_dir, tmp_path, le
         assert {k: row[k] for k in same} == {k: plain.rows[index][k] for k in same}
 
 
-def test_out_of_turn_the_actors_themselves_refuse(tiny_sd3_dir, tmp_path):
+def test_actors_refuse_calls_out_of_turn(tiny_sd3_dir, tmp_path):
     config = tiny_config(tiny_sd3_dir, tmp_path, "refused", **BOTH)
     fetch: Any = list
     learner = LearnerActor(config.model_dump(mode="json"), str(tmp_path), fetch=fetch)
@@ -294,14 +294,14 @@ def test_out_of_turn_the_actors_themselves_refuse(tiny_sd3_dir, tmp_path):
         ({"lora__base": "int8"}, "learner.between_turns: 'host' with lora.base = 'int8'"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(tiny_sd3_dir, tmp_path, changes, line):
+def test_incompatible_settings_of_between_turns_are_refused(tiny_sd3_dir, tmp_path, changes, line):
     with pytest.raises(ConfigError, match=line):
         tiny_config(tiny_sd3_dir, tmp_path, "refused", **BOTH, **changes)
 
 
 @pytest.mark.slow  # the same losses are in virtual time in ``tests.simulator.test_turns``
 @pytest.mark.timeout(900)  # two processes are started again
-def test_losses_on_the_way_change_nothing(undisturbed, tiny_sd3_dir, tmp_path):
+def test_losses_during_turns_change_nothing(undisturbed, tiny_sd3_dir, tmp_path):
     """A rollout actor dies in its turn, the learner in its own; both begin without the GPU again,
     and no actor was asked for anything out of turn, which would have ended the run.
     """

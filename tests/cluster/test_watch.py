@@ -63,7 +63,7 @@ def test_nodes_that_refuse_or_swallow_connections_are_lost_and_others_are_not():
         asyncio.run(main(silent, alive))
 
 
-def test_a_node_that_answers_again_is_no_longer_lost():
+def test_a_node_that_answers_again_is_not_lost():
     async def main() -> None:
         address = refusing()
         watch = await watched(node=address)
@@ -79,7 +79,7 @@ def test_a_node_that_answers_again_is_no_longer_lost():
     asyncio.run(main())
 
 
-def test_what_ray_gives_up_is_lost_at_once_and_watched_no_more():
+def test_a_node_that_ray_reports_dead_is_lost_and_no_longer_watched():
     async def main(address: tuple[str, int]) -> None:
         watch = await watched(node=address)
         watch.set_addresses({})
@@ -93,7 +93,7 @@ def test_what_ray_gives_up_is_lost_at_once_and_watched_no_more():
 
 
 @pytest.mark.parametrize(("failure", "count"), [(Reply.NONE, TRIES), (Reply.REFUSED, REFUSALS)])
-def test_failures_must_follow_each_other(monkeypatch, failure, count):
+def test_only_consecutive_failures_count(monkeypatch, failure, count):
     """A driver that slept, or a packet that was lost, is no loss of a node."""
     answers = iter([*[failure] * (count - 1), Reply.TAKEN] * 5 + [failure] * count)
     lost_before: list[set[str]] = []  # each answer
@@ -126,7 +126,7 @@ def test_without_a_limit_nothing_is_watched():
     asyncio.run(main())
 
 
-def test_one_that_is_closed_while_it_pauses_leaves_no_error_behind():
+def test_a_watch_closed_during_a_pause_raises_nothing():
     """A refusal is there at once, and the watch then pauses: it may be closed meanwhile."""
     complaints: list[str] = []
 
@@ -145,7 +145,7 @@ def test_one_that_is_closed_while_it_pauses_leaves_no_error_behind():
     assert complaints == []
 
 
-def test_a_driver_without_a_free_descriptor_loses_nobody_and_goes_on_watching(monkeypatch):
+def test_without_free_file_descriptors_no_node_counts_as_lost(monkeypatch):
     left = 2 * TRIES
     real = socket.socket
 

@@ -73,14 +73,14 @@ def publish(rollout, asked) -> None:
     asyncio.run(WeightChannel(lambda *args, **fields: None).publish(3, learner(asked), rollout))
 
 
-def test_the_learner_packs_for_what_the_explorers_run():
+def test_the_learner_packs_in_the_rollout_actors_format():
     asked = []
     publish(explorers("fp8", "fp8"), asked)
     publish(explorers(None), asked)
     assert asked == [(3, "fp8", None), (3, None, None)]
 
 
-def test_what_was_chosen_and_why_is_said_once_in_a_run():
+def test_the_chosen_backend_is_reported_once():
     async def run() -> list[tuple]:
         events = []
         channel = WeightChannel(lambda name, **fields: events.append((name, fields)))
@@ -97,7 +97,7 @@ def test_what_was_chosen_and_why_is_said_once_in_a_run():
     assert [fields["backend"] for _, fields in events[1:]] == ["fp8", "fp8", "fp8", "bf16"]
 
 
-def test_a_run_goes_on_in_the_precision_it_began_in():
+def test_a_resumed_run_keeps_its_precision():
     """Continued on better GPUs, ``auto`` would take another: every version must be ranked by the
     same arithmetic.
     """
@@ -130,7 +130,7 @@ def test_a_run_goes_on_in_the_precision_it_began_in():
         asyncio.run(run(explorers("bf16", runs=("fp32", "bf16")), asked))
 
 
-def test_explorers_that_differ_end_the_run_before_anything_is_published():
+def test_rollout_actors_with_different_backends_end_the_run_before_publishing():
     asked = []
     with pytest.raises(
         RunFailed,
@@ -140,7 +140,7 @@ def test_explorers_that_differ_end_the_run_before_anything_is_published():
     assert asked == []
 
 
-def test_a_replacement_on_another_kind_of_gpu_is_noticed():
+def test_a_replacement_on_another_kind_of_gpu_is_refused():
     async def run() -> None:
         channel = WeightChannel(lambda *args, **fields: None)
         rollout = explorers("te_nvfp4", "te_nvfp4")
@@ -156,7 +156,7 @@ def test_a_replacement_on_another_kind_of_gpu_is_noticed():
 @pytest.mark.parametrize(
     ("cold", "warm_up_s", "lost"), [(True, 30.0, False), (True, 0.0, True), (False, 30.0, True)]
 )
-def test_a_cold_actor_has_longer(cold, warm_up_s, lost):
+def test_a_compiling_actor_has_a_longer_deadline(cold, warm_up_s, lost):
     """A unit of half a second against a deadline of a tenth."""
 
     async def run() -> int:
@@ -176,7 +176,7 @@ def test_a_cold_actor_has_longer(cold, warm_up_s, lost):
         assert asyncio.run(run()) == 7
 
 
-def test_it_is_warm_after_its_first_unit():
+def test_the_deadline_is_normal_after_the_first_task():
     async def run() -> Member:
         outcomes = Outcomes("rollout", Service(), lambda *args, **fields: None, stateful=False)
         member, pending = Member(0), PendingTask(Task("chunk"), Call("explore", (), {}))
@@ -188,7 +188,7 @@ def test_it_is_warm_after_its_first_unit():
     assert not asyncio.run(run()).cold
 
 
-def test_what_differs_between_two_versions_is_found_once_for_all_explorers(monkeypatch):
+def test_the_difference_between_versions_is_computed_once(monkeypatch):
     """Not for each of a thousand: it goes through all tensors. A new one gets all there is."""
     found: list[tuple[int | None, int]] = []
     real = Manifest.changed_since
@@ -212,7 +212,7 @@ def test_what_differs_between_two_versions_is_found_once_for_all_explorers(monke
     assert found == [(None, 0), (None, 0), (0, 1), (0, 1), (None, 1)]
 
 
-def test_with_exploring_ahead_a_worker_gets_the_version_that_its_chunk_names():
+def test_with_explore_ahead_an_actor_loads_the_version_of_its_chunk():
     """Two versions are held; publishing changes nobody's weights; the version before the last two
     is gone.
     """
@@ -245,7 +245,7 @@ def test_with_exploring_ahead_a_worker_gets_the_version_that_its_chunk_names():
     asyncio.run(run())
 
 
-def test_only_what_changed_is_fetched_and_sent():
+def test_only_changed_shards_are_fetched_and_sent():
     """Two shards that stay and two of which one changes: from the second version on one is fetched
     and sent, except to an actor that is new or has weights that nobody remembers.
     """
@@ -291,7 +291,7 @@ def test_only_what_changed_is_fetched_and_sent():
     ]  # fmt: skip
 
 
-def test_another_precision_is_loaded_with_time_to_build_it():
+def test_loading_another_precision_has_a_longer_deadline():
     """The same version in another precision is another thing; who builds its denoiser anew may take
     as long as at the start.
     """
@@ -307,7 +307,7 @@ def test_another_precision_is_loaded_with_time_to_build_it():
     asyncio.run(run())
 
 
-def test_what_every_explorer_can_run():
+def test_only_backends_that_all_rollout_actors_support_are_chosen():
     rollout = explorers("fp8", "fp8", None)
     for member, runs in zip(rollout.members, [("fp8", "bf16"), ("bf16", "fp32")], strict=False):
         member.info = replace(member.info, runs=runs)
@@ -315,7 +315,7 @@ def test_what_every_explorer_can_run():
     assert common_backends(explorers(None)) == set()
 
 
-def test_a_resumed_run_ranks_with_what_it_began_with(ray_here, tiny_sd3_dir, tmp_path):
+def test_a_resumed_run_explores_with_its_first_backend(ray_here, tiny_sd3_dir, tmp_path):
     """As when the first iteration ran on GPUs whose ``auto`` is FP8: the second explores in FP8
     too, where ``auto`` would emulate NVFP4.
     """

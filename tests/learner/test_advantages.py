@@ -15,7 +15,7 @@ RULE = Advantages(std="global", eps=1e-4)
 GROUPS = [np.array([1.0, 3.0]), np.array([0.0, 0.0]), np.array([2.0, 6.0, 4.0])]
 
 
-def test_global_std_by_hand():
+def test_advantages_with_global_std():
     """All seven rewards: mean 16/7, mean square 66/7, so the variance is 66/7 - 256/49 = 206/49."""
     values, metrics = advantages(GROUPS, Advantages(std="global", eps=0.5))
     std = np.sqrt(206) / 7
@@ -27,13 +27,13 @@ def test_global_std_by_hand():
     assert metrics == {"zero_std_ratio": 1 / 3}
 
 
-def test_group_std_by_hand():
+def test_advantages_with_group_std():
     values, _ = advantages(GROUPS, Advantages(std="group", eps=1e-4))
     np.testing.assert_allclose(values[0], np.array([-1, 1]) / 1.0001, rtol=1e-6)
     np.testing.assert_allclose(values[2], np.array([-2, 2, 0]) / (np.sqrt(8 / 3) + 1e-4), rtol=1e-6)
 
 
-def test_a_group_of_equal_rewards_is_exactly_zero_though_its_mean_is_rounded():
+def test_equal_rewards_give_exactly_zero_advantages():
     rewards = np.full(3, 0.1, np.float32)
     values, metrics = advantages([rewards, np.array([0.0, 1.0])], RULE)
     assert values[0].tolist() == [0.0] * 3 and metrics["zero_std_ratio"] == 0.5
@@ -42,12 +42,12 @@ def test_a_group_of_equal_rewards_is_exactly_zero_though_its_mean_is_rounded():
 
 
 @pytest.mark.parametrize("bad", [[np.nan, 1.0], [np.inf, 1.0], []])
-def test_missing_rewards_never_enter(bad):
+def test_missing_rewards_are_ignored(bad):
     with pytest.raises(ValueError, match="group 1"):
         advantages([np.array([0.0, 1.0]), np.array(bad)], RULE)
 
 
-def test_no_groups():
+def test_no_groups_are_refused():
     with pytest.raises(ValueError, match="at least one prompt"):
         advantages([], RULE)
 

@@ -42,7 +42,7 @@ def watched(trainer: Trainer) -> list[tuple[str, bool]]:
     return seen
 
 
-def test_only_the_block_and_only_on_cuda():
+def test_cudnn_attention_is_disabled_only_within_the_context_on_cuda():
     with without_cudnn_attention(torch.device("cpu")):
         assert allowed()
     with pytest.raises(KeyError), without_cudnn_attention(CUDA):
@@ -52,7 +52,7 @@ def test_only_the_block_and_only_on_cuda():
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_an_update_forward_and_backward_and_what_is_computed_again(tiny_sd3_dir, recomputed):
+def test_cudnn_attention_is_disabled_in_all_passes_of_an_update(tiny_sd3_dir, recomputed):
     trainer = tiny_trainer(tiny_sd3_dir, optimizer={"gradient_checkpointing": recomputed})
     seen = watched(trainer)
     trainer.update(0, tiny_groups(1))
@@ -61,7 +61,7 @@ def test_an_update_forward_and_backward_and_what_is_computed_again(tiny_sd3_dir,
 
 
 @pytest.mark.parametrize(("objective", "wanted"), [("diffusion_nft", True), ("flow_grpo", False)])
-def test_merged_weights_take_what_torch_takes_and_paths_what_training_takes(
+def test_merged_weights_use_any_attention_and_paths_that_of_training(
     tiny_sd3_dir, objective, wanted
 ):
     trainer = tiny_trainer(tiny_sd3_dir, objective={"name": objective})

@@ -10,7 +10,7 @@ from learner.audit import agreement
 from rewards.combine import rank
 
 
-def test_agreement_by_hand():
+def test_agreement_of_known_rankings():
     proxy = np.array([1.0, 2.0, 3.0, 4.0])
     # one of six pairs swapped: tau = (5 - 1) / 6; rho = 1 - 6 * 2 / (4 * 15)
     full = np.array([1.0, 3.0, 2.0, 4.0])
@@ -26,12 +26,12 @@ def test_agreement_by_hand():
 @pytest.mark.parametrize(
     ("proxy", "full"), [([1.0], [2.0]), ([1.0, 1.0], [1.0, 2.0]), ([1.0, 2.0], [3.0, 3.0])]
 )
-def test_nothing_to_rank_is_nan(proxy, full):
+def test_agreement_without_a_ranking_is_nan(proxy, full):
     assert all(np.isnan(value) for value in agreement(np.array(proxy), np.array(full)).values())
 
 
 @given(st.lists(st.tuples(st.integers(-4, 4), st.integers(-4, 4)), min_size=2, max_size=96))
-def test_agreement_with_ties_is_scipys(pairs):
+def test_agreement_with_ties_equals_scipy(pairs):
     """Tau to the bit, as both count pairs; rho to the roundings of 96 sums, and with the bits of
     numpy's correlation of the ranks.
     """

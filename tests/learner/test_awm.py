@@ -46,7 +46,7 @@ def ghuber(e: float, power: float = 0.25) -> float:
         ("ghuber", ghuber(0.5), ghuber(2.0)),
     ],
 )
-def test_loss_by_hand(weighting, current, old):
+def test_loss_of_known_values(weighting, current, old):
     """log p = -w: the ratio is exp(w_old - w). A = 5/2 of c = 5: A' = 1/2; the ratio stays below
     the clip at 1 + 10. loss = -ratio / 2 + 1/4 * 1 + 1/2 * 2.
     """

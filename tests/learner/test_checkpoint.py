@@ -39,7 +39,7 @@ class Kill(BaseException):
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_two_and_two_iterations_are_four_bit_by_bit(tiny_sd3_dir, tmp_path, steps):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tiny_sd3_dir, tmp_path, steps):
     settings = {
         "optimizer": {
             "lr": 1e-2,
@@ -83,7 +83,7 @@ def test_files_are_safetensors_and_json(tiny_sd3_dir, tmp_path):
     assert identical(everything(trainer), everything(fresh))
 
 
-def test_loading_what_does_not_fit_changes_nothing(tiny_sd3_dir, tmp_path):
+def test_loading_a_mismatched_checkpoint_changes_nothing(tiny_sd3_dir, tmp_path):
     trainer = tiny_trainer(tiny_sd3_dir)
     trainer.update(0, tiny_groups())
     trainer.save(tmp_path / "step_000001", {})
@@ -107,7 +107,7 @@ def test_loading_what_does_not_fit_changes_nothing(tiny_sd3_dir, tmp_path):
         assert "\n" not in str(caught.value)
 
 
-def test_moments_that_are_not_there_are_missed(tiny_sd3_dir, tmp_path):
+def test_missing_optimizer_moments_are_detected(tiny_sd3_dir, tmp_path):
     """Without them AdamW would start afresh, and nothing would fail."""
     trainer = tiny_trainer(tiny_sd3_dir)
     trainer.update(0, tiny_groups())
@@ -147,7 +147,7 @@ def test_round_trip_is_bit_exact(tmp_path):
     assert torch.equal(files["adapter"]["a"], TENSORS["adapter"]["a"])
 
 
-def test_one_that_a_kill_left_replaced_is_found(tmp_path):
+def test_a_checkpoint_left_under_its_replaced_name_is_found(tmp_path):
     rundir = SimpleNamespace(path=tmp_path, checkpoints=tmp_path)
     for step in (9, 10):
         write(step_directory(tmp_path, step), TENSORS, {})
@@ -157,7 +157,7 @@ def test_one_that_a_kill_left_replaced_is_found(tmp_path):
         find(rundir, 3)
 
 
-def test_the_latest_is_the_highest_whole_step(tmp_path):
+def test_the_latest_checkpoint_is_the_highest_complete_step(tmp_path):
     assert latest_checkpoint(tmp_path) is None and latest_checkpoint(tmp_path / "absent") is None
     for step in (2, 10, 1_000_000):
         write(step_directory(tmp_path, step), TENSORS, {})
@@ -172,7 +172,7 @@ def test_the_latest_is_the_highest_whole_step(tmp_path):
         prune(tmp_path, 0)
 
 
-def test_damage_is_noticed(tmp_path):
+def test_damaged_checkpoints_are_detected(tmp_path):
     path = tmp_path / "step_000001"
     with pytest.raises(CheckpointError, match="cannot be read: No such file"):
         read(path)
@@ -215,7 +215,7 @@ def dying_after(monkeypatch, calls: int, error: type[BaseException]) -> list[int
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step again"])
-def test_killed_at_any_instant_the_last_checkpoint_is_whole(tmp_path, monkeypatch, again):
+def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path, monkeypatch, again):
     """Die before each disk-changing call of write and prune in turn; afterwards old or new can be
     read, and writing goes on.
     """
@@ -245,7 +245,7 @@ def test_killed_at_any_instant_the_last_checkpoint_is_whole(tmp_path, monkeypatc
     assert calls > 5 and outcomes == {"old", "new"}
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(tmp_path):
+def test_a_full_disk_keeps_the_last_checkpoint_and_is_reported(tmp_path):
     """A limit on file size makes write(2) itself fail, as a full disk does."""
     write(step_directory(tmp_path, 1), TENSORS, {"value": "old"})
     big = {"adapter": {"a": torch.zeros(100_000)}}
@@ -268,7 +268,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(tmp_path):
     assert read(latest_checkpoint(tmp_path))[1]["value"] == "new"
 
 
-def test_a_first_checkpoint_that_fails_says_there_is_none(tmp_path):
+def test_a_failed_first_checkpoint_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="there is no earlier checkpoint"):
         write(tmp_path / "file" / "step_000001", TENSORS, {})

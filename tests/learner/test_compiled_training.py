@@ -82,7 +82,7 @@ def test_compiled_gradients_are_as_near_to_exact_ones_as_eager_ones(tiny_sd3_dir
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-def test_a_ratio_does_not_see_which_graph_a_velocity_is_of(tiny_sd3_dir):
+def test_a_ratio_does_not_depend_on_the_compiled_graph(tiny_sd3_dir):
     """Equal weights have equal velocities with and without gradients, where each graph rounds as
     eager passes do: one rounding that is left out shows as U.
     """

@@ -23,7 +23,7 @@ def test_steps_have_equal_numbers_to_one(total, steps, even, seed):
 
 
 @given(st.integers(2, 300), st.integers(2, 9), st.integers(0, 99), st.data())
-def test_an_even_deal_is_even_in_every_run_of_samples(total, steps, seed, data):
+def test_an_even_assignment_is_even_in_every_run_of_samples(total, steps, seed, data):
     dealt = StepAssignment(steps, True).assign(total, seed)
     first = data.draw(st.integers(0, total - 1))
     last = data.draw(st.integers(first + 1, total))
@@ -31,14 +31,14 @@ def test_an_even_deal_is_even_in_every_run_of_samples(total, steps, seed, data):
     assert counts.max() - counts.min() <= (1 if first % min(steps, total) == 0 else 2)
 
 
-def test_an_even_deal_is_still_random():
+def test_an_even_assignment_is_random():
     """Of 2,000 pairs about half are dealt the other way round: 5 standard deviations are 112."""
     dealt = StepAssignment(2, True).assign(4000, 1)
     assert abs(dealt[::2].sum() - 1000) < 112
     assert not np.array_equal(dealt, StepAssignment(2, True).assign(4000, 2))
 
 
-def test_a_random_deal_is_a_permutation_cut_into_steps():
+def test_a_random_assignment_is_a_split_permutation():
     """The stream that runs have been dealt by since their first version."""
     order = np.random.Generator(np.random.Philox(key=7)).permutation(50)
     dealt = StepAssignment(3).assign(50, 7)
@@ -46,7 +46,7 @@ def test_a_random_deal_is_a_permutation_cut_into_steps():
         assert np.array_equal(np.flatnonzero(dealt == step), np.sort(part))
 
 
-def test_a_deal_is_that_of_the_settings():
+def test_the_assignment_follows_the_settings():
     assert StepAssignment.of(Optimizer(steps_per_iteration=3)) == StepAssignment(3, False)
     assert StepAssignment.of(Optimizer(steps_per_iteration=2, deal="even")) == StepAssignment(
         2, True
@@ -61,12 +61,12 @@ def test_a_deal_is_that_of_the_settings():
         (3, 3, "samples", [0, 0, 1, 1, 2, 2]),
     ],
 )
-def test_owners(prompts, replicas, share, wanted):
+def test_samples_have_the_owners_of_the_shared_update(prompts, replicas, share, wanted):
     """As ``tests/cluster/test_sharing.py`` compares with what replicas are sent."""
     assert owners(prompts, 2, replicas, share).tolist() == wanted
 
 
-def test_what_replicas_wait_for_by_hand():
+def test_waiting_of_two_replicas_is_known():
     """Two replicas with 4 samples each, 4 steps of 2: a step lasts 2 where one has both of its
     samples, 1 where each has one.
     """
@@ -81,7 +81,7 @@ def test_what_replicas_wait_for_by_hand():
 
 @pytest.mark.parametrize("share", ["prompts", "samples"])
 @pytest.mark.parametrize(("replicas", "least"), [(8, 1.1), (48, 1.3)])
-def test_replicas_wait_for_each_other_unless_the_deal_is_even(replicas, least, share):
+def test_replicas_wait_for_each_other_unless_the_assignment_is_even(replicas, least, share):
     """48 prompts of 24 samples, two steps, as FlowGRPO's presets have them."""
     assert Waiting(24, StepAssignment(2)).longer(48, replicas, share) > least
     assert Waiting(24, StepAssignment(2, True)).longer(48, replicas, share) == 1.0

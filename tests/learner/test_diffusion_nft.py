@@ -26,7 +26,7 @@ def random_points(count: int = 6, latent: tuple[int, ...] = (2, 3), seed: int = 
     return objective.points({"latents": samples}, torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0]), rng)
 
 
-def test_loss_by_hand():
+def test_loss_of_known_values():
     """x_t = (1, 2), x0 = (0, 1), t = 1/2, v = (2, 0), old = (0, 2), ref = (1, 1); b = 1/2, c = 2, A
     = 1, kl = 1/4.
 
@@ -52,7 +52,7 @@ def test_loss_by_hand():
     assert loss.dtype == torch.float64
 
 
-def test_the_weight_has_a_floor():
+def test_the_adaptive_weight_has_a_floor():
     """A residual of 1e-6 everywhere: squares mean 1e-12 over the floor 1e-5, not over 1e-6; c = 5,
     b = 1, A = 5: loss 5 L+.
     """
@@ -105,7 +105,7 @@ def test_gradient_at_the_old_policy_is_the_closed_form():
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
-def test_gradient_by_finite_differences_with_the_weight_held_still():
+def test_gradient_by_finite_differences_with_constant_weights():
     """Central differences of a float64 loss of degree 2 in v (weights frozen at v) are exact up to
     rounding: 1e-16 / 1e-3 = 1e-13.
 
@@ -179,7 +179,7 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_points():
     assert sum(losses).item() / 6 == pytest.approx(whole.item(), rel=1e-7)
 
 
-def test_the_reference_is_asked_for_only_where_it_is_used():
+def test_the_reference_is_evaluated_only_if_it_is_used():
     assert build_objective(DiffusionNFTSettings()).policies == ("current", "old", "ref")
     assert build_objective(DiffusionNFTSettings(kl=0)).policies == ("current", "old")
     assert build_objective(DiffusionNFTSettings(kl=0), measure_kl=True).policies == (
@@ -212,6 +212,6 @@ def test_points_lie_on_the_path_at_times_of_the_schedule():
     assert torch.equal(again.sigma, points.sigma)
 
 
-def test_more_times_than_the_schedule_has():
+def test_more_times_than_steps_repeat_them():
     times = draw_times(torch.tensor([1.0, 0.5, 0.0]), 4, 5, np.random.default_rng(0))
     assert times.shape == (4, 5) and all(2 <= row.count(1.0) <= 3 for row in times.tolist())

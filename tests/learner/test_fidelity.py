@@ -46,7 +46,7 @@ def test_reversed_ranking():
     assert np.allclose(found["contrast12"], -1)
 
 
-def test_independent_rankings_stand_in_the_middle():
+def test_independent_rankings_have_middle_agreement():
     prompts = 2000
     found = per_prompt(rewards(1, prompts), rewards(2, prompts))
     chance = no_information(N)
@@ -64,7 +64,7 @@ def test_independent_rankings_stand_in_the_middle():
     assert found["spearman_rho"].mean() == pytest.approx(0, abs=5 * np.sqrt(1 / (N - 1) / prompts))
 
 
-def test_correlations_are_scipys_with_ties():
+def test_correlations_with_ties_equal_scipy():
     rng = np.random.default_rng(3)
     truth = rng.integers(0, 6, (P, N)).astype(float)
     proxy = truth + rng.integers(-2, 3, (P, N))
@@ -138,6 +138,6 @@ def test_rows_of_an_uneven_density_sum_to_one():
         (np.zeros((2, 16)), np.zeros((2, 16)), "overlap"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(proxy, truth, said):
+def test_invalid_measurements_are_refused(proxy, truth, said):
     with pytest.raises(ValueError, match=said):
         per_prompt(proxy, truth)

@@ -70,7 +70,7 @@ def seen(two: Path, scene: str, rank: int) -> tuple[dict[str, Any], dict[str, to
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_two_replicas_are_one_learner_but_for_the_order_of_sums(two, tiny_sd3_dir, objective):
+def test_two_replicas_equal_one_learner_up_to_the_order_of_sums(two, tiny_sd3_dir, objective):
     """Seven samples here and two there, six optimizer steps.
 
     A gradient is a sum over points in float32. Its terms are added in another order, and batches of
@@ -107,7 +107,7 @@ def test_two_replicas_are_one_learner_but_for_the_order_of_sums(two, tiny_sd3_di
     assert objective != "flow_grpo" or all(row["loss/clip_share"] == 0 for row in metrics)
 
 
-def test_replicas_that_share_samples_are_one_learner_too(two, tiny_sd3_dir):
+def test_replicas_that_share_samples_equal_one_learner(two, tiny_sd3_dir):
     """Four samples here and five there, of the second prompt one each; the bound is that above. The
     training points of a sample come from its place in its prompt, on any replica, so that the
     metrics are those of one learner.
@@ -128,7 +128,7 @@ def test_replicas_that_share_samples_are_one_learner_too(two, tiny_sd3_dir):
 @pytest.mark.parametrize(
     "objective", ["diffusion_nft", pytest.param("flow_grpo", marks=pytest.mark.slow)]
 )
-def test_a_base_in_shards_changes_no_bit(two, tiny_sd3_dir, tmp_path, objective):
+def test_a_sharded_base_does_not_change_bits(two, tiny_sd3_dir, tmp_path, objective):
     """Metrics, images with every kind of weights, what is published and two updates: those of two
     replicas that hold all of it, bit for bit, as what is gathered are the same bits. The replicas
     have three images and twelve to draw, and unequal numbers of batches to train on. Each holds
@@ -155,7 +155,7 @@ def test_a_base_in_shards_changes_no_bit(two, tiny_sd3_dir, tmp_path, objective)
         assert len(set(parts["drawn"])) == 3 and seen(two, objective, 0)[0]["probed"]
 
 
-def test_a_failure_with_a_base_in_shards(two):
+def test_failures_with_a_sharded_base_are_reported(two):
     """A loss that is not finite is said once all turns are taken, on both; different weights are
     noticed before a pass; a replica that dies within one is noticed by the other.
     """
@@ -173,7 +173,7 @@ def test_a_failure_with_a_base_in_shards(two):
         assert said.endswith("for different weights: old, merged, ema, merged")
 
 
-def test_what_one_replica_alone_would_learn_is_far_away(tiny_sd3_dir):
+def test_one_replica_alone_learns_something_else(tiny_sd3_dir):
     """The bound above can fail: without the other's two samples, the weights are a hundred bounds
     apart.
     """
@@ -189,7 +189,7 @@ def test_what_one_replica_alone_would_learn_is_far_away(tiny_sd3_dir):
     assert apart > 100 * bound_of("diffusion_nft", metrics)
 
 
-def test_a_failure_on_one_is_taken_back_and_said_on_both(two):
+def test_a_failure_of_one_replica_is_rolled_back_and_reported_on_both(two):
     (first, one), (second, other) = seen(two, "not_finite", 0), seen(two, "not_finite", 1)
     assert first["unchanged"] and second["unchanged"]
     assert first["said"].startswith(
@@ -226,14 +226,14 @@ def test_a_dead_replica_is_noticed(two):
     assert note["said"].startswith("replica 0 of 2 lost the others while ") and note["unchanged"]
 
 
-def test_nobody_answers_where_nobody_listens():
+def test_a_missing_rendezvous_is_reported():
     store, port = open_store("127.0.0.1", 5)
     del store
     with pytest.raises(GroupBroken, match=f"no answer at 127.0.0.1:{port}"):
         reach_store("127.0.0.1", port, 0.2)
 
 
-def test_the_rendezvous_is_open_on_its_own_address_alone():
+def test_the_rendezvous_listens_on_one_address_only():
     store, port = open_store("127.0.0.1", 5)
     reach_store("127.0.0.1", port, 5).set("word", "here")
     assert store.get("word") == b"here"
@@ -241,7 +241,7 @@ def test_the_rendezvous_is_open_on_its_own_address_alone():
         reach_store("127.0.0.2", port, 0.2)  # the same machine, another address
 
 
-def test_alone_nothing_is_added_and_nobody_is_waited_for():
+def test_a_single_replica_neither_sums_nor_waits():
     alone, tensor = Replicas(), torch.tensor([0.1, -0.0, 3e38])
     before = tensor.clone()
     alone.all_reduce([tensor])

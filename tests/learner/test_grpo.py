@@ -37,7 +37,7 @@ def one_step(x_next: float, stored: float = 0.0) -> Points:
     ("advantage", "policy"),
     [(2.0, -2 * math.exp(-0.65625)), (-2.0, 2 * 0.9), (70.0, -5 * math.exp(-0.65625))],
 )
-def test_a_flow_grpo_step_by_hand(advantage, policy):
+def test_a_flow_grpo_step_with_known_values(advantage, policy):
     """eta 1 gives g = 1, std 1/2 and mean = 3/4 x - 3/8 v = 3/2 - 3/8 v. Velocities 3, 2, 1: means
     3/8, 3/4, 9/8. x_next = 1: z = 5/4 and 1/2, so log p - log p_old = -(25/16 - 1/4) / 2 = -0.65625
     and the ratio is 0.519, below 1 - e = 0.9. KL = (3/4)^2 / (2 g^2) = 0.28125. Advantages are
@@ -62,7 +62,7 @@ def test_a_flow_grpo_step_by_hand(advantage, policy):
     assert loss.item() == pytest.approx(policy + 0.5 * 0.28125, rel=1e-12)
 
 
-def test_a_dance_grpo_step_by_hand():
+def test_a_dance_grpo_step_with_known_values():
     """eta 1/2: g^2 = 1/4, std 1/4, mean = 2 (1 - 1/16) - (1 + 1/8) / 4 v = 1.875 - 0.28125 v; v =
     3, 2: 1.03125 and 1.3125. x_next = 1.3125: z = 1.125 and 0: ratio exp(-0.6328125); inside e =
     0.9 nothing is clipped.
@@ -180,7 +180,7 @@ def test_a_path_of_another_schedule_is_refused():
         )
 
 
-def test_what_follows_from_the_objective():
+def test_settings_follow_from_the_objective():
     flow = build_objective(FlowGRPOSettings())
     dance = build_objective(DanceGRPOSettings(shared_noise=True))
     assert (flow.path_solver.name, flow.path_solver.eta) == ("flow_sde", 0.7)

@@ -55,7 +55,7 @@ def test_a_non_finite_loss_names_the_module(tiny_sd3_dir, tmp_path):
     assert error.module == "transformer_blocks.1.ff.net.2"
 
 
-def test_an_old_policy_that_is_not_finite_is_told_from_the_current_one(tiny_sd3_dir, tmp_path):
+def test_a_non_finite_old_policy_is_distinguished_from_the_current_one(tiny_sd3_dir, tmp_path):
     trainer = tiny_trainer(tiny_sd3_dir, tmp_path)
     layer = dict(trainer.transformer.named_modules())["transformer_blocks.0.attn.to_q"]
     layer.lora_B["old"].weight.data[0, 0] = float("inf")
@@ -82,7 +82,7 @@ def test_a_non_finite_gradient_names_its_module(tiny_sd3_dir, tmp_path, value):
     )
 
 
-def test_a_step_that_overflows_is_taken_back(tiny_sd3_dir, tmp_path):
+def test_an_overflowing_step_is_rolled_back(tiny_sd3_dir, tmp_path):
     """As a learning rate far out of bounds would make it; torch refuses a step size beyond float32
     itself.
     """
@@ -101,7 +101,7 @@ def test_a_step_that_overflows_is_taken_back(tiny_sd3_dir, tmp_path):
     assert error.module == name
 
 
-def test_a_failure_in_the_second_step_takes_back_the_first(tiny_sd3_dir, tmp_path):
+def test_a_failure_in_the_second_step_rolls_back_the_first(tiny_sd3_dir, tmp_path):
     trainer = tiny_trainer(
         tiny_sd3_dir, tmp_path, optimizer={"lr": 1e-2, "steps_per_iteration": 2, "batch_size": 100}
     )

@@ -111,7 +111,7 @@ def test_a_sample_does_not_depend_on_the_others(tiny_sd3_dir):
     assert not np.array_equal(other[:, 1], whole["states"][:, 1])
 
 
-def test_one_noise_for_a_group(tiny_sd3_dir):
+def test_a_group_can_share_one_noise(tiny_sd3_dir):
     objective = {"name": "dance_grpo", "shared_noise": True}
     trainer, cond = on_policy(tiny_sd3_dir, objective, arm="diffusionnft"), tiny_groups(1)[0].cond
     assert shared_start(trainer.config, SEEDS) == SEEDS[0]
@@ -129,7 +129,7 @@ def test_one_noise_for_a_group(tiny_sd3_dir):
 
 @pytest.mark.parametrize("start", [None, 99])
 @pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo"])
-def test_explored_paths_are_those_that_are_trained_on(tiny_sd3_dir, name, start):
+def test_explored_paths_equal_the_trained_ones(tiny_sd3_dir, name, start):
     """In FP32 and as many steps: the regenerated latents up to the rounding of merged weights, 1e-6
     through 4 steps; 1e-4 allowed. In one step less only what follows the window differs.
     """
@@ -158,7 +158,7 @@ def test_explored_paths_are_those_that_are_trained_on(tiny_sd3_dir, name, start)
     assert np.abs(alone - whole).max() > 1e-1
 
 
-def test_a_moving_window_is_explored_where_it_is(tiny_sd3_dir):
+def test_exploring_follows_a_moving_window(tiny_sd3_dir):
     """After three iterations at one place it is one step on, for exploring as for regenerating."""
     window = {"size": 1, "schedule": "progressive", "every": 3}
     objective = {"name": "flow_grpo", "window": window}
@@ -197,7 +197,7 @@ def test_the_ratio_at_the_sampling_weights_is_1_to_the_last_bit(tiny_sd3_dir, na
     )
 
 
-def test_a_path_of_other_weights_shows_as_drift(tiny_sd3_dir):
+def test_a_path_of_other_weights_appears_as_drift(tiny_sd3_dir):
     trainer = on_policy(tiny_sd3_dir, PATHS["flow_grpo"])
     groups = groups_of(trainer)
     for name in ("current", "old"):
@@ -208,9 +208,7 @@ def test_a_path_of_other_weights_shows_as_drift(tiny_sd3_dir):
 @pytest.mark.parametrize(
     "objective", [*PATHS.values(), {"name": "awm", "times_per_sample": 3}], ids=[*PATHS, "awm"]
 )
-def test_later_steps_of_an_iteration_are_held_against_the_weights_that_sampled(
-    tiny_sd3_dir, objective
-):
+def test_later_steps_are_compared_with_the_sampling_weights(tiny_sd3_dir, objective):
     """Passes per micro-batch: in the first step old is current; afterwards it is run. Its weights
     do not move before the end.
     """
@@ -249,7 +247,7 @@ def test_later_steps_of_an_iteration_are_held_against_the_weights_that_sampled(
     assert not identical(before, adapter_state(trainer.transformer, "old"))
 
 
-def test_awm_keeps_an_average_of_its_own(tiny_sd3_dir, tmp_path):
+def test_awm_keeps_its_own_average(tiny_sd3_dir, tmp_path):
     """Decay min(0.25 s, 0.3) for the anchor beside 0.9 for the evaluated average; both are in the
     checkpoint.
     """
@@ -278,7 +276,7 @@ def test_awm_keeps_an_average_of_its_own(tiny_sd3_dir, tmp_path):
     "name",
     ["awm", "flow_grpo", pytest.param("dance_grpo", marks=pytest.mark.slow)],
 )
-def test_two_and_one_iterations_are_three_bit_by_bit(tiny_sd3_dir, tmp_path, name):
+def test_a_resumed_path_run_equals_an_uninterrupted_one_bit_for_bit(tiny_sd3_dir, tmp_path, name):
     """With two optimizer steps an iteration, resumed from a checkpoint in between."""
     settings = {
         "objective": {"name": name},
@@ -338,9 +336,7 @@ def test_a_failed_update_keeps_the_paths(tiny_sd3_dir, tmp_path):
     assert again.what == caught.value.what
 
 
-def test_merged_weights_that_are_not_finite_keep_the_iteration_that_led_there(
-    tiny_sd3_dir, tmp_path
-):
+def test_non_finite_merged_weights_save_the_data_of_their_iteration(tiny_sd3_dir, tmp_path):
     """Adapters that are finite one by one overflow when they are merged: the update cannot see it,
     the export does.
     """

@@ -41,14 +41,14 @@ def test_an_optimizer_that_skips_is_refused(tiny_sd3_dir, monkeypatch):
     assert state(trainer) == before
 
 
-def test_a_learning_rate_that_is_lost_in_rounding_is_refused(tiny_sd3_dir):
+def test_a_learning_rate_lost_to_rounding_is_refused(tiny_sd3_dir):
     trainer = tiny_trainer(tiny_sd3_dir, optimizer={"lr": 1e-30, "weight_decay": 0.0, "eps": 1e-3})
     with pytest.raises(NothingLearned, match=r"optimizer.lr = 1e-30 a step is lost to rounding"):
         trainer.update(0, tiny_groups())
 
 
 @pytest.mark.parametrize("name", ["ema", "old"])
-def test_an_average_that_stands_still_is_refused(name, tiny_sd3_dir, monkeypatch):
+def test_an_average_that_does_not_move_is_refused(name, tiny_sd3_dir, monkeypatch):
     trainer = tiny_trainer(tiny_sd3_dir)
     honest = lora.blend
 
@@ -67,7 +67,7 @@ def test_an_ema_whose_decay_rounds_to_one_is_refused(tiny_sd3_dir):
         trainer.update(0, tiny_groups())
 
 
-def test_equal_rewards_teach_nothing_and_are_no_failure(tiny_sd3_dir):
+def test_equal_rewards_are_not_a_failure(tiny_sd3_dir):
     trainer = tiny_trainer(tiny_sd3_dir)
     groups = tiny_groups()
     for group in groups:
@@ -76,7 +76,7 @@ def test_equal_rewards_teach_nothing_and_are_no_failure(tiny_sd3_dir):
     assert metrics["zero_std_ratio"] == 1.0
 
 
-def test_every_family_layer_must_be_there(tiny_sd3_dir, monkeypatch):
+def test_every_layer_of_the_family_must_exist(tiny_sd3_dir, monkeypatch):
     """A list of the family's that misses ``to_out.0`` in this model is no list for this model."""
     monkeypatch.setattr(SD3, "lora_targets", ("attn.to_q", "attn.to_out.zero"))
     with pytest.raises(ValueError, match=r"no linear .* ends in 'attn.to_out.zero'"):

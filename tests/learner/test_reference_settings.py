@@ -35,7 +35,7 @@ def test_the_schedule_of_the_reference_for_sd3():
     np.testing.assert_allclose(own, [1, 0.9375, 6 / 7, 0.75, 0.6, 0.375, 0], rtol=0, atol=1e-6)
 
 
-def test_a_uniform_schedule_knows_no_shift():
+def test_a_uniform_schedule_has_no_shift():
     found = flow_match_sigmas(SHIFT_3, 4, None, schedule="uniform")
     assert torch.equal(found, torch.tensor([1, 0.75, 0.5, 0.25, 0]))
     with pytest.raises(ConfigError) as error:
@@ -43,7 +43,7 @@ def test_a_uniform_schedule_knows_no_shift():
     assert "shift = 3 with schedule = 'uniform', which is not shifted" in error.value.lines[0]
 
 
-def test_the_average_forgets_the_base_sooner():
+def test_ema_warmup_leaves_the_base_sooner():
     """(1 + s) / (10 + s) reaches 0.9 at s = 80; what is left of the base after ten iterations is
     the product 2/11 3/12 ... 11/20 = 10! 11! / 20! = 6.0e-5, against 0.9^10 = 0.35.
     """
@@ -83,7 +83,7 @@ def per_step(model, **more):
     return tiny_trainer(model, optimizer=optimizer, **more)
 
 
-def test_averages_follow_every_optimizer_step(tiny_sd3_dir, monkeypatch):
+def test_averages_can_follow_every_optimizer_step(tiny_sd3_dir, monkeypatch):
     """EMA after steps 1 and 2 with the decays of s = 1 and 2, of 3 and 4 in the next iteration; the
     old policy moves once an iteration, with s = 2 and 4.
     """
@@ -102,7 +102,7 @@ def test_averages_follow_every_optimizer_step(tiny_sd3_dir, monkeypatch):
     assert seen == wanted
 
 
-def test_a_failed_second_step_takes_the_averages_back(tiny_sd3_dir):
+def test_a_failed_second_step_restores_the_averages(tiny_sd3_dir):
     trainer = per_step(tiny_sd3_dir, objective={"name": "awm", "times_per_sample": 2})
     before, loss, calls = everything(trainer), trainer.objective.loss, []
 
@@ -138,7 +138,7 @@ def quantized(*patterns: str) -> set[str]:
     return {row.name for row in quantize_plan(Modules(), Leaves(), patterns) if row.quantized}
 
 
-def test_patterns_take_back_and_leave_out_small_layers():
+def test_patterns_can_include_layers_again_and_exclude_small_ones():
     assert quantized() == {"attn", "pointwise"}
     assert quantized("!norm1.*") == {"attn", "pointwise", "norm1.linear"}
     assert quantized("!*", "dim<33") == {"attn", "norm1.linear"}

@@ -12,7 +12,7 @@ from learner.selection import RULES, select
 REWARDS = [0.3, 0.9, 0.1, 0.5, 0.9, 0.1]
 
 
-def test_best_worst_by_hand():
+def test_best_worst_of_known_rewards():
     chosen = select(REWARDS, 4)
     assert chosen.best == (1, 4)  # 0.9 twice: the lower index first
     assert chosen.worst == (2, 5)
@@ -67,7 +67,7 @@ def test_rewards_that_are_not_finite_are_refused(bad):
         select([0.0, bad, 1.0], 2, candidates=[3, 7, 9])
 
 
-def test_impossible_requests():
+def test_invalid_selections_are_refused():
     with pytest.raises(ValueError, match="must be even"):
         select(REWARDS, 3)
     with pytest.raises(
@@ -94,7 +94,7 @@ def test_order_of_arrival_does_not_matter(rewards, rule, seed, shuffler):
 
 
 @given(POOLS, st.integers(1, 2))
-def test_nothing_left_beats_the_chosen(rewards, half):
+def test_no_remaining_sample_beats_the_selected_ones(rewards, half):
     chosen = select(rewards, 2 * half)
     left = [rewards[i] for i in range(len(rewards)) if i not in set(chosen)]
     assert len(set(chosen.best) | set(chosen.worst)) == 2 * half
@@ -110,7 +110,7 @@ def test_best_worst_depends_on_the_order_of_rewards_only(rewards, scale, shift):
 
 
 @given(POOLS)
-def test_mean_deviation_keeps_the_furthest(rewards):
+def test_mean_deviation_keeps_the_farthest(rewards):
     chosen = set(select(rewards, 3, "mean_deviation"))
     distance = np.abs(np.array(rewards) - np.mean(rewards))
     assert min(distance[list(chosen)]) >= max(np.delete(distance, list(chosen)))

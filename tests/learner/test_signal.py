@@ -12,7 +12,7 @@ from learner.gradient_signal import gradient, mean_cosine
 from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
 
 
-def test_three_gradients_by_hand():
+def test_three_gradients_with_known_angles():
     """At 0, 60 and 90 degrees: cosines 1/2, 0, sqrt(3)/2. Leaving out one leaves a single pair:
     sqrt(3)/2, 0, 1/2. Lengths do not matter.
     """
@@ -24,7 +24,7 @@ def test_three_gradients_by_hand():
     assert found.stderr == pytest.approx(wanted, abs=1e-7) and found.batches == 3
 
 
-def test_the_cosine_is_the_share_of_signal_and_its_error_is_honest():
+def test_the_cosine_equals_the_signal_share_within_its_error():
     """g = s + noise in 4,000 dimensions with |s|^2 / E|g|^2 = 0.2; 200 measurements of 8 batches:
     their mean within 4 standard errors of 0.2 (and 1 % for the ratio of expectations), and the
     jackknife's square on average the variance between them, within a third.
@@ -48,7 +48,7 @@ def test_the_cosine_is_the_share_of_signal_and_its_error_is_honest():
         ([torch.ones(2), torch.zeros(2), torch.ones(2)], "a gradient is zero"),
     ],
 )
-def test_what_cannot_be_compared(rows, said):
+def test_incomparable_gradients_are_refused(rows, said):
     with pytest.raises(ValueError, match=said):
         mean_cosine(rows)
 

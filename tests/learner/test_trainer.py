@@ -63,7 +63,7 @@ def test_evaluation_settings_reach_the_solver(tiny_sd3_dir):
     np.testing.assert_array_equal(samples["latents"], (noise + (-1.0) * v).numpy())
 
 
-def test_regenerating_leaves_no_trace(tiny_sd3_dir):
+def test_regenerating_does_not_change_the_trainer(tiny_sd3_dir):
     """The same again after sampling with other weights, and an update after it equals an update
     without it.
     """
@@ -118,7 +118,7 @@ def test_what_is_exported_is_the_sampling_policy(tiny_sd3_dir):
         )
 
 
-def test_exports_tell_how_much_changed_and_what_is_quantized(tiny_sd3_dir):
+def test_exports_report_changes_and_quantized_modules(tiny_sd3_dir):
     trainer = tiny_trainer(
         tiny_sd3_dir,
         explore={
@@ -150,7 +150,7 @@ def test_an_arm_without_exploring_exports_nothing(tiny_sd3_dir):
         trainer.export(0)
 
 
-def test_naive_scaling_explores_in_the_precision_of_regenerating(tiny_sd3_dir):
+def test_naive_scaling_explores_in_the_precision_of_regeneration(tiny_sd3_dir):
     trainer = tiny_trainer(
         tiny_sd3_dir, arm="naive_scaling", explore={"pool_size": 8, "backend": "emulated_nvfp4"}
     )

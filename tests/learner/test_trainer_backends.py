@@ -17,7 +17,7 @@ from tests.learner.test_paths import PATHS, groups_of
 from tests.learner.tiny import tiny_groups, tiny_trainer
 
 
-def test_explorers_know_better_which_backend_they_run(tiny_sd3_dir):
+def test_the_rollout_actors_determine_the_backend(tiny_sd3_dir):
     """With "auto" this process would take its own device's; a run on other GPUs tells it theirs, at
     every export.
     """
@@ -67,7 +67,7 @@ def test_regenerating_and_evaluating_are_compiled_and_training_is_not(tiny_sd3_d
     assert trainer.checksum() == eager.checksum()
 
 
-def test_on_a_gpu_what_is_regenerated_is_decoded_by_a_graph_too(tiny_sd3_dir, graphs, monkeypatch):
+def test_on_a_gpu_regenerated_images_are_decoded_by_a_graph(tiny_sd3_dir, graphs, monkeypatch):
     """With a CPU in the GPU's place: the denoiser's two graphs, and one more."""
     there = torch.device("cuda")
     monkeypatch.setattr(generator, "decoder_on", lambda _, *what: decoder_on(there, *what))
@@ -78,7 +78,7 @@ def test_on_a_gpu_what_is_regenerated_is_decoded_by_a_graph_too(tiny_sd3_dir, gr
     assert len(graphs) == 3
 
 
-def test_paths_are_compiled_beside_the_weights(tiny_sd3_dir, graphs):
+def test_paths_are_compiled_without_merging(tiny_sd3_dir, graphs):
     """Adapters are not merged for them; their density is the policy's that is trained."""
     eager, trainer = regenerating(tiny_sd3_dir, objective=PATHS["flow_grpo"])
     wanted, found = latents(eager), latents(trainer)
@@ -93,7 +93,7 @@ def test_paths_are_compiled_beside_the_weights(tiny_sd3_dir, graphs):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-def test_compiled_images_are_the_eager_ones_up_to_rounding(tiny_sd3_dir):
+def test_compiled_images_equal_eager_ones_up_to_rounding(tiny_sd3_dir):
     """The compiler fuses elementwise work and may sum in another order: the bound is the one that
     the policy identity check has for other kernels. New weights are the ones that are used.
     """

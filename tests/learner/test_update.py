@@ -51,7 +51,7 @@ def plain_gradients(trainer, iteration: int, groups) -> tuple[dict[str, torch.Te
 
 # 18 points: sample borders are at multiples of 3
 @pytest.mark.parametrize("batch_size", [1, 4, 7, 100])
-def test_accumulated_gradients_are_those_of_one_plain_batch(tiny_sd3_dir, batch_size):
+def test_accumulated_gradients_equal_those_of_one_batch(tiny_sd3_dir, batch_size):
     """After the first step AdamW's first moment is 0.1 g. Float32 sums over 18 points in another
     order: 1e-5 of the norm.
     """
@@ -127,7 +127,7 @@ def test_only_the_adapters_change_and_the_averages_follow(tiny_sd3_dir):
 
 
 @pytest.mark.parametrize(("deal", "steps"), [("random", 4), ("even", 3)])
-def test_several_steps_deal_every_sample_once(tiny_sd3_dir, deal, steps):
+def test_several_steps_use_every_sample_once(tiny_sd3_dir, deal, steps):
     trainer = tiny_trainer(
         tiny_sd3_dir,
         optimizer={"lr": 1e-3, "steps_per_iteration": steps, "batch_size": 3, "deal": deal},
@@ -162,7 +162,7 @@ def test_order_of_groups_and_global_random_state_do_not_matter(tiny_sd3_dir):
     assert identical(*results)
 
 
-def test_the_reference_is_run_only_where_its_distance_counts(tiny_sd3_dir):
+def test_the_reference_runs_only_if_its_distance_is_used(tiny_sd3_dir):
     """Forward passes per batch: current, old, and the reference with a kl weight or limit."""
     for objective, stop, passes in (
         ({"kl": 0.0}, {}, 2),

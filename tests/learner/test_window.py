@@ -47,7 +47,7 @@ def test_the_window_moves_by_its_schedule(settings, starts):
     assert places(Window(size=3, **settings), 6, len(starts)) == starts
 
 
-def test_exponential_decay_is_mixgrpos():
+def test_exponential_decay_equals_mixgrpo():
     """ceil(5 exp(-0.1 relu(at - 13))): 5 at step 13, then 5, 5, 4, 4, 4 (5 e^-0.1 = 4.52, e^-0.2:
     4.09, e^-0.3: 3.70, e^-0.4: 3.35, e^-0.5: 3.03).
     """
@@ -73,7 +73,7 @@ def test_a_random_window_is_a_function_of_seed_and_iteration():
         (10, None, list(range(11))),
     ],
 )
-def test_explored_paths_are_whole_to_the_end_of_the_window(steps, window, taken):
+def test_explored_paths_contain_the_whole_window(steps, window, taken):
     assert fewer_steps(10, steps, window) == taken
 
 
@@ -89,7 +89,7 @@ def test_too_few_steps_to_explore_a_path(steps, window):
         lambda full: st.tuples(st.just(full), st.integers(0, full - 1), st.integers(1, full))
     )
 )
-def test_explored_paths_begin_and_end_where_the_others_do(case):
+def test_explored_paths_start_and_end_like_regenerated_ones(case):
     full, stop, steps = case
     steps = min(max(steps, stop + 1), full)
     taken = fewer_steps(full, steps, range(stop))
@@ -113,7 +113,7 @@ def drawn(solver, window=None):
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_a_window_over_all_steps_has_the_bits_of_none(solver):
+def test_a_window_over_all_steps_equals_no_window(solver):
     whole, windowed = drawn(solver), drawn(solver, range(10))
     for name in ("states", "log_probs", "latents", "stochastic"):
         assert torch.equal(getattr(whole, name), getattr(windowed, name))
@@ -121,7 +121,7 @@ def test_a_window_over_all_steps_has_the_bits_of_none(solver):
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_outside_the_window_the_path_is_eulers(solver):
+def test_outside_the_window_steps_are_euler_steps(solver):
     """Bit by bit: before it the path of euler from the noise, after it euler from its end; inside
     it the noise of a path without a window.
     """
@@ -143,7 +143,7 @@ def test_outside_the_window_the_path_is_eulers(solver):
         torch.testing.assert_close(noise(paths, j), noise(whole, j), rtol=0, atol=2e-5)
 
 
-def test_training_is_on_the_stochastic_steps_that_its_paper_trains_on():
+def test_training_uses_the_stochastic_steps_of_the_paper():
     samples = path_samples(2) | {"stochastic": torch.zeros(2, 10)}
     samples["stochastic"][:, 7:10] = 1
     points = build_objective(FlowGRPOSettings()).points(samples, GRID, np.random.default_rng(0))
@@ -159,7 +159,7 @@ def test_training_is_on_the_stochastic_steps_that_its_paper_trains_on():
         assert torch.equal(plain.x_t, all_of_it.x_t) and torch.equal(plain.sigma, all_of_it.sigma)
 
 
-def test_noise_weights_by_hand():
+def test_noise_weights_of_known_steps():
     """Dance-SDE, eta 0.3, equal steps of 0.1: all stds equal, all weights 1. Flow-SDE, eta 1: std^2
     = 0.1 sigma / (1 - sigma): at sigma 0.8 and 0.5, p = 2: 4 and 1 over their mean 2.5.
     """
@@ -176,8 +176,8 @@ def test_noise_weights_by_hand():
     assert loss.item() == pytest.approx(-(1.6 * 1 - 0.4 * 2) / 2, rel=1e-6)  # ratios are 1
 
 
-def test_the_normed_ratio_by_hand():
-    """As in test_a_flow_grpo_step_by_hand: means 3/8 and 3/4, std 1/2, x_next 1: log ratio -0.65625
+def test_the_normalized_ratio_of_known_values():
+    """As in test_a_flow_grpo_step_with_known_values: means 3/8 and 3/4, std 1/2, x_next 1: log ratio -0.65625
     and drift (3/8)^2 / (2 / 4) = 0.28125; together times std -0.1875; over -dsigma = 1/4.
     """
     objective = build_objective(FlowGRPOSettings(eta=1.0, kl=0.0, ratio_clip=0.9, ratio_norm=True))
@@ -187,7 +187,7 @@ def test_the_normed_ratio_by_hand():
     assert loss.item() == pytest.approx(-2 * 4 * math.exp(-0.1875), rel=1e-12)
 
 
-def test_the_normed_log_ratio_has_no_drift():
+def test_the_normalized_log_ratio_has_no_drift():
     """Over x_next ~ N(mean_old, std^2) the plain log ratio has the mean -d^2 / (2 std^2), here
     -0.28125; the normed one 0, with standard deviation d = 3/8. 40,000 draws: 4 standard errors
     are 0.0075.
@@ -209,7 +209,7 @@ def test_the_normed_log_ratio_has_no_drift():
     assert found.std().item() == pytest.approx(3 / 8, rel=4 / math.sqrt(2 * count))
 
 
-def test_at_the_sampling_weights_the_normed_ratio_is_1_to_the_last_bit():
+def test_at_the_sampling_weights_the_normalized_ratio_is_exactly_1():
     objective = build_objective(DanceGRPOSettings(ratio_norm=True))
     points: Points = objective.points(path_samples(4), GRID, np.random.default_rng(0))
     v = torch.from_numpy(np.random.default_rng(1).standard_normal((20, 2, 3), np.float32))
@@ -230,7 +230,7 @@ def test_a_trainer_moves_its_window_and_trains_on_it(tiny_sd3_dir):
         assert metrics["optimizer/points"] == 6 and metrics["grad_norm"] > 0
 
 
-def test_a_window_of_all_steps_trains_to_the_same_bits(tiny_sd3_dir):
+def test_a_window_over_all_steps_trains_the_same_bits(tiny_sd3_dir):
     ends = []
     for window in (None, {"size": 4}):
         trainer = on_policy(tiny_sd3_dir, {"name": "flow_grpo", "window": window})

@@ -73,7 +73,7 @@ def shipped():
     return transformer, given
 
 
-def test_every_layer_of_the_shipped_model_is_within_its_bound(shipped):
+def test_adapter_gradients_of_the_shipped_model_are_within_their_bounds(shipped):
     """Each gradient is two products over K1 and K2 terms, summed in float32, of factors of which
     one is rounded to bfloat16, the product between is, and the result: relative to the same sums
     of absolute values the error is at most (1 + U)^3 (1 + (K1 + K2 + 3) V) - 1. The output has one
@@ -104,7 +104,7 @@ def test_every_layer_of_the_shipped_model_is_within_its_bound(shipped):
     assert len(given) == 31
 
 
-def test_the_inputs_gradient_is_that_of_both_products():
+def test_the_input_gradient_is_the_sum_of_both_products():
     """(W + s B A)^T g: s (g B) A has three roundings, the sum one more after that of g W."""
     generator = torch.Generator().manual_seed(0)
 
@@ -188,7 +188,7 @@ def test_the_whole_gradient_is_as_far_from_exact_as_with_float32_adapters(shippe
     assert apart(own, wanted) < 1.25 * apart(peft, wanted)
 
 
-def test_masters_stay_float32_and_a_float32_base_computes_as_peft_does():
+def test_master_weights_stay_float32_and_a_float32_base_equals_peft():
     family, transformer = build(torch.float32)
     backward(family, transformer)
     own = gradient(transformer)

@@ -94,7 +94,7 @@ def gpu(monkeypatch):
         ((8, 0), None, "bf16", "not fp8: FP8 needs compute capability 8.9, but this GPU has 8.0"),
     ],
 )
-def test_auto_takes_the_best_and_says_why_not_the_others(gpu, capability, engine, wanted, why):
+def test_auto_takes_the_best_backend_and_explains_the_others(gpu, capability, engine, wanted, why):
     gpu(capability, engine)
     backend, reason = resolve_backend("auto", "cuda")
     assert backend is BACKENDS[wanted]
@@ -114,7 +114,7 @@ def test_auto_takes_the_best_and_says_why_not_the_others(gpu, capability, engine
         (SimpleNamespace(recipes=None), f"{', '.join(te_nvfp4.PARTS)}, NVFP4BlockScaling"),
     ],
 )
-def test_an_engine_that_is_too_old_is_refused(gpu, engine, missing):
+def test_an_old_transformer_engine_is_refused(gpu, engine, missing):
     gpu((10, 0), engine)
     with pytest.raises(ValueError) as caught:
         resolve_backend("te_nvfp4", "cuda")
@@ -127,13 +127,13 @@ def test_an_engine_that_is_too_old_is_refused(gpu, engine, missing):
     ("engine", "why"),
     [(None, "does not import (No module named"), (Engine(False), "says: cuBLAS is too old")],
 )
-def test_an_engine_that_does_not_run_is_refused(gpu, engine, why):
+def test_a_transformer_engine_that_does_not_run_is_refused(gpu, engine, why):
     gpu((10, 3), engine)
     with pytest.raises(ValueError, match=re.escape(why)):
         resolve_backend("te_nvfp4", "cuda")
 
 
-def test_auto_takes_nothing_that_packs_eagerly(gpu, monkeypatch):
+def test_auto_takes_no_backend_that_packs_eagerly(gpu, monkeypatch):
     """Unless it is compiled, where packing is fused too."""
     gpu((9, 0), None)
     monkeypatch.setattr(kernels, "missing", lambda device: "triton is away")
@@ -145,7 +145,7 @@ def test_auto_takes_nothing_that_packs_eagerly(gpu, monkeypatch):
     assert resolve_backend("auto", "cuda", compile=True)[0].name == "fp8"
 
 
-def test_auto_takes_nothing_that_is_predicted_to_be_slower(gpu, monkeypatch):
+def test_auto_takes_no_backend_predicted_to_be_slower(gpu, monkeypatch):
     """Hardly anything in quantized layers, and inputs that cost more to pack than that gains."""
     gpu((9, 0), None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
@@ -170,7 +170,7 @@ def test_auto_on_a_cpu():
     assert why.startswith("auto: there is no NVFP4 kernel for cpu")
 
 
-def test_a_backend_that_the_device_lacks_is_one_line_with_the_alternatives(gpu):
+def test_an_unsupported_backend_is_one_line_with_alternatives(gpu):
     with pytest.raises(ValueError) as caught:
         resolve_backend("te_nvfp4", "cpu")
     assert str(caught.value) == (
@@ -204,7 +204,7 @@ def test_named_backends_are_as_configured():
         assert resolve_backend(name, "cpu") == (BACKENDS[name], f"{name}: as configured")
 
 
-def test_packing_that_may_cost_the_gain_is_said(gpu, monkeypatch):
+def test_eager_packing_is_reported(gpu, monkeypatch):
     """Where activations are packed by torch's own operations on a GPU and nothing compiles them."""
     gpu((10, 0), Engine(True))
     assert not any(eager_note(backend, "cuda", False) for backend in BACKENDS.values())
@@ -223,7 +223,7 @@ def test_packing_that_may_cost_the_gain_is_said(gpu, monkeypatch):
     ("compile", "ends"),
     [(False, "`python -m bench explorer --compile`"), (True, "fp8: as configured")],
 )
-def test_an_explorer_reports_it(gpu, monkeypatch, compile, ends):
+def test_an_explorer_reports_its_backend(gpu, monkeypatch, compile, ends):
     gpu((9, 0), None)
     monkeypatch.setattr(kernels, "missing", lambda device: "triton is away")
     explore = SimpleNamespace(backend="fp8", compile=compile, guidance=1.0)
@@ -242,7 +242,7 @@ def test_an_explorer_reports_it(gpu, monkeypatch, compile, ends):
     assert why.startswith("fp8: as configured") and why.endswith(ends)
 
 
-def test_a_learner_packs_for_gpus_that_it_does_not_have():
+def test_a_learner_packs_for_gpus_of_another_kind():
     for name in ("te_nvfp4", "torch_nvfp4"):
         packed = packing_backend(name, "cpu").pack(torch.randn(16, 32), True)
         wanted = BACKENDS["emulated_nvfp4"].pack(torch.zeros(16, 32), True)
@@ -264,6 +264,6 @@ def test_an_engine_that_fails_to_import_is_a_reason_not_a_crash(monkeypatch):
         te_nvfp4.import_engine()
 
 
-def test_names_are_those_of_the_configuration():
+def test_backend_names_equal_those_of_the_configuration():
     assert get_args(BackendName) == ("auto", *BACKENDS)
     assert all(backend.name == name for name, backend in BACKENDS.items())

@@ -50,7 +50,7 @@ class Transformer(nn.Module):
 
 
 @torch.no_grad()
-def test_equal_blocks_are_one_graph(graphs):
+def test_equal_blocks_share_one_graph(graphs):
     transformer = Transformer(6)
     x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
     found = compiled(transformer, CPU)

@@ -40,7 +40,7 @@ def reached(device, form):
     return found
 
 
-def test_seconds_by_hand():
+def test_predicted_seconds_of_known_costs():
     """1e15 operations, 0.8e15 of them quantized, 0.1e15 attention in heads that take twice as long,
     and 4e12 bytes, 1e12 of them of small products, on an H200.
     """
@@ -61,7 +61,7 @@ def test_seconds_by_hand():
     assert cost.speed(step, ACCELERATORS["H200"], "bf16", True) == 1.0
 
 
-def test_a_process_that_cannot_keep_up_decides():
+def test_launch_overhead_limits_the_speed():
     step = Step(1e9, 0.9e9, 100, 1e6, 1000, 1e6)
     assert cost.seconds(step, reached("B200", "bf16")) == 1000 * ISSUE
     assert cost.seconds(step, reached("B200", "nvfp4")) == pytest.approx(1200 * ISSUE)
@@ -69,7 +69,7 @@ def test_a_process_that_cannot_keep_up_decides():
     assert found == pytest.approx(750 * ISSUE)
 
 
-def test_a_share_that_is_given_is_that_of_every_product():
+def test_a_given_utilisation_applies_to_every_product():
     """Of one peak in every format, TF32 at half of it; memory stays as it was measured."""
     at = cost.rates(100.0, 200.0, 2.0, "fp8", 0.5)
     assert (at.bf16, at.quantized, at.attention) == (50e12, 100e12, 50e12)
@@ -77,7 +77,7 @@ def test_a_share_that_is_given_is_that_of_every_product():
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_seconds_are_near_those_that_were_measured(name):
+def test_predicted_seconds_are_near_measured_ones(name):
     """In BF16, to 11 %; SANA's 24 images are three times 8."""
     eager, compiled, times = MEASURED[name]
     at = reached("H200", "bf16")
@@ -87,7 +87,7 @@ def test_seconds_are_near_those_that_were_measured(name):
         assert found == pytest.approx(compiled, rel=0.11)
 
 
-def test_the_devices_that_cuda_names():
+def test_device_names_of_cuda_are_recognized():
     for name, key in (
         ("NVIDIA H200", "H200"), ("NVIDIA GB200", "GB200"), ("NVIDIA B200", "B200"),
         ("NVIDIA GB300", "GB300"), ("NVIDIA B300 SXM6 AC", "B300"),
@@ -117,7 +117,7 @@ def test_the_table_of_docs_performance():
     ]
 
 
-def test_packed_by_kernels_every_format_gains_on_every_model_and_eagerly_none_does():
+def test_formats_gain_on_every_model_with_kernels_and_on_none_eagerly():
     for device in ACCELERATORS.values():
         for step in STEPS.values():
             for form in FUSED:
@@ -127,7 +127,7 @@ def test_packed_by_kernels_every_format_gains_on_every_model_and_eagerly_none_do
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
-def test_the_steps_are_what_is_counted(name):
+def test_predicted_steps_use_the_counted_costs(name):
     with case_of(name, 1024, False) as case:
         transformer = case.build("meta", torch.bfloat16)
         found = step_of(case.family, transformer, BACKENDS["torch_nvfp4"], 8)
@@ -135,7 +135,7 @@ def test_the_steps_are_what_is_counted(name):
         assert getattr(found, field) == pytest.approx(wanted, rel=1e-3), field
 
 
-def test_a_small_model_by_hand():
+def test_costs_of_a_small_model():
     """SD3's blocks in small: the joint input of to_q, to_k and to_v counts once."""
     with case_of("sd3.5-large", 256, True) as case:
         transformer = case.build("meta", torch.bfloat16)

@@ -80,7 +80,7 @@ def test_the_quickstart_decodes_with_its_autoencoder_in_float32():
     assert {p.dtype for p in vae.parameters()} == {torch.float32}
 
 
-def test_an_explorer_draws_the_same_latents_and_other_pixels(config, tiny_sd3_dir):
+def test_a_tiny_decoder_changes_pixels_but_not_latents(config, tiny_sd3_dir):
     trainer = tiny_trainer(tiny_sd3_dir)
     made = {}
     for name, vae in (("full", None), ("tiny", load_decoder(config, trainer.family, CPU))):
@@ -98,7 +98,7 @@ def test_an_explorer_draws_the_same_latents_and_other_pixels(config, tiny_sd3_di
     assert np.array_equal(pixels.numpy(), made["tiny"][0])
 
 
-def test_what_is_no_tiny_decoder_of_this_model_is_refused_in_a_line(config, tmp_path):
+def test_an_invalid_tiny_decoder_is_refused_in_one_line(config, tmp_path):
     family = family_for(config.model)
     check_decoder(config, family)
 
@@ -125,7 +125,7 @@ def test_what_is_no_tiny_decoder_of_this_model_is_refused_in_a_line(config, tmp_
     assert "cannot be read" in refused(str(tmp_path / "decoder"))
 
 
-def test_a_weight_that_a_tiny_decoder_lacks_is_not_made_up(config, tmp_path):
+def test_a_missing_weight_of_a_tiny_decoder_is_refused(config, tmp_path):
     file = tmp_path / "decoder" / "diffusion_pytorch_model.safetensors"
     weights = load_file(file)
     del weights[lacking := max(weights)]
@@ -134,7 +134,7 @@ def test_a_weight_that_a_tiny_decoder_lacks_is_not_made_up(config, tmp_path):
         load_decoder(config, family_for(config.model), CPU)
 
 
-def test_a_family_without_a_tiny_decoder_asks_for_one(config, tiny_sana_dir):
+def test_a_family_without_a_tiny_decoder_requires_a_path(config, tiny_sana_dir):
     model = config.model.model_copy(update={"family": "sana", "path": str(tiny_sana_dir)})
     model = model.model_copy(update={"height": 32, "width": 32})
     explore = config.explore.model_copy(update={"decoder_path": None})
@@ -144,12 +144,12 @@ def test_a_family_without_a_tiny_decoder_asks_for_one(config, tiny_sana_dir):
 
 
 @pytest.mark.parametrize("arm", ["diffusionnft", "naive_scaling", "naive_quant"])
-def test_arms_without_proxies_take_no_tiny_decoder(arm):
+def test_arms_without_proxies_refuse_a_tiny_decoder(arm):
     with pytest.raises((ConfigError, ValidationError), match="there are no proxy images to decode"):
         load("quickstart", [f"arm={arm}", "explore.decoder=tiny"])
 
 
-def test_the_plan_counts_the_decoder_that_is_chosen(config):
+def test_the_plan_counts_the_configured_decoder(config):
     family = family_for(config.model)
     loaded = load_decoder(config, family, CPU)
     tiny = make_plan(config)
@@ -169,7 +169,7 @@ def test_the_plan_counts_the_decoder_that_is_chosen(config):
     assert tiny.stages["explore"].decoding == images * work.flops
 
 
-def test_the_shipped_tiny_decoder_draws_what_the_autoencoder_draws():
+def test_the_shipped_tiny_decoder_approximates_the_autoencoder():
     """31.3 dB on 300 scenes when it was made; a tenth of them may differ by 2 dB."""
     config = load("quickstart", ["explore.decoder=tiny"])
     check_model(config)
@@ -178,20 +178,20 @@ def test_the_shipped_tiny_decoder_draws_what_the_autoencoder_draws():
     assert psnr(full, tiny, count=30) > 29  # pyright: ignore[reportArgumentType]
 
 
-def test_the_shipped_tiny_decoder_is_the_one_that_is_named():
+def test_the_shipped_tiny_decoder_has_the_documented_checksum():
     directory = SHAPES_DECODER
     assert checksum(directory) in (directory.parent / "README.md").read_text()
     assert sum(file.stat().st_size for file in directory.iterdir()) < 200_000
 
 
-def test_decoders_are_compiled_on_gpus_alone(tiny_sd3_dir):
+def test_decoders_are_compiled_on_gpus_only(tiny_sd3_dir):
     vae = family_for(tiny_model("sd3", tiny_sd3_dir)).load_vae(CPU, torch.float32)
     assert decoder_on(CPU, vae, True) is decoder_on(torch.device("cuda"), vae, False) is vae
     assert decoder_on(torch.device("cuda", 1), vae, True) is not vae
 
 
 @pytest.mark.parametrize("name", ["sd3", "sana", "flux2_klein", "wan", "qwen_image"])
-def test_a_compiled_decoder_is_one_graph_and_leaves_the_autoencoder_alone(request, graphs, name):
+def test_a_compiled_decoder_is_one_graph_and_does_not_change_the_autoencoder(request, graphs, name):
     """One that keeps frames from call to call is left eager. Graphs run with eager bits here."""
     family = family_for(tiny_model(name, request.getfixturevalue(f"tiny_{name}_dir")))
     vae = family.load_vae(CPU, torch.float32)

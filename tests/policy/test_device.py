@@ -50,7 +50,7 @@ def test_a_share_of_a_gpu_without_cuda_is_one_line_with_all_versions(machine, mo
     assert said.endswith("or set services.rollout.gpus = 0") and "\n" not in said
 
 
-def test_what_is_not_there_is_said(monkeypatch, tmp_path):
+def test_missing_versions_are_reported(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_VERSION", raising=False)
     monkeypatch.setattr(device, "DRIVER", tmp_path / "none")
     monkeypatch.setattr(device, "TOOLKIT", tmp_path / "none")
@@ -70,7 +70,7 @@ def test_memory_is_limited_to_the_share(cuda, gpus, limited, shares):
     assert cuda == shares
 
 
-def test_without_a_share_cuda_is_not_asked(monkeypatch):
+def test_without_a_gpu_share_cuda_is_not_queried(monkeypatch):
     def asked() -> bool:
         raise AssertionError("is_available")
 
@@ -78,7 +78,7 @@ def test_without_a_share_cuda_is_not_asked(monkeypatch):
     assert device.device_for("encoder", 0) == torch.device("cpu")
 
 
-def test_a_device_is_described_by_all_that_results_depend_on(cuda, machine):
+def test_a_device_description_contains_all_that_affects_results(cuda, machine):
     assert device.describe(torch.device("cpu")) == {"device": "cpu", "torch": torch.__version__}
     assert device.describe(torch.device("cuda")) == {
         "device": "NVIDIA H200",
@@ -90,7 +90,7 @@ def test_a_device_is_described_by_all_that_results_depend_on(cuda, machine):
     }
 
 
-def test_out_of_memory_says_what_was_asked_and_what_is_held(cuda):
+def test_out_of_memory_reports_requested_and_used_memory(cuda):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
     assert device.out_of_memory(error) == (
         "2.50 GiB more were requested; this process holds 60.0 GB and 5.0 GB in allocator gaps,"
@@ -99,7 +99,7 @@ def test_out_of_memory_says_what_was_asked_and_what_is_held(cuda):
     assert device.out_of_memory(RuntimeError("CUDA out of memory")) is None
 
 
-def test_tf32_is_for_gpus_only(monkeypatch):
+def test_tf32_is_enabled_on_gpus_only(monkeypatch):
     """On a CPU the same switch would mean other roundings."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     assert not device.tf32_allowed()
@@ -115,7 +115,7 @@ def test_tf32_is_for_gpus_only(monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_processes_on_one_gpu_name_the_same_one():
+def test_processes_on_one_gpu_report_the_same_gpu():
     """``sol-rl plan --from`` puts actors with the same name on one GPU."""
     told = [device.describe(torch.device("cuda"))["gpu"] for _ in range(2)]
     assert told[0] == told[1] and len(told[0]) >= 32 and "object at" not in told[0]

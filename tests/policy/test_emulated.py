@@ -152,7 +152,7 @@ def test_plan_looks_through_adapters(family, adapted):
         swap_linears(adapted, quantize_plan(adapted, family), BACKENDS["emulated_nvfp4"])
 
 
-def test_wide_backends_replace_nothing(family, transformer):
+def test_unquantized_backends_replace_nothing(family, transformer):
     plan = quantize_plan(transformer, family, (), BACKENDS["bf16"])
     assert not any(row.quantized for row in plan)
     assert {r.why for r in plan if "attn" in r.name} == {"backend bf16 quantizes nothing"}

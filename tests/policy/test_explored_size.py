@@ -26,7 +26,7 @@ def sizes(name, request):
     return tuple(family_for(tiny_model(name, directory, **more)) for more in (twice, {}))
 
 
-def test_latents_are_images_of_channels_and_back(sizes):
+def test_latents_convert_to_spatial_layout_and_back(sizes):
     for family in sizes:
         latents = noise_for([1, 2], family.latent_shape)
         spatial = family.spatial(latents)
@@ -56,7 +56,7 @@ def test_smaller_noise_is_the_coarse_part_of_the_same_noise(sizes):
     assert torch.equal(full.smaller_noise(noise[7:8], small), found[7:8])
 
 
-def test_a_smaller_image_is_drawn_from_it(name, sizes, request):
+def test_a_smaller_image_starts_from_the_reduced_noise(name, sizes, request):
     """Not by families that edit: their source is as large as what is drawn."""
     full, small = sizes
     if full.edits:
@@ -87,7 +87,7 @@ def test_a_smaller_image_is_drawn_from_it(name, sizes, request):
         ),
     ],
 )
-def test_sizes_that_cannot_be(changes, said):
+def test_invalid_sizes_are_refused(changes, said):
     with pytest.raises(ConfigError) as caught:
         load("quickstart", changes)
     assert len(caught.value.lines) == 1 and said in caught.value.lines[0]
@@ -109,7 +109,7 @@ def test_an_editor_explores_at_full_size(tiny_flux_kontext_dir):
         check_model(load("quickstart", changes))
 
 
-def test_a_size_that_the_model_cannot_draw(tiny_sana_dir):
+def test_sizes_that_the_model_does_not_support_are_refused(tiny_sana_dir):
     from planning.preflight import check_model
 
     changes = [

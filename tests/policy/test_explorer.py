@@ -107,7 +107,7 @@ def test_an_explorer_holds_no_unquantized_copy(family, monkeypatch):
         assert {name for name, _ in layer.named_buffers()} == {"codes", "scales", "amax"}
 
 
-def test_fp32_explorers_draw_what_the_learner_draws(family, adapted, cond, randomise):
+def test_fp32_explorers_generate_the_learners_images(family, adapted, cond, randomise):
     """Merged instead of added: sums in another order, values of order 1 through 3 steps of a
     two-layer network.
     """
@@ -134,7 +134,9 @@ def test_fp32_explorers_draw_what_the_learner_draws(family, adapted, cond, rando
 
 
 @pytest.mark.parametrize("backend", [NVFP4, BF16, FP8])
-def test_cheap_explorers_draw_nearly_that(family, adapted, cond, randomise, backend):
+def test_quantized_explorers_generate_nearly_the_same_images(
+    family, adapted, cond, randomise, backend
+):
     """Close, but not equal: it does run in the precision it says."""
     randomise(adapted, "current", 2)
     explorer = Explorer(family, backend)
@@ -149,7 +151,7 @@ def test_cheap_explorers_draw_nearly_that(family, adapted, cond, randomise, back
     np.testing.assert_array_equal(again.explore(cond.rows(1), SEEDS, 3, "dpmpp_2m")[1], latents)
 
 
-def test_a_pool_is_drawn_the_same_whatever_came_before(family, adapted, cond):
+def test_a_pool_does_not_depend_on_earlier_calls(family, adapted, cond):
     explorer = Explorer(family, NVFP4)
     manifest, chunks, _ = publisher(family, adapted).export("current", 0)
     explorer.load(manifest, chunks)
@@ -211,7 +213,7 @@ def test_weights_for_another_explorer_are_refused(family, adapted):
         Explorer(family, NVFP4).load(manifest, chunks)
 
 
-def test_adapted_modules_that_stay_wide_travel_merged(family, adapted, randomise):
+def test_adapted_unquantized_modules_are_published_merged(family, adapted, randomise):
     randomise(adapted, "current", 4)
     patterns = ["transformer_blocks.0.*"]
     manifest, chunks, _ = publisher(family, adapted, modules_to_not_convert=patterns).export(
@@ -225,7 +227,7 @@ def test_adapted_modules_that_stay_wide_travel_merged(family, adapted, randomise
     assert not any(entry.name.startswith("transformer_blocks.0.ff") for entry in manifest.entries)
 
 
-def test_a_trained_module_that_does_not_come_is_missed(family, adapted, randomise):
+def test_a_missing_trained_module_is_detected(family, adapted, randomise):
     """One layer left out of what is published, whole and with right checksums: an explorer that
     took it would go on with the base model's weights there.
     """
@@ -252,7 +254,7 @@ def test_non_finite_weights_are_not_published(family, adapted):
     assert caught.value.module == name
 
 
-def test_statistics_against_the_export_before(family, adapted, randomise):
+def test_statistics_compare_with_the_previous_export(family, adapted, randomise):
     """Both recomputed from what two explorers hold and from the merged weights."""
     publish, explorer = publisher(family, adapted), Explorer(family, NVFP4)
     names = [name for name, _ in merged_weights(adapted, None)]
@@ -309,7 +311,7 @@ def test_packed_copies_are_not_kept_on_the_learners_device(family, adapted, monk
     assert len(alive) == 3 * (21 + 15 + 15)
 
 
-def test_what_no_update_changes_is_sent_once(family, adapted, randomise):
+def test_unchanging_weights_are_sent_once(family, adapted, randomise):
     """A second version needs none of the shards of the six modules without adapter, and loaded on
     top of the first it is what a new explorer gets from all of it.
     """

@@ -47,7 +47,7 @@ def test_an_image_does_not_depend_on_its_neighbours(family, adapted, cond, rando
     assert not np.array_equal(latents[0][1], latents[1][1])
 
 
-def test_an_exact_amax_lets_neighbours_through(family, adapted, cond, randomise):
+def test_with_an_exact_amax_images_affect_each_other(family, adapted, cond, randomise):
     """What the power of two is there for; and it costs no accuracy to speak of."""
     randomise(adapted, "current", 2)
     explorers = [
@@ -69,7 +69,7 @@ def test_an_exact_amax_lets_neighbours_through(family, adapted, cond, randomise)
 @pytest.mark.parametrize(
     ("name", "bound"), [("fp32", 1e-5), ("fp8", 0.01), ("bf16", 0.01), ("emulated_nvfp4", 0.01)]
 )
-def test_nor_on_the_size_of_the_batch_but_for_rounding(
+def test_an_image_depends_on_the_batch_size_only_by_rounding(
     family, adapted, cond, randomise, name, bound
 ):
     """Sums in another order: 2^-24 of values of order 1 in FP32. Where results or operands are then
@@ -90,7 +90,7 @@ def test_the_frozen_range_doubles_until_it_covers():
     assert frozen_amax(base, now).tolist() == [2.0, 2.0, 4.0, 16.0, pytest.approx(0.7), 6.0]
 
 
-def test_a_frozen_range_keeps_what_an_update_did_not_touch():
+def test_a_frozen_range_keeps_codes_of_unchanged_weights():
     """One weight grows past the others: unfrozen, the scale of every block is rounded anew; frozen,
     only its own block changes.
     """
@@ -111,7 +111,7 @@ def test_a_frozen_range_keeps_what_an_update_did_not_touch():
     assert after["amax"] == 2 * weight.abs().max()
 
 
-def test_head_room_costs_nothing_to_speak_of():
+def test_headroom_hardly_increases_the_error():
     """E4M3 scales have a binade to spare: the error with twice the amax is that with amax, to a few
     percent.
     """
@@ -166,7 +166,7 @@ def test_compiling_without_a_compiler_is_one_line(family, monkeypatch):
     assert "triton" in (compiling.compiler_missing(torch.device("cuda")) or "")
 
 
-def test_compiling_turned_off_from_outside_is_no_eager_run(family, monkeypatch):
+def test_disabled_compilation_is_refused_rather_than_run_eagerly(family, monkeypatch):
     monkeypatch.setenv("CXX", sys.executable)
     off = torch._dynamo.config.patch(disable=True)
     with (
@@ -179,7 +179,7 @@ def test_compiling_turned_off_from_outside_is_no_eager_run(family, monkeypatch):
         Explorer(family, BACKENDS["fp32"], compile=True)
 
 
-def test_an_explorer_that_cannot_compile_says_so_and_draws_nothing(
+def test_an_explorer_that_cannot_compile_reports_it_and_generates_nothing(
     family, adapted, cond, monkeypatch
 ):
     """A compiler that is there and fails, and one that gives up after too many shapes: an error
@@ -222,7 +222,7 @@ def compile_regenerating():
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-def test_compiled_explorers_draw_the_same(family, adapted, cond, randomise):
+def test_compiled_explorers_generate_the_same_images(family, adapted, cond, randomise):
     """The compiler fuses elementwise work and may sum in another order: as with another batch size.
     And weights loaded after compiling are the ones that are used.
     """

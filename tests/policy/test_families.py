@@ -72,12 +72,12 @@ def conditioning(family) -> Conditioning:
 # ---- tables
 
 
-def test_the_table_of_families_is_the_schemas():
+def test_the_table_of_families_equals_that_of_the_schema():
     assert list(FAMILIES) == list(get_args(Model.model_fields["family"].annotation)) == list(NAMES)
     assert all(name == family.name for name, family in FAMILIES.items())
 
 
-def test_what_is_quantized(family):
+def test_quantized_modules_of_each_family(family):
     """Every linear and 1x1 convolution of the blocks, nothing of what must stay unquantized;
     every pattern has something to match.
     """
@@ -128,7 +128,7 @@ def test_lora_targets(family):
     assert quantized >= set(names)
 
 
-def test_the_skeleton_has_every_module_and_shape(family):
+def test_the_meta_model_has_every_module_and_shape(family):
     skeleton, transformer = family.skeleton(), denoiser_of(family.name, family.directory)
     assert [(n, p.shape) for n, p in skeleton.named_parameters()] == [
         (n, p.shape) for n, p in transformer.named_parameters()
@@ -167,7 +167,7 @@ def test_fused_linears_read_the_same_input(family):
 # ---- conditioning and memory
 
 
-def test_a_prompts_conditioning_ignores_its_neighbours(family):
+def test_the_conditioning_of_a_prompt_does_not_depend_on_others(family):
     text = text_of(family.name, family.directory)
     few = encode(family, ["a red circle", "two blue crosses above a green square"], text=text)
     more = encode(
@@ -210,7 +210,7 @@ def test_only_the_encoder_loads_text_encoders(family):
     )
 
 
-def test_offloaded_text_encoders_are_on_the_device_only_while_they_work(name, directory):
+def test_offloaded_text_encoders_are_on_the_device_only_while_encoding(name, directory):
     """The same bits; moved there and back, back even after an error. A fake device stands in for a
     GPU.
     """

@@ -67,7 +67,7 @@ def test_weights_that_are_missing_are_named_before_anything_is_loaded(copied, na
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
-def test_a_weight_that_is_missing_is_not_made_up(copied, name, part):
+def test_a_missing_weight_is_refused_rather_than_initialized(copied, name, part):
     """diffusers fails without a word on what; transformers draws a random one and goes on."""
     (file,) = (copied / part).glob("*.safetensors")
     weights = load_file(file)
@@ -129,7 +129,7 @@ def test_a_component_of_another_class(copied, name):
 
 
 @pytest.mark.parametrize("part", ["transformer", "image_encoder"])
-def test_a_part_of_a_library_of_its_own_is_never_imported(copied, name, part):
+def test_components_of_unknown_libraries_are_never_imported(copied, name, part):
     """Anybody may have written the file, and what it names is code. The second is one that the
     families do without, and some pipelines of diffusers would load.
     """
@@ -172,7 +172,7 @@ def test_a_damaged_configuration_file(copied, name):
         family_for(tiny_model(name, copied)).check()
 
 
-def test_guidance_where_the_model_has_no_input_for_it(tiny_sd3_dir):
+def test_embedded_guidance_is_refused_for_other_models(tiny_sd3_dir):
     with pytest.raises(
         ValueError,
         match=r"model\.guidance: .* has no guidance embedding: leave out model\.guidance",

@@ -106,13 +106,13 @@ def table_with_the_row() -> dict:
     return module
 
 
-def test_the_row_is_all_that_a_configuration_needs():
+def test_a_family_needs_only_its_row():
     assert TypeAdapter(table_with_the_row()["FamilyName"]).validate_python(NAMED) == NAMED
     with pytest.raises(ValueError, match="'sana_video' or 'auraflow'"):
         TypeAdapter(table_with_the_row()["FamilyName"]).validate_python("auroflow")
 
 
-def test_the_example_is_the_stock_pipeline(family, directory):
+def test_the_example_family_equals_the_stock_pipeline(family, directory):
     from diffusers import AuraFlowPipeline
 
     pipe = AuraFlowPipeline.from_pretrained(directory)

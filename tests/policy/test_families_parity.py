@@ -56,7 +56,7 @@ def drawn(model: Model) -> tuple[int, ...]:
 
 # images, below, are after 4
 @pytest.mark.parametrize("steps", [2, pytest.param(4, marks=pytest.mark.slow), 10])
-def test_latents_are_the_stock_pipelines(tiny, steps):
+def test_latents_equal_those_of_the_stock_pipeline(tiny, steps):
     """Bit for bit: the same operations on the same shapes, with FLUX.1's packed latents and
     embedded guidance.
     """
@@ -66,14 +66,14 @@ def test_latents_are_the_stock_pipelines(tiny, steps):
     assert torch.equal(ours, tiny.stock(steps, "latent", **spaced(tiny, steps)))
 
 
-def test_images_are_the_stock_pipelines(tiny):
+def test_images_equal_those_of_the_stock_pipeline(tiny):
     ours = tiny.family.decode(tiny.family.load_vae("cpu", torch.float32), tiny.ours(4, "euler"))
     assert ours.dtype == torch.uint8 and ours.shape == (3, *drawn(tiny.family.model))
     np.testing.assert_array_equal(ours.numpy(), as_array(tiny.stock(4, "pil", **spaced(tiny, 4))))
     assert ours.float().std() > 10
 
 
-def test_an_edit_model_whose_source_is_at_no_noise(tiny_qwen_image_edit_dir, tmp_path):
+def test_an_edit_model_with_a_source_at_timestep_zero(tiny_qwen_image_edit_dir, tmp_path):
     """Qwen-Image-Edit-2511: the same class and weights, modulated at timestep 0 for the source."""
     directory = shutil.copytree(tiny_qwen_image_edit_dir, tmp_path / "model")
     file = directory / "transformer" / "config.json"
@@ -95,7 +95,7 @@ def test_one_step(tiny):
 
 
 @pytest.mark.parametrize("tiny", [name for name in NAMES if name != "sana"], indirect=True)
-def test_images_that_are_not_square(tiny):
+def test_non_square_images_equal_those_of_the_stock_pipeline(tiny):
     """Rows and columns are not exchanged: 16 high, 24 wide, or as the pipeline has it."""
     widths = {"wan": 32, "sana_video": 64, "qwen_image_edit": 64}
     wide = tiny.other(width=widths.get(tiny.name, 24))
@@ -112,7 +112,7 @@ PADDED = ("qwen_image", "qwen_image_edit", "z_image")
 
 
 @pytest.mark.parametrize("tiny", PADDED, indirect=True)
-def test_prompts_of_two_lengths_in_a_batch(tiny):
+def test_prompts_of_two_lengths_do_not_affect_each_other(tiny):
     """Padding and masks keep rows apart: a row of a mixed batch is what it is alone, up to the
     order of sums; and what stands in the padding changes no bit.
     """
@@ -132,7 +132,7 @@ def test_prompts_of_two_lengths_in_a_batch(tiny):
 @pytest.mark.parametrize(
     "tiny", ["qwen_image", "z_image", "flux2", "flux2_klein", "wan"], indirect=True
 )
-def test_conditioning_is_the_stock_pipelines(tiny):
+def test_conditioning_equals_that_of_the_stock_pipeline(tiny):
     """Bit for bit, as one prompt goes at a time; the two prompts differ."""
     tokens = tiny.family.model.max_sequence_length
     for row, prompt in enumerate(PROMPTS):
@@ -147,7 +147,7 @@ def test_conditioning_is_the_stock_pipelines(tiny):
 
 
 @pytest.mark.parametrize("tiny", ["sd3", "flux", "flux_kontext"], indirect=True)
-def test_conditioning_is_the_pipelines(tiny):
+def test_conditioning_equals_that_of_the_pipeline(tiny):
     """Encoded one by one against a batch of two: sums in another order, values of order 1. SANA's
     is in test_sana.py, bit for bit.
     """

@@ -60,7 +60,7 @@ def count(part) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def test_names():
+def test_published_architectures_have_names():
     assert published_names() == sorted(TRANSFORMERS)
     with pytest.raises(
         ValueError,
@@ -79,7 +79,7 @@ def test_parameters_of_the_other_parts(name, part):
     assert count(published(name)["parts"][part]) == PARTS[name, part]
 
 
-def test_a_part_is_built_where_and_how_it_is_asked_for():
+def test_a_component_is_built_on_the_requested_device():
     small = {
         "class": "diffusers.SanaTransformer2DModel",
         "config": {**published("sana-1.6b")["parts"]["transformer"]["config"]},
@@ -184,7 +184,7 @@ and biases.
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_what_is_quantized_of_a_published_model(tmp_path, name):
+def test_quantized_modules_of_published_models(tmp_path, name):
     """All products of the blocks and nothing else; nothing is refused for its shape; every LoRA
     target is among it.
     """

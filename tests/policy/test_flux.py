@@ -17,7 +17,7 @@ def tiny(tiny_flux_dir):
     return Tiny("flux", tiny_flux_dir)
 
 
-def test_images_that_are_not_square(tiny):
+def test_non_square_images_equal_those_of_the_stock_pipeline(tiny):
     """Rows and columns are not exchanged: 16 high, 24 wide; 24 tokens, so another shift too."""
     wide = tiny.other(width=24)
     assert wide.latent_shape == (24, 16)
@@ -50,7 +50,7 @@ def test_a_fixed_shift_replaces_the_dynamic_one(tiny):
     np.testing.assert_allclose(sigmas, [1, 0.9, 0.75, 0.5, 0], rtol=4 * 2.0**-24)  # 3 t / (1 + 2 t)
 
 
-def test_time_is_sigma_and_guidance_is_an_input(tiny):
+def test_the_denoiser_gets_sigma_and_guidance(tiny):
     flux, denoiser, encoded = tiny.family, tiny.denoiser, tiny.encoded
     x = noise_for([1, 2], FLUX_LATENT)
     one = flux.velocity(denoiser, x, torch.tensor(0.25), encoded)

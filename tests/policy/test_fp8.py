@@ -100,7 +100,7 @@ def test_codes_and_scales():
     assert not FP8.decode(small).any()
 
 
-def test_a_frozen_range_leaves_codes_alone():
+def test_a_frozen_range_does_not_change_codes():
     """A larger largest weight moves every code of its row, unless the range was frozen at the first
     weight.
     """
@@ -121,7 +121,7 @@ def test_a_frozen_range_leaves_codes_alone():
 
 @torch.no_grad()
 @ON_DEVICES
-def test_a_row_depends_on_itself_alone(device):
+def test_a_row_does_not_depend_on_others(device):
     """Its codes and scale exactly. Its result too, up to the order of float32 sums, which shows as
     one bfloat16 step at most.
     """
@@ -137,7 +137,7 @@ def test_a_row_depends_on_itself_alone(device):
 
 @torch.no_grad()
 @ON_DEVICES
-def test_what_is_not_finite(device):
+def test_non_finite_values_stay_non_finite(device):
     layer = layer_of(linear_of().to(device))
     x = torch.ones(3, 64, device=device)
     x[1, 5] = float("nan")
@@ -161,7 +161,7 @@ def test_a_cast_does_not_reach_the_scales(device):
     assert y.dtype == torch.bfloat16
 
 
-def test_which_shapes_the_kernel_takes():
+def test_supported_shapes_of_the_kernel():
     assert FP8.unsupported_reason(48, 64) is None
     assert FP8.unsupported_reason(48, 60) == "K = 60 is not a multiple of 16"
     assert FP8.unsupported_reason(24, 64) == "N = 24 is not a multiple of 16"

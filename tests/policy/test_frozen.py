@@ -137,7 +137,7 @@ def tensors_in(weight: Any) -> int:
     return sum(part.numel() * part.element_size() for part in parts)
 
 
-def test_merged_weights_are_those_of_the_unpacked_base_and_are_not_put_in_its_place(family):
+def test_merged_weights_of_a_packed_base_are_published_only(family):
     transformer = family.load_transformer("cpu", torch.float32)
     freeze(transformer, family, "int8")
     add_adapters(transformer, LORA, family, seed=1)
@@ -169,7 +169,7 @@ def adapted(transformer: nn.Module) -> Any:
         (["optimizer.compile=true"], "lora.base: 'int8' with optimizer.compile"),
     ],
 )
-def test_what_cannot_go_with_it_is_one_line(overrides: list[str], said: str):
+def test_incompatible_settings_of_a_packed_base_are_one_line(overrides: list[str], said: str):
     with pytest.raises(ConfigError) as refused:
         load("quickstart", ["lora.base=int8", *overrides])
     (line,) = refused.value.lines

@@ -58,7 +58,7 @@ def guided_latents(tiny: Tiny, one_pass: bool, steps: int = 4) -> torch.Tensor:
     return sample(tiny.family, tiny.denoiser, rows, SEEDS, steps, SOLVER[tiny.name], guided=guided)
 
 
-def test_guided_latents_are_the_stock_pipelines(tiny):
+def test_guided_latents_equal_those_of_the_stock_pipeline(tiny):
     """Bit for bit with the pipeline's own number of passes, where the solver is its own to the bit
     too; up to the order of sums with the other.
     """
@@ -77,7 +77,7 @@ def test_guided_latents_are_the_stock_pipelines(tiny):
     assert (tiny.ours(4, SOLVER[tiny.name]) - ours).abs().max() > 1e-3
 
 
-def test_a_scale_of_one_is_none():
+def test_scale_one_means_no_guidance():
     settings = Guidance(regenerate=4.0)
     assert Guided.of(settings, "explore") is None
     assert Guided.of(settings, "regenerate") == Guided(4.0, True)
@@ -98,7 +98,7 @@ def test_rows_keep_their_negative_prompt(tiny_sd3_dir):
         wanted.split_negative()
 
 
-def test_a_negative_prompt_is_read_with_the_image_of_its_row(tiny_qwen_image_edit_dir):
+def test_a_negative_prompt_is_encoded_with_the_source_image(tiny_qwen_image_edit_dir):
     family = family_for(tiny_model("qwen_image_edit", tiny_qwen_image_edit_dir))
     images = [source_for(prompt, 32, 32) for prompt in PROMPTS]
     _, against = encode(family, PROMPTS, NEGATIVE).split_negative()
@@ -108,7 +108,7 @@ def test_a_negative_prompt_is_read_with_the_image_of_its_row(tiny_qwen_image_edi
     assert (first - second).abs().max() > 1e-3
 
 
-def test_gradients_go_through_both_velocities(tiny_sd3_dir):
+def test_gradients_flow_through_both_velocities(tiny_sd3_dir):
     """d/dw of v- + s (v - v-) is (1 - s) dv- + s dv: by two separate backward passes."""
     tiny = Tiny("sd3", tiny_sd3_dir)
     weight = tiny.denoiser.proj_out.weight.requires_grad_()
@@ -127,7 +127,7 @@ def test_gradients_go_through_both_velocities(tiny_sd3_dir):
 
 
 @pytest.mark.parametrize("name", ["flux", "flux_kontext", "flux2"])
-def test_a_distilled_model_has_none(name, request):
+def test_a_distilled_model_has_no_guidance(name, request):
     family = family_for(tiny_model(name, request.getfixturevalue(f"tiny_{name}_dir")))
     family.check(Guidance())
     with pytest.raises(
@@ -136,7 +136,7 @@ def test_a_distilled_model_has_none(name, request):
         family.check(Guidance(train=2.0))
 
 
-def test_klein_says_in_its_index_whether_it_is_distilled(tiny_flux2_klein_dir, tmp_path):
+def test_the_index_of_klein_states_whether_it_is_distilled(tiny_flux2_klein_dir, tmp_path):
     family_for(tiny_model("flux2_klein", tiny_flux2_klein_dir)).check(Guidance(explore=4.0))
     distilled = make_tiny_flux2(tmp_path, klein=True, is_distilled=True)
     with pytest.raises(ValueError, match=r"guidance\.explore: .* is distilled"):

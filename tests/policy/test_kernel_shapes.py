@@ -10,7 +10,7 @@ from policy.precision.backends import BACKENDS
 
 
 @pytest.mark.parametrize("backend", FORMATS)
-def test_what_is_wrong_is_seen(backend, monkeypatch):
+def test_invalid_kernel_arguments_are_detected(backend, monkeypatch):
     """Columns that cuBLAS refuses, rows that would be copied first, packing by torch."""
     good = ((4, 64), (64, 1), 48, False)
     assert fault(BACKENDS[backend], good) is None

@@ -117,11 +117,11 @@ def test_nvfp4_of_hostile_data(name, exact):
     assert_nvfp4(hostile(name, 5, 80), exact)
 
 
-def test_float32_activations_too():
+def test_float32_activations_are_packed_as_well():
     assert_nvfp4(ordinary(5, 80).float() * 1.1)
 
 
-def test_every_share_counts_for_the_range(monkeypatch):
+def test_the_amax_covers_the_share_of_every_program(monkeypatch):
     """More elements than the programs hold at once; the largest in the last, incomplete share."""
     assert [kernels.partials(n) for n in (1, 8192, 8193, 2**31)] == [1, 1, 2, 256]
     monkeypatch.setattr(kernels, "ELEMENTS", 128)
@@ -133,7 +133,7 @@ def test_every_share_counts_for_the_range(monkeypatch):
     assert_nvfp4(x)
 
 
-def test_rows_that_do_not_lie_together_are_gathered():
+def test_non_contiguous_rows_are_packed():
     x = ordinary(6, 96)
     for view in (x[:, :48], x[::2], ordinary(32, 6).t()):
         assert_fp8(view)
@@ -200,7 +200,7 @@ def test_powers_of_two_over_the_whole_range():
     assert torch.equal(found.cpu().view(torch.float32), wanted)
 
 
-def test_where_they_run(monkeypatch):
+def test_kernels_run_on_supported_devices_only(monkeypatch):
     assert (
         kernels.missing(torch.device("cpu")) == "the packing kernels run on CUDA only, not on cpu"
     )
@@ -250,7 +250,7 @@ for name, constants, warps in (
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's assembler comes with its Linux wheel")
-def test_they_compile_for_both_generations_of_gpus(tmp_path):
+def test_kernels_compile_for_hopper_and_blackwell(tmp_path):
     """Down to machine code of Hopper and Blackwell, for which Triton needs no GPU. No contracted
     sums, no subnormals flushed, no approximate divisions; activations are read by vectors.
     """

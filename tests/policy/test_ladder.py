@@ -29,11 +29,11 @@ EVERYTHING = tuple(BACKENDS)
         ("emulated_nvfp4", (), "fp32", None),
     ],
 )
-def test_the_next_finer_precision(current, available, finest, finer):
+def test_the_ladder_returns_the_next_finer_precision(current, available, finest, finer):
     assert finer_backend(current, available, finest) == finer
 
 
-def test_every_backend_has_its_rung():
+def test_every_backend_has_a_precision_level():
     assert sorted(name for names in precision_levels() for name in names) == sorted(BACKENDS)
     with pytest.raises(ValueError, match="'auto' has no precision level"):
         finer_backend("auto", EVERYTHING, "bf16")

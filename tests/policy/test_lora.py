@@ -48,7 +48,7 @@ def test_initial_adapters_are_equal_gaussian_and_seeded(family, adapted):
     )
 
 
-def test_global_randomness_is_left_alone(family, transformer):
+def test_global_random_state_is_not_changed(family, transformer):
     before = torch.get_rng_state()
     add_adapters(transformer, LORA, family, seed=1)
     with torch.random.fork_rng():
@@ -69,7 +69,7 @@ def test_only_current_is_trainable_whatever_is_active(adapted):
     assert {id(p) for p in adapted.parameters() if p.requires_grad} == wanted
 
 
-def test_gradients_survive_a_visit_to_another_adapter(family, adapted, cond):
+def test_gradients_survive_the_use_of_another_adapter(family, adapted, cond):
     x, sigma = noise_for([4], family.latent_shape), torch.tensor(0.5)
     velocity = family.velocity(adapted, x, sigma, cond.rows(0))
     with use_adapter(adapted, "old"), torch.no_grad():
@@ -107,7 +107,7 @@ def test_use_nests_and_refuses_unknown_names(adapted):
         pass
 
 
-def test_merged_weights_are_the_adapters_forward(adapted, randomise):
+def test_merged_weights_compute_the_adapters_forward_pass(adapted, randomise):
     """Each module against float64: both ways round at most (K + r + 4) times by 2^-24 of the sum of
     absolute products.
     """

@@ -21,7 +21,7 @@ from tests.tiny_families import SOLVER, encode, one_of_twins, stock_call, stock_
 from tests.tiny_sd3 import TINY_SEQUENCE
 
 
-def test_the_export_loads_in_stock_diffusers_and_draws_the_same(
+def test_the_export_generates_the_same_images_in_stock_diffusers(
     family, adapted, cond, randomise, tiny_sd3_dir, tmp_path
 ):
     state = randomise(adapted, "ema", 5)
@@ -114,7 +114,7 @@ def test_starting_from_an_existing_lora(
     assert (downs.abs().sum(1) > 0).all()  # added rows can learn
 
 
-def test_what_cannot_be_started_from(family, adapted, tmp_path, randomise):
+def test_unusable_loras_are_refused(family, adapted, tmp_path, randomise):
     save_diffusers_lora(tmp_path, randomise(adapted, "current", 6), LORA)
     cases = [
         (
@@ -166,7 +166,7 @@ def test_what_cannot_be_started_from(family, adapted, tmp_path, randomise):
         ('{"transformer.lora_alpha": Infinity}', "lora_alpha is 'inf', not a number above 0"),
     ],
 )
-def test_what_a_file_says_of_alpha_is_a_number_or_refused(tmp_path, metadata, said):
+def test_an_invalid_alpha_in_a_file_is_refused(tmp_path, metadata, said):
     weights = {"transformer.a.lora_A.weight": torch.zeros(2, 3)}
     save_file(weights, tmp_path / FILE, metadata={"lora_adapter_metadata": metadata})
     with pytest.raises(ValueError, match=said):

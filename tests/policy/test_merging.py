@@ -15,7 +15,7 @@ def bits(transformer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_inside_are_the_merged_weights_and_after_it_the_base(family, randomise, dtype):
+def test_weights_are_merged_within_the_context_only(family, randomise, dtype):
     transformer = family.load_transformer("cpu", dtype)
     add_adapters(transformer, LORA, family, seed=1)
     randomise(transformer, "ema", 3)
@@ -33,7 +33,7 @@ def test_inside_are_the_merged_weights_and_after_it_the_base(family, randomise, 
     assert not any(layer.disable_adapters for _, layer in adapted_modules(transformer))
 
 
-def test_the_base_comes_back_from_an_error_and_none_merges_nothing(family, adapted, randomise):
+def test_the_base_is_restored_after_an_error(family, adapted, randomise):
     randomise(adapted, "old", 3)
     before = bits(adapted)
     with pytest.raises(RuntimeError, match="inside"), merged(adapted, "old"):
@@ -46,9 +46,7 @@ def test_the_base_comes_back_from_an_error_and_none_merges_nothing(family, adapt
     assert all(torch.equal(tensor, before[name]) for name, tensor in bits(adapted).items())
 
 
-def test_merged_passes_follow_the_adapter_and_agree_with_it_beside_the_weights(
-    family, adapted, cond, randomise
-):
+def test_merged_passes_agree_with_unmerged_adapters(family, adapted, cond, randomise):
     """Two roundings of sums of 32 and 4 terms per product, through 2 blocks: 1e-5 allowed of
     velocities of size 1; the base differs by more than 0.01.
     """
@@ -69,7 +67,7 @@ def test_merged_passes_follow_the_adapter_and_agree_with_it_beside_the_weights(
     assert (found["merged"] - base).abs().max() > 0.01
 
 
-def test_merging_is_of_float32_products_whatever_is_allowed_elsewhere(adapted, monkeypatch):
+def test_merging_uses_float32_products_regardless_of_tf32(adapted, monkeypatch):
     seen, matmul = [], torch.Tensor.__matmul__
     monkeypatch.setattr(
         torch.Tensor,
@@ -87,7 +85,7 @@ def test_merging_is_of_float32_products_whatever_is_allowed_elsewhere(adapted, m
         torch.set_float32_matmul_precision("highest")
 
 
-def test_held_twice_are_the_weights_beside_which_adapters_stand(family, adapted):
+def test_only_adapted_weights_are_held_twice(family, adapted):
     assert sizes.adapted_bytes(adapted) == sum(
         4 * layer.base_layer.weight.numel() for _, layer in adapted_modules(adapted)
     )

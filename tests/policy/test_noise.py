@@ -30,7 +30,7 @@ def test_noise_is_pinned():
 
 
 @given(st.lists(SEED, min_size=1, max_size=6), st.randoms(use_true_random=False))
-def test_a_row_depends_on_its_seed_alone(seeds, random):
+def test_a_row_depends_on_its_seed_only(seeds, random):
     alone = {seed: noise_for([seed], (3, 2))[0] for seed in seeds}
     random.shuffle(seeds)
     for seed, row in zip(seeds, noise_for(seeds, (3, 2)), strict=True):
@@ -63,7 +63,7 @@ def test_no_seeds_no_rows():
     st.lists(st.integers(0, 10**9), max_size=4),
     st.integers(0, 2**63 - 1),
 )
-def test_purposes_are_disjoint_whatever_the_rest(run_seed, index, other):
+def test_seeds_of_different_purposes_are_disjoint(run_seed, index, other):
     assert (
         stream_seed(run_seed, "explore", *index) >> 56
         != stream_seed(other, "evaluate", *index) >> 56

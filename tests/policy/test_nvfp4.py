@@ -168,7 +168,7 @@ def test_scale_search_reaches_the_published_gain():
     assert errors[1] == pytest.approx(0.0815, rel=0.02)
 
 
-def test_a_zero_block_and_an_underflowing_one():
+def test_zero_blocks_and_underflowing_blocks():
     """A zero block is zeros; a block below amax / 2^19 has sf 0 and decodes to 0, its codes
     saturated.
     """
@@ -216,7 +216,7 @@ def test_power_of_two_above(amax, wanted):
     assert nvfp4.power_of_two_above(torch.tensor(amax)).item() == wanted
 
 
-def test_power_of_two_above_what_is_not_finite():
+def test_power_of_two_above_non_finite_values():
     assert nvfp4.power_of_two_above(torch.tensor([float("nan"), float("inf")])).isnan().all()
 
 
@@ -224,7 +224,7 @@ def test_power_of_two_above_what_is_not_finite():
 @example(np.zeros((2, 32), np.float32))
 @example(np.full((2, 32), 3e-45, np.float32))
 @example(np.full((2, 32), 3.4e38, np.float32))
-def test_the_quick_activation_quantizer_is_the_plain_one(array):
+def test_the_fast_activation_quantizer_equals_the_plain_one(array):
     """Bit for bit, over the whole range of float32."""
     x = torch.from_numpy(array)
     quick, plain = Workspace().quantized(x), quantize_activation(x)
@@ -247,7 +247,7 @@ def test_activations_are_weights_with_a_rounded_amax(array):
 
 
 @given(MATRIX, st.floats(0.0, 1.0))
-def test_a_quieter_neighbour_changes_nothing(array, share):
+def test_a_neighbor_with_a_smaller_amax_changes_nothing(array, share):
     """An image in the batch whose amax is below the same power of two leaves every bit of the
     others.
     """
@@ -257,7 +257,7 @@ def test_a_quieter_neighbour_changes_nothing(array, share):
     assert torch.equal(together[:3], alone)
 
 
-def test_a_louder_neighbour_changes_nothing_while_scales_are_normal():
+def test_a_neighbor_with_a_larger_amax_changes_nothing_with_normal_scales():
     """5.7 times the amax: all scales move by a power of two, 8, and the decoded values stay."""
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     alone, amax = quantize_activation(x)

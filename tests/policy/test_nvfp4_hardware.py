@@ -93,7 +93,7 @@ def test_packed_activations_decode_to_the_emulated_ones(exact):
 
 
 @pytest.mark.parametrize("name", HARDWARE)
-def test_which_shapes_the_kernels_take(name):
+def test_supported_shapes_of_the_kernels(name):
     backend = BACKENDS[name]
     assert backend.unsupported_reason(32, 64) is None
     assert backend.unsupported_reason(24, 64) == "N = 24 is not a multiple of 16"
@@ -173,7 +173,7 @@ def engine(calls: list[torch.Tensor]) -> SimpleNamespace:
     )
 
 
-def test_transformer_engine_gets_rows_in_multiples_of_32_and_no_more_than_it_can_count(monkeypatch):
+def test_transformer_engine_gets_padded_rows_within_its_index_range(monkeypatch):
     """2,664 rows, SD3.5 Large's text at batch 8, are 83 times 32 and 8 more."""
     calls: list[torch.Tensor] = []
     layer = EngineLinear(nn.Linear(64, 32, bias=False), engine(calls), None)
@@ -183,7 +183,7 @@ def test_transformer_engine_gets_rows_in_multiples_of_32_and_no_more_than_it_can
         layer(torch.ones(8, 333, 64))
 
 
-def test_transformer_engines_own_layers_are_for_an_exact_range(monkeypatch):
+def test_transformer_engines_layers_are_used_for_exact_amax_only(monkeypatch):
     """Otherwise they are those of torch_nvfp4. Compiling them is refused by name."""
     recipes = SimpleNamespace(NVFP4BlockScaling=SimpleNamespace)
     monkeypatch.setattr(te_nvfp4, "import_engine", lambda: (engine([]), recipes))
@@ -195,7 +195,7 @@ def test_transformer_engines_own_layers_are_for_an_exact_range(monkeypatch):
         compiled(nn.Sequential(layer), torch.device("cpu"))
 
 
-def test_the_recipe_is_the_format_without_tricks_of_training():
+def test_the_recipe_disables_training_techniques():
     recipes = SimpleNamespace(NVFP4BlockScaling=SimpleNamespace)
     assert vars(nvfp4_recipe(recipes)) == {
         "disable_rht": True,
@@ -259,7 +259,7 @@ def test_a_captured_graph_survives_a_load(name):
 
 @pytest.mark.parametrize("name", [on_gpu(name) for name in HARDWARE])
 @torch.no_grad()
-def test_a_neighbour_changes_nothing_on_the_gpu(name):
+def test_a_neighbor_changes_nothing_on_the_gpu(name):
     linear = nn.Linear(256, 128).to(CUDA, torch.bfloat16)
     layer = BACKENDS[name].replacements("power_of_two")(linear)
     for part, tensor in BACKENDS[name].pack(linear.weight, True).items():

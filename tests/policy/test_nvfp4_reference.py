@@ -92,7 +92,7 @@ def data_sets() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", data_sets())
-def test_our_codes_and_scales_are_the_references(stubbed, name):
+def test_codes_and_scales_equal_the_reference(stubbed, name):
     reference = stubbed("transformer_engine.pytorch.custom_recipes.reference_nvfp4")
     formats = stubbed("transformer_engine.pytorch.custom_recipes.reference_utils").Fp4Formats
     quantizer = reference.NVFP4QuantizerRef(
@@ -108,7 +108,7 @@ def test_our_codes_and_scales_are_the_references(stubbed, name):
         assert torch.equal(packed.codes, codes.view(torch.uint8))
 
 
-def test_the_recipe_is_the_installed_ones(stubbed):
+def test_the_recipe_equals_the_installed_one(stubbed):
     recipes = stubbed("transformer_engine.common.recipe")
     assert engine_lacks(types.SimpleNamespace(**dict.fromkeys(PARTS)), recipes) == []
     recipe = nvfp4_recipe(recipes)
@@ -136,7 +136,7 @@ def arguments(file: str, owner: str, function: str) -> set[str]:
     return {argument.arg for argument in [*found.args.args, *found.args.kwonlyargs]}
 
 
-def test_the_arguments_that_the_engine_backend_passes_exist():
+def test_the_arguments_passed_to_transformer_engine_exist():
     """Read from ``policy/precision/te_nvfp4.py`` itself, so that the two cannot drift apart."""
     source = ast.parse(Path(te_nvfp4.__file__).read_text())
     calls = {

@@ -35,7 +35,7 @@ def schedule(steps, first=1.0):
 
 @pytest.mark.parametrize("name", SOLVERS)
 @pytest.mark.parametrize("steps", [1, 2, 3, 10])
-def test_exact_where_x0_is_one_point(name, steps):
+def test_solvers_are_exact_if_x0_is_one_point(name, steps):
     """All data at m: v = (x - m) / sigma and x0 = m, so the path is straight and any step count
     ends at m, up to rounding.
     """
@@ -55,7 +55,7 @@ def test_euler_is_exact_on_a_constant_velocity():
     assert torch.equal(euler(lambda _x, _s: v, x, sigmas), x - v)
 
 
-def test_velocity_is_asked_at_every_sigma_but_the_last():
+def test_velocity_is_evaluated_at_every_sigma_but_the_last():
     for name, solver in SOLVERS.items():
         asked = []
         solver(
@@ -150,7 +150,7 @@ def test_unipc_equals_diffusers_scheduler(steps, first):
     assert steps < 3 or np.abs(ours - dpmpp_2m(gaussian_velocity, START, sigmas)).max() > 1e-3
 
 
-def test_unipcs_corrector_in_one_step_by_hand():
+def test_unipc_corrector_of_one_known_step():
     """From 0.8 by 0.4 to 0 with v = x, so that x0 = (1 - sigma) x; two steps of first order, and
     the corrector's mean of both clean samples in the first of them.
     """

@@ -38,7 +38,7 @@ def addresses(tensors: list[torch.Tensor]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors if tensor.numel()]
 
 
-def test_tensors_move_and_come_back_to_the_bit():
+def test_tensors_move_and_return_bit_for_bit():
     model = Model().requires_grad_(False)
     before, tensors = state(model), list(frozen_tensors(model))
     offload = Offload(frozen_tensors(model), CPU)
@@ -56,7 +56,7 @@ def test_tensors_move_and_come_back_to_the_bit():
     assert all(address % ALIGNED == at_home[0] % ALIGNED for address in at_home)
 
 
-def test_what_was_written_on_the_device_goes_along():
+def test_changes_on_the_device_move_along():
     model = Model().requires_grad_(False)
     offload = Offload(frozen_tensors(model), CPU)
     offload.to_device()
@@ -66,7 +66,7 @@ def test_what_was_written_on_the_device_goes_along():
     assert model.get_buffer("codes").tolist() == list(range(1, 8))
 
 
-def test_adapters_stay():
+def test_adapters_stay_on_the_device():
     model = nn.Module()
     model.block = nn.Module()
     model.block.base_layer = nn.Linear(2, 2)
@@ -88,7 +88,7 @@ ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUD
 
 @pytest.mark.gpu
 @ON_A_GPU
-def test_on_a_gpu_nothing_is_left_behind():
+def test_on_a_gpu_no_memory_is_left_behind():
     device, model = torch.device("cuda"), nn.Linear(4096, 4096).requires_grad_(False)
     before, x = state(model), torch.ones(1, 4096)
     x.to(device) @ torch.ones(4096, 1, device=device)  # a workspace of the library stays
@@ -105,7 +105,7 @@ def test_on_a_gpu_nothing_is_left_behind():
 
 @pytest.mark.gpu
 @ON_A_GPU
-def test_on_a_gpu_what_is_compiled_sees_weights_that_came_back():
+def test_on_a_gpu_compiled_graphs_see_returned_weights():
     device, model = torch.device("cuda"), nn.Linear(64, 64).requires_grad_(False)
     offload, x = Offload(frozen_tensors(model), device), torch.ones(2, 64, device=device)
     compiled = torch.compile(model, dynamic=False)

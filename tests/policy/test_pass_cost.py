@@ -139,7 +139,7 @@ def test_the_peak_of_decoding_on_a_gpu(name, measured, on_a_cpu):
     assert peaks == [pytest.approx(measured, rel=1e-3), pytest.approx(on_a_cpu, rel=1e-4)]
 
 
-def test_second_copies_of_a_convolution_by_hand():
+def test_second_copies_of_known_convolutions():
     """[1, 4, 8, 8] to [1, 6, 8, 8] in FP32; one of a single point, a depthwise one and channels
     that come last need none, and the last stay last.
     """

@@ -21,7 +21,7 @@ def tiny(tiny_sana_dir):
 
 
 @pytest.mark.parametrize("instruction", [True, False])
-def test_conditioning_is_the_pipelines(tiny, instruction):
+def test_conditioning_equals_that_of_the_pipeline(tiny, instruction):
     """With the instruction the pipeline is called as it stands, so its own default is what ours
     must be.
     """
@@ -64,7 +64,7 @@ def test_padding_is_masked(tiny):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 14, 20])
-def test_dpmpp_2m_latents_are_the_stock_pipelines(tiny, steps):
+def test_dpmpp_2m_latents_equal_those_of_the_stock_pipeline(tiny, steps):
     """Its solver computes log(alpha / sigma), up to 8, in float32: coefficients are off by 8 x
     2^-23 = 1e-6 of themselves, ours (float64) are not. Errors of that size per step on latents of
     order 1, twice over for the second-order term, add up.
@@ -78,7 +78,7 @@ def test_dpmpp_2m_latents_are_the_stock_pipelines(tiny, steps):
     assert theirs.std() > 0.1
 
 
-def test_images_are_the_stock_pipelines(tiny):
+def test_images_equal_those_of_the_stock_pipeline(tiny):
     """Stock latents decode to the stock images bit for bit; ours differ by 1e-6 and may fall on
     the other side of a half.
     """
@@ -91,7 +91,7 @@ def test_images_are_the_stock_pipelines(tiny):
 
 
 @pytest.mark.parametrize("shift", [None, 1.5, 6.0])
-def test_schedule_and_timesteps_are_the_schedulers(tiny, shift):
+def test_schedule_and_timesteps_equal_those_of_the_scheduler(tiny, shift):
     """At every number of steps up to 100: the same float32 sigmas, first below 1, and the same
     whole timesteps.
     """
@@ -115,7 +115,7 @@ def test_sigmas_closed_form(tiny):
     )
 
 
-def test_time_is_whole_thousandths(tiny):
+def test_timesteps_are_whole_thousandths(tiny):
     sana, denoiser, encoded = tiny.family, tiny.denoiser, tiny.encoded
     x = noise_for([1, 2], SANA_LATENT)
     one = sana.velocity(denoiser, x, torch.tensor([0.2507, 0.9]), encoded)

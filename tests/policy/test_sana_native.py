@@ -150,7 +150,7 @@ def family(tiny_sana_dir, path, **more):
 
 
 @pytest.mark.parametrize(("sigma", "timestep"), [(0.9, 900.0), (0.8333, 833.0)])
-def test_velocities_are_those_of_the_native_network(tiny_sana_dir, file, sigma, timestep):
+def test_velocities_equal_those_of_the_native_network(tiny_sana_dir, file, sigma, timestep):
     """Float32 through two blocks: sums in another order differ by 1e-6 of values of order one."""
     path, made = file
     sana = family(tiny_sana_dir, path, schedule="uniform")
@@ -164,7 +164,7 @@ def test_velocities_are_those_of_the_native_network(tiny_sana_dir, file, sigma, 
     assert torch.allclose(found, expected, atol=2e-5)
 
 
-def test_a_checkpoint_is_loaded_in_the_asked_precision_and_frozen(tiny_sana_dir, tmp_path):
+def test_a_checkpoint_is_loaded_in_the_requested_precision_and_frozen(tiny_sana_dir, tmp_path):
     torch.save(weights(), tmp_path / "w.pth")
     denoiser = family(tiny_sana_dir, tmp_path / "w.pth").load_transformer("cpu", torch.bfloat16)
     parameters = dict(denoiser.named_parameters())
@@ -206,7 +206,7 @@ def test_a_missing_or_damaged_file_is_one_line(tiny_sana_dir, tmp_path):
         family(tiny_sana_dir, tmp_path / "bad.pth").check_weights()
 
 
-def test_no_other_family_reads_such_a_file(tiny_sana_video_dir):
+def test_other_families_refuse_native_files(tiny_sana_video_dir):
     said = "model.native_path: 'x.pth': family '{}' does not support native files: leave it out"
     with pytest.raises(ConfigError) as caught:
         check_model(load("quickstart", ["model.native_path=x.pth"]))

@@ -131,7 +131,7 @@ def test_missing_weights_are_named(tiny_sd3_dir, tmp_path):
     ("height", "width", "message"),
     [(1024, 16, "height: 1024 pixels; .* up to 32"), (16, 40, "width: 40")],
 )
-def test_sizes_that_the_model_cannot_draw(tiny_model, height, width, message):
+def test_unsupported_image_sizes_are_refused(tiny_model, height, width, message):
     family = family_for(tiny_model.model_copy(update={"height": height, "width": width}))
     with pytest.raises(ValueError, match=f"model.{message}"):
         _ = family.latent_shape

@@ -43,7 +43,7 @@ def sigmas(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_a_flow_sde_step_by_hand():
+def test_a_flow_sde_step_with_known_values():
     """sigma 1/2 to 1/4, eta 1: g^2 = (1/2) / (1/2) = 1, dsigma = -1/4. x = 2, v = 3:
     mean = 2 (1 - 1/4) + 3 (1 + 1/2) (-1/4) = 1.5 - 1.125 = 0.375; std = sqrt(1/4)."""
     step = TRANSITIONS["flow_sde"](column(2.0), column(3.0), sigmas(0.5), sigmas(0.25), 1.0)
@@ -64,7 +64,7 @@ def test_from_sigma_1_the_next_sigma_is_in_the_denominator():
     assert exact.std.item() == pytest.approx(math.sqrt(0.95 / 0.05 * 0.2))
 
 
-def test_a_dance_sde_step_by_hand():
+def test_a_dance_sde_step_with_known_values():
     """The paper's form: sigma 1/2 to 1/4, eta 1/2, x = 2, v = 3: x0_hat = 2 - 3/2 = 1/2, s = -(2 -
     1/4) / (1/4) = -7; mean = 2 - 3/4 - 1/2 (1/4) (-7) (-1/4) = 1.25 - 0.21875; std = 1/2 sqrt(1/4).
     """
@@ -73,7 +73,7 @@ def test_a_dance_sde_step_by_hand():
 
 
 @pytest.mark.parametrize("name", TRANSITIONS)
-def test_without_noise_a_step_is_eulers(name):
+def test_without_noise_a_step_is_an_euler_step(name):
     step = TRANSITIONS[name](column(2.0), column(3.0), sigmas(0.5), sigmas(0.25), 1e-9)
     assert step.mean.item() == pytest.approx(2 - 0.75, abs=1e-12)
 
@@ -91,7 +91,7 @@ def test_the_density_is_the_normal_one_averaged_over_dimensions():
     ("name", "eta"), [("flow_sde", 0.7), ("dance_sde", 0.3), ("dance_sde", 1.0)]
 )
 @pytest.mark.parametrize("last", [0.0, 0.3])
-def test_moments_converge_to_the_flows_with_order_one(name, eta, last):
+def test_moments_converge_with_order_one(name, eta, last):
     """Euler-Maruyama is of weak order 1: error = c / n + O(1 / n^2). Four times the steps leave a
     quarter; at n = 200 the next order is n times smaller than the first times a constant of a few
     units, so 3 % is allowed. The mean follows a straight line, on which Euler's steps are exact.
@@ -103,7 +103,7 @@ def test_moments_converge_to_the_flows_with_order_one(name, eta, last):
     assert abs(coarse) < 0.01 and coarse / fine == pytest.approx(4, rel=0.03)
 
 
-def test_a_wrong_drift_would_be_seen():
+def test_a_wrong_drift_would_be_detected():
     """Had the correction of the drift the other sign, the variance would be off by far more than
     the 0.01 above.
     """
@@ -137,7 +137,7 @@ def draw(seeds, streams, steps=10, solver=("flow_sde", 0.7), batch_size=None, fa
 
 
 @pytest.mark.parametrize("solver", [("flow_sde", 0.7), ("dance_sde", 0.3)])
-def test_sampled_moments_are_the_propagated_ones(solver):
+def test_sampled_moments_equal_propagated_ones(solver):
     """500 paths of 32 independent dimensions, n = 16,000: the mean's standard error is std / 126,
     the variance's its share sqrt(2 / n) = 1.1 %; 4 of them are allowed. The start is N(0, 1), so
     the recursion starts from that.
@@ -161,7 +161,7 @@ def test_a_path_has_the_shapes_and_starts_at_its_noise():
     assert torch.equal(paths.states[:, 0], noise_for([5, 2**63 + 1, 7], (4, 8)))
 
 
-def test_dance_sde_decodes_the_clean_sample_that_is_predicted_at_its_last_step():
+def test_dance_sde_decodes_the_clean_sample_predicted_in_its_last_step():
     """sigma 1/2, x = 2, v = 3: 2 - 3/2; a path's own end is still recorded, with its noise, and
     flow_sde decodes that.
     """
@@ -181,7 +181,7 @@ def test_dance_sde_decodes_the_clean_sample_that_is_predicted_at_its_last_step()
     assert torch.equal(flow.latents, flow.states[:, -1])
 
 
-def test_a_row_depends_on_its_own_seeds_alone():
+def test_a_path_depends_on_its_own_seeds_only():
     """The velocity here is elementwise, hence the same in every batch: paths are equal to the bit
     however they are batched.
     """
@@ -252,7 +252,9 @@ GOLDEN = [0.2757234, -1.1727393, -0.8452396]
         (40, (-0.032, -0.084), (-0.000, -0.050), (-0.029, -0.071)),
     ],
 )
-def test_how_much_narrower_samples_are_than_the_data(steps, euler, flow, dance, monkeypatch):
+def test_sde_samples_are_narrower_than_the_data_by_known_amounts(
+    steps, euler, flow, dance, monkeypatch
+):
     """The least and the most of data with a standard deviation of 0.4 to 1, with and without shift
     3: the table in docs/methods.md, without sampling. Three digits are stated.
     """

@@ -91,7 +91,7 @@ def test_every_family_computes_the_same_bits(group, name, request):
     assert_same(family_for(tiny_model(name, request.getfixturevalue(f"tiny_{name}_dir"))))
 
 
-def test_so_with_blocks_that_are_computed_twice_and_with_two_passes(group, tiny_sd3_dir):
+def test_sharding_works_with_recomputed_blocks_and_guidance(group, tiny_sd3_dir):
     """Gradient checkpointing, which gathers once more; guidance, whose two forward passes come
     before both backward passes.
     """
@@ -101,7 +101,7 @@ def test_so_with_blocks_that_are_computed_twice_and_with_two_passes(group, tiny_
     assert_same(family, Guided(3.0, False), checkpointing=True)
 
 
-def test_what_is_gathered_is_counted(tiny_sd3_dir):
+def test_gathered_bytes_are_counted(tiny_sd3_dir):
     family = family_for(tiny_model("sd3", tiny_sd3_dir))
     transformer = family.load_transformer("cpu", torch.float32)
     blocks = [held_bytes(block) for block in blocks_of(transformer)]

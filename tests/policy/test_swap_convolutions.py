@@ -134,7 +134,7 @@ def test_quantized_convolutions_publish_with_their_adapter_and_load_in_place(
     assert 0.7 < statistics["weights/delta_cosine"] < 1
 
 
-def test_an_adapted_convolution_that_stays_unquantized_travels_in_its_own_shape(family, features):
+def test_an_adapted_unquantized_convolution_keeps_its_shape(family, features):
     learner = make()
     add_adapters(learner, Lora(rank=4, alpha=8), family, names=("current",), seed=1)
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_an_adapted_convolution_that_stays_unquantized_travels_in_its_own_shape(
     assert publisher.export("current", 1)[2]["weights/delta_cosine"] == pytest.approx(1, abs=1e-6)
 
 
-def test_swapping_frees_the_wide_weights(family):
+def test_swapping_frees_the_unquantized_weights(family):
     import gc
     import weakref
 

@@ -41,7 +41,7 @@ def filled(layers, given, backend, amax=None) -> None:
 @pytest.mark.parametrize("name", ["emulated_nvfp4", "fp8"])
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
-def test_the_joint_product_is_the_separate_ones(name, bias):
+def test_the_fused_product_equals_separate_ones(name, bias):
     """Same codes and scales: bit for bit here, as a sum over K does not depend on how many rows the
     weight has.
     """
@@ -60,7 +60,7 @@ def test_the_joint_product_is_the_separate_ones(name, bias):
         assert torch.equal(members[index](x), apart[index](x))
 
 
-def test_one_product_serves_the_group_and_is_not_kept(monkeypatch):
+def test_one_fused_product_serves_the_group_and_is_released(monkeypatch):
     backend, given = BACKENDS["fp8"], linears()
     members = fuse_linears(given, backend.replacements("power_of_two"))
     filled(members, given, backend)
@@ -78,7 +78,7 @@ def test_one_product_serves_the_group_and_is_not_kept(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @torch.no_grad()
-def test_compiled_it_is_one_product_too(monkeypatch):
+def test_a_compiled_group_is_one_product(monkeypatch):
     import torch._inductor.config as inductor
 
     class Attention(nn.Module):
@@ -108,7 +108,7 @@ def test_compiled_it_is_one_product_too(monkeypatch):
     assert products == [1] and members[0]._joint._input is None
 
 
-def test_buffers_are_rows_of_the_joint_ones_and_stay_where_they_are():
+def test_buffers_are_views_of_the_fused_ones():
     backend, given = BACKENDS["torch_nvfp4"], linears()
     members = fuse_linears(given, NVFP4Weight)
     amax = torch.tensor(0.25)
@@ -150,7 +150,7 @@ def test_the_plan_names_groups_that_are_quantized_as_a_whole(family, transformer
         assert not any(row.fused for row in quantize_plan(transformer, stub, (), BACKENDS[name]))
 
 
-def test_fused_explorers_draw_what_others_draw(family, adapted, cond, randomise, monkeypatch):
+def test_fused_explorers_generate_the_same_images(family, adapted, cond, randomise, monkeypatch):
     """From the same published bytes; and a load leaves every pointer."""
     randomise(adapted, "current", 2)
     backend, latents = BACKENDS["fp8"], []
@@ -176,9 +176,7 @@ def test_fused_explorers_draw_what_others_draw(family, adapted, cond, randomise,
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_what_runs_as_one_is_published_with_one_range(
-    family, adapted, randomise, monkeypatch, frozen
-):
+def test_fused_layers_are_published_with_one_amax(family, adapted, randomise, monkeypatch, frozen):
     """The largest of the three; a kernel has one factor for the whole product. Weights without
     adapter follow their group.
     """
@@ -218,7 +216,7 @@ def test_what_runs_as_one_is_published_with_one_range(
         randomise(adapted, "current", 9)
 
 
-def test_a_bad_member_is_named_itself(family, adapted, monkeypatch):
+def test_an_invalid_member_of_a_group_is_named(family, adapted, monkeypatch):
     monkeypatch.setattr(type(family), "fuse", FUSE, raising=False)
     backend = BACKENDS["torch_nvfp4"]
     name = "transformer_blocks.1.attn.to_v"
@@ -231,7 +229,7 @@ def test_a_bad_member_is_named_itself(family, adapted, monkeypatch):
     assert caught.value.module == name
 
 
-def test_swapping_a_group_frees_the_wide_weights(family, transformer, monkeypatch):
+def test_swapping_a_group_frees_the_unquantized_weights(family, transformer, monkeypatch):
     import gc
     import weakref
 

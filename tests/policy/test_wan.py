@@ -22,7 +22,7 @@ def multistep(tmp_path_factory) -> Tiny:
 
 
 @pytest.mark.parametrize("frames", [1, 5, 9])
-def test_clips_of_any_length_are_the_stock_pipelines(tiny_wan_dir, frames):
+def test_clips_of_any_length_equal_those_of_the_stock_pipeline(tiny_wan_dir, frames):
     """Latents bit for bit; 16 high, 32 wide."""
     tiny = Tiny("wan", tiny_wan_dir)
     family = tiny.other(frames=frames, width=32)
@@ -60,7 +60,7 @@ def test_schedule_and_timesteps_of_the_multistep_scheduler(multistep, steps):
     assert multistep.other(schedule="uniform").sigmas(2).tolist() == [1.0, 0.5, 0.0]
 
 
-def test_steps_of_first_order_are_eulers(multistep):
+def test_first_order_steps_are_euler_steps(multistep):
     """The published scheduler without its corrector and with order 1 takes Euler steps, written
     otherwise: equal up to rounding.
     """
@@ -77,7 +77,7 @@ def test_steps_of_first_order_are_eulers(multistep):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 6, 20])
-def test_unipc_latents_are_the_stock_pipelines(multistep, steps):
+def test_unipc_latents_equal_those_of_the_stock_pipeline(multistep, steps):
     """With the published scheduler, as it is. Its coefficients are float32: of log(alpha / sigma),
     up to 14 at the first sigma, and of differences of 1 / h; each is off by up to 14 x 2^-23 of
     itself, ours (float64) are not, and the errors of the steps add up.
@@ -89,7 +89,7 @@ def test_unipc_latents_are_the_stock_pipelines(multistep, steps):
         assert (multistep.ours(steps, "dpmpp_2m") - theirs).abs().max() > 1e-4 * size
 
 
-def test_proxy_clips_are_the_beginning(tiny_wan_dir):
+def test_proxy_clips_are_the_first_frames(tiny_wan_dir):
     """9 frames of 32x32 to 5 frames of 16x16: noise of the first latent frames, in blocks."""
     tiny = Tiny("wan", tiny_wan_dir)
     full = tiny.other(frames=9, height=32, width=32)
@@ -114,7 +114,7 @@ def test_proxy_clips_are_the_beginning(tiny_wan_dir):
         ({"height": 24}, r"model\.height: 24 pixels; this model needs multiples of 16"),
     ],
 )
-def test_sizes_that_cannot_be_drawn(tiny_wan_dir, changes, said):
+def test_unsupported_sizes_are_refused(tiny_wan_dir, changes, said):
     with pytest.raises(ValueError, match=said):
         family_for(tiny_model("wan", tiny_wan_dir, **changes)).check()
 
@@ -133,7 +133,7 @@ def test_a_tiny_decoder_of_clips(tiny_wan_dir, tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"frames": 5}, {"fps": 8}])
-def test_frames_of_a_model_of_images(tiny_sd3_dir, change):
+def test_frames_are_refused_for_image_models(tiny_sd3_dir, change):
     (key,) = change
     with pytest.raises(
         ValueError, match=rf"model\.{key}: family 'sd3' generates images, not clips: leave it out"
@@ -152,7 +152,7 @@ def test_frames_of_a_model_of_images(tiny_sd3_dir, change):
         ),
     ],
 )
-def test_frames_that_cannot_be_explored(changes, said):
+def test_invalid_explored_frames_are_refused(changes, said):
     with pytest.raises(ConfigError) as caught:
         load("quickstart", changes)
     assert len(caught.value.lines) == 1 and said in caught.value.lines[0]

@@ -29,7 +29,7 @@ def tiny(tiny_wan_dir) -> Tiny:
 
 @pytest.mark.parametrize("steps", [2, 10])
 @pytest.mark.parametrize("guided", [False, True])
-def test_latents_are_the_stock_pipelines(tiny, steps, guided):
+def test_latents_equal_those_of_the_stock_pipeline(tiny, steps, guided):
     """Bit for bit where it tells each clip its timestep. As published each token, so that the
     embedder's products have more rows, whose sums may be grouped otherwise.
     """
@@ -53,7 +53,7 @@ def test_latents_are_the_stock_pipelines(tiny, steps, guided):
 
 
 @pytest.mark.parametrize(("frames", "tiles"), [(1, False), (9, False), (5, True)])
-def test_clips_of_any_length_are_the_stock_pipelines(tiny, frames, tiles):
+def test_clips_of_any_length_equal_those_of_the_stock_pipeline(tiny, frames, tiles):
     """Of two latents, decoded whole or in tiles of 16 x 16 pixels."""
     family = tiny.other(frames=frames, width=32)
     assert family.latent_shape == (6, 1 + (frames - 1) // 4, 2, 4)
@@ -72,7 +72,7 @@ def test_clips_of_any_length_are_the_stock_pipelines(tiny, frames, tiles):
 
 
 @pytest.mark.parametrize("steps", [2, 6])
-def test_unipc_latents_are_the_stock_pipelines(tmp_path, steps):
+def test_unipc_latents_equal_those_of_the_stock_pipeline(tmp_path, steps):
     """With the published scheduler; the tolerance is that of Wan 2.1's test."""
     tiny = Tiny("wan", make_tiny_wan(tmp_path, scheduler=SCHEDULERS[1], wan22=True))
     ours, theirs = tiny.ours(steps, "unipc"), tiny.stock(steps, "latent")
@@ -81,7 +81,7 @@ def test_unipc_latents_are_the_stock_pipelines(tmp_path, steps):
 
 
 @pytest.mark.parametrize(
-    "holds", [test_families.test_what_is_quantized, test_families.test_lora_targets]
+    "holds", [test_families.test_quantized_modules_of_each_family, test_families.test_lora_targets]
 )
 def test_tables_of_the_family_fit(holds, tiny):
     holds(tiny.family)
@@ -94,7 +94,7 @@ def test_tables_of_the_family_fit(holds, tiny):
         test_families_training.test_gradient_checkpointing_gives_the_same_gradients,
     ],
 )
-def test_what_holds_of_every_family(holds, tiny_wan_dir):
+def test_properties_of_every_family_hold(holds, tiny_wan_dir):
     holds("wan", tiny_wan_dir)
 
 
@@ -106,9 +106,9 @@ def test_the_export_loads_in_stock_diffusers(request, randomise, tmp_path):
 
 @pytest.mark.slow
 def test_two_iterations_through_all_services(ray_here, request, tmp_path):
-    test_families_ring.test_two_iterations_of_the_newer_families(ray_here, request, tmp_path, "wan")
+    test_families_ring.test_newer_families_train_two_iterations(ray_here, request, tmp_path, "wan")
 
 
-def test_sizes_that_cannot_be_drawn(tiny_wan_dir):
+def test_unsupported_sizes_are_refused(tiny_wan_dir):
     with pytest.raises(ValueError, match=r"model\.width: 24 pixels; this .* multiples of 16"):
         family_for(tiny_model("wan", tiny_wan_dir, width=24)).check()

@@ -71,7 +71,7 @@ def passes(tiny) -> Any:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 10])
-def test_latents_are_the_stock_pipelines(tiny, passes, steps):
+def test_latents_equal_those_of_the_stock_pipeline(tiny, passes, steps):
     """Bit for bit, each step by the transformer that the pipeline takes."""
     assert isinstance(tiny.denoiser, Experts)
     assert torch.equal(tiny.ours(steps, "euler"), tiny.stock(steps, "latent"))
@@ -81,7 +81,7 @@ def test_latents_are_the_stock_pipelines(tiny, passes, steps):
 
 @pytest.mark.parametrize("low", [None, 2.0])
 @pytest.mark.parametrize("one_pass", [False, True])
-def test_guided_latents_are_the_stock_pipelines(tiny, low, one_pass):
+def test_guided_latents_equal_those_of_the_stock_pipeline(tiny, low, one_pass):
     rows = encode(tiny.family, PROMPTS[:1], "a blue cross").repeat(len(SEEDS))
     guided = Guided(3.0, one_pass, low)
     ours = sample(tiny.family, tiny.denoiser, rows, SEEDS, 4, "euler", guided=guided)
@@ -97,7 +97,7 @@ def test_guided_latents_are_the_stock_pipelines(tiny, low, one_pass):
 
 
 @pytest.mark.parametrize("steps", [2, 6])
-def test_unipc_latents_are_the_stock_pipelines(tmp_path, steps):
+def test_unipc_latents_equal_those_of_the_stock_pipeline(tmp_path, steps):
     """With the published scheduler; the tolerance is that of Wan 2.1's test."""
     tiny = Tiny("wan", make_tiny_wan(tmp_path, scheduler=SCHEDULERS[1], experts=True))
     ours, theirs = tiny.ours(steps, "unipc"), tiny.stock(steps, "latent")
@@ -135,7 +135,7 @@ def test_rows_of_one_pass_go_to_their_own_transformers(tiny, passes):
         torch.testing.assert_close(strong[only], wanted, rtol=0, atol=4e-5)
 
 
-def test_gradients_go_to_the_transformer_that_was_asked(tiny):
+def test_gradients_go_to_the_evaluated_transformer(tiny):
     family = tiny.family
     denoiser = family.load_transformer("cpu", torch.float32)
     add_adapters(denoiser, LORA, family)
@@ -164,8 +164,8 @@ def test_gradients_go_to_the_transformer_that_was_asked(tiny):
 
 
 def test_tables_of_the_family_fit(tiny):
-    test_families.test_what_is_quantized(tiny.family)
-    test_families.test_the_skeleton_has_every_module_and_shape(tiny.family)
+    test_families.test_quantized_modules_of_each_family(tiny.family)
+    test_families.test_the_meta_model_has_every_module_and_shape(tiny.family)
     names = target_modules(tiny.denoiser, tiny.family.lora_targets)
     assert len(names) == 2 * test_families.LORA_MODULES["wan"]
     plan = quantize_plan(tiny.denoiser, tiny.family, (), BACKENDS["torch_nvfp4"])
@@ -174,7 +174,7 @@ def test_tables_of_the_family_fit(tiny):
     assert {row.name for row in plan if row.quantized} >= set(names)
 
 
-def test_what_a_plan_counts(tiny):
+def test_a_plan_counts_both_transformers(tiny):
     """The bytes of both, and a pass of one."""
     blank = meta_denoiser(tiny.family, torch.float32)
     assert held_bytes(blank) == held_bytes(tiny.denoiser)
@@ -199,13 +199,13 @@ def test_blocks_of_both_are_compiled_and_checkpointed(tiny):
         test_families_training.test_gradient_checkpointing_gives_the_same_gradients,
     ],
 )
-def test_what_holds_of_every_family(holds, tiny_wan_dir):
+def test_properties_of_every_family_hold(holds, tiny_wan_dir):
     holds("wan", tiny_wan_dir)
 
 
 @pytest.mark.slow
 def test_two_iterations_through_all_services(ray_here, request, tmp_path):
-    test_families_ring.test_two_iterations_of_the_newer_families(ray_here, request, tmp_path, "wan")
+    test_families_ring.test_newer_families_train_two_iterations(ray_here, request, tmp_path, "wan")
 
 
 # ---- files
@@ -264,7 +264,7 @@ def test_a_lora_of_one_transformer_alone(tiny, randomise, tmp_path):
     assert adapter_state(fresh, "current").keys() == adapter_state(transformer, "current").keys()
 
 
-def test_what_cannot_be_started_from(tiny, exported):
+def test_unusable_loras_are_refused(tiny, exported):
     _, directory = exported
     fresh = tiny.family.load_transformer("cpu", torch.float32)
     with pytest.raises(
@@ -309,7 +309,7 @@ def test_a_pipeline_that_lacks_its_second_transformer(tiny_wan_dir, tmp_path):
         family_for(tiny_model("wan", copied))
 
 
-def test_what_does_not_go_with_two_transformers(tiny_wan_dir, tmp_path):
+def test_incompatible_settings_of_two_transformers_are_refused(tiny_wan_dir, tmp_path):
     def config(**more: Any) -> Any:
         return tiny_config(
             tiny_wan_dir, tmp_path, "tiny", model__family="wan", model__frames=5, **more
@@ -331,13 +331,13 @@ def test_what_does_not_go_with_two_transformers(tiny_wan_dir, tmp_path):
         (["guidance.evaluate=4", "guidance.low_noise=0.5"], "guidance.low_noise"),
     ],
 )
-def test_scales_that_cannot_be(changes, said):
+def test_invalid_guidance_scales_are_refused(changes, said):
     with pytest.raises(ConfigError) as caught:
         load("quickstart", changes)
     assert len(caught.value.lines) == 1 and said in caught.value.lines[0]
 
 
-def test_a_scale_of_low_noise_where_one_transformer_has_all():
+def test_low_noise_is_refused_with_one_transformer():
     config = load("quickstart", ["guidance.evaluate=4", "guidance.low_noise=3"])
     with pytest.raises(ConfigError, match="has one transformer for all noise levels: leave it out"):
         check_model(config)

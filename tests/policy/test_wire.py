@@ -93,7 +93,7 @@ def test_a_flipped_bit_is_refused_and_nothing_changes(position, bit, shard_bytes
     assert all(not tensor.any() for tensor in targets.values())
 
 
-def test_what_differs_is_named():
+def test_mismatches_are_named():
     named = sample_tensors()
     manifest, shards = pack_tensors(named, 1, "nvfp4", 32)
     cases = [
@@ -149,8 +149,8 @@ def test_a_manifest_that_points_outside_is_refused():
     with pytest.raises(
         WireError,
         match=(
-            "version 1 is nvfp4 in version 0, but 1 is supported here: learner and rollout actors must"
-            " run the same"
+            "version 1 is nvfp4 in version 0, but 1 is supported here: learner and rollout actors"
+            " must run the same"
         ),
     ):
         unpack_into(replace(manifest, format_version=0), shards, blank(named))
@@ -184,7 +184,7 @@ def test_the_checksum_covers_contents_and_version():
     assert pack_tensors(named, 1, "nvfp4", 32)[0].checksum not in checksums
 
 
-def test_what_cannot_travel():
+def test_unsupported_types_are_refused():
     with pytest.raises(ValueError, match="w is torch.int64"):
         pack_tensors({"w": torch.arange(3)}, 0, "fp32", 8)
     with pytest.raises(ValueError, match="shards of 0 bytes"):
@@ -200,7 +200,7 @@ CHANGED = st.sets(st.sampled_from(["w.codes", "w.amax", "b"]))
 
 
 @given(CHANGED, st.integers(1, 80))
-def test_what_changed_is_enough(changed, shard_bytes):
+def test_changed_shards_are_sufficient(changed, shard_bytes):
     """Whatever the shards cut through: with the shards that differ the old tensors become the new
     ones, other tensors are not written, and a shard less is refused before anything is.
     """
@@ -239,7 +239,7 @@ def test_a_converted_tensor_is_never_copied_in_part():
     assert torch.equal(target["w"], new.bfloat16())
 
 
-def test_shards_that_nobody_sent_need_a_version_that_has_them():
+def test_unsent_shards_require_the_previous_version():
     named = sample_tensors()
     manifest, shards = pack_tensors(named, 1, "nvfp4", 32)
     part = [None, *shards[1:]]

@@ -68,7 +68,7 @@ def made(path: Path, durations: Durations, replicas: int = 2) -> tuple[RunDirect
     return recorded(path, ran, laid, found.timeline, found.iteration), found.iteration
 
 
-def test_a_timeline_gives_back_what_calls_take_alone(tmp_path):
+def test_durations_of_calls_alone_are_recovered_from_a_timeline(tmp_path):
     """Explorer and replica share a GPU, so that most calls took longer than that."""
     summing = Summing(6, 0.06, 0.01)
     rundir, seconds = made(tmp_path / "run", replace(DURATIONS, summing=summing))
@@ -137,7 +137,7 @@ def slow_run(tmp_path_factory) -> RunDirectory:
 
 
 @pytest.mark.parametrize(("gpus", "overrides"), [(4, ()), (8, ()), (8, ("layout.mode=split",))])
-def test_other_layouts_come_out_as_they_are(slow_run, gpus, overrides, capsys):
+def test_other_layouts_are_predicted_from_a_run(slow_run, gpus, overrides, capsys):
     """Without being told that calls are slower than counted."""
     wanted = scenario_on(gpus, *overrides)
     wanted = run(replace(wanted, durations=slower(wanted.durations, 1.5)), 3)
@@ -152,7 +152,7 @@ def test_other_layouts_come_out_as_they_are(slow_run, gpus, overrides, capsys):
     assert found["measured_s"] == pytest.approx(1.5 * scenario_on(4).prediction.iteration, rel=0.1)
 
 
-def test_it_prints_what_it_took_from_the_run(slow_run, capsys):
+def test_the_plan_prints_the_measured_values(slow_run, capsys):
     assert main(["plan", PRESET, "--from", str(slow_run.path), "--gpus", "8"]) == 0
     out = capsys.readouterr().out
     assert "layout      shared on 8 x H200: the fastest by prediction" in out
@@ -171,7 +171,7 @@ def test_it_prints_what_it_took_from_the_run(slow_run, capsys):
         (["--set", "learner.nothing=1"], "learner"),
     ],
 )
-def test_what_the_run_does_not_tell_is_refused_in_a_line(slow_run, capsys, arguments, said):
+def test_unknown_durations_are_refused_in_one_line(slow_run, capsys, arguments, said):
     assert main(["plan", PRESET, "--from", str(slow_run.path), *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
@@ -182,7 +182,7 @@ def test_a_plan_on_cores_from_a_run_on_gpus_is_refused(slow_run, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_events_that_do_not_say_enough(tmp_path):
+def test_events_without_gpus_are_refused(tmp_path):
     ran, laid = config(1), [GpuAssignment("H200", 1, {"rollout": 1, "learner": 1, "reward": 1})]
     earlier = recorded(tmp_path / "earlier", ran, laid, [], 1.0, gpu="")
     with pytest.raises(ConfigError, match="do not contain the GPUs of actors"):
@@ -199,7 +199,7 @@ def test_events_that_do_not_say_enough(tmp_path):
         gpus_of_run(mixed)
 
 
-def test_replicas_that_share_a_base_are_not_taken_apart(slow_run, capsys):
+def test_durations_of_sharded_replicas_are_not_separated(slow_run, capsys):
     arguments = ["--set", "services.learner.shard=base", "--set", "regenerate.compile=false"]
     command = ["plan", PRESET, "--from", str(slow_run.path), "--gpus", "4", *arguments]
     assert main(command) == 2

@@ -41,7 +41,7 @@ def run_of(**more):
     return parse(tree)
 
 
-def test_all_paths_of_a_prompt_begin_at_its_first_seed(asked):
+def test_all_paths_of_a_prompt_start_at_its_first_seed(asked):
     explore = {"paths": True, "steps": 6}
     run = run_of(objective=SHARED, explore=explore, audit={"random_seeds": 8})
     simulate(run, HARDWARE, 1)
@@ -59,13 +59,13 @@ def test_all_paths_of_a_prompt_begin_at_its_first_seed(asked):
     assert all(len(some) >= KEEP and some <= pools[first] for first, some in regenerated.items())
 
 
-def test_without_exploring_the_first_of_those_that_are_trained_on(asked):
+def test_without_exploring_paths_start_at_the_first_trained_seed(asked):
     simulate(run_of(objective=SHARED, arm="diffusionnft"), HARDWARE, 1)
     starts = {start for name, _, start, solver in asked if solver == "dance_sde"}
     assert starts == {stream_seed(0, "explore", 0, p, 0) for p in range(PROMPTS)}
 
 
-def test_where_no_noise_is_shared_none_is_named(asked):
+def test_without_shared_noise_there_is_no_start(asked):
     explore = {"paths": True, "steps": 6}
     objective = {"name": "flow_grpo", "window": {"size": 3}}
     simulate(run_of(objective=objective, explore=explore), HARDWARE, 1)

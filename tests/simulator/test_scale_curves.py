@@ -18,7 +18,7 @@ def test_a_point_is_a_simulation_of_the_chosen_layout():
     assert line(found).startswith("sana        growing     4 GPUs     8 prompts")
 
 
-def test_what_was_not_simulated_is_not_drawn():
+def test_missing_points_are_not_plotted():
     """Two curves: one along the diagonal up to 1,024 GPUs, one that ends at 4."""
     one = Point("sana", False, 1, 48, 1024.0, 1024.0, {}, 0.0, 0.0)
     points = [replace(one, gpus=count, seconds=1024.0 / count) for count in COUNTS]

@@ -222,7 +222,7 @@ def test_no_actor_explores_two_chunks_while_another_has_none(actors):
         assert len(set(who)) == len(who) == 4, iteration
 
 
-def test_who_leaves_a_gpu_between_turns_does_so_before_the_other_comes():
+def test_weights_leave_a_gpu_before_the_others_arrive():
     """Two actors on two GPUs each, which leave in 2 and 3 s: exploring, two moves, all that the
     learner does, two moves, loading.
     """
@@ -258,7 +258,7 @@ def test_who_leaves_a_gpu_between_turns_does_so_before_the_other_comes():
     assert most - PROMPTS * (0.01 + CHUNK * 0.002 + 0.01) <= found.iteration <= most + 1e-9
 
 
-def test_exploring_ahead_hides_it():
+def test_exploring_ahead_hides_exploring():
     """With GPUs of their own an iteration is what the learner takes, exploring being shorter."""
     laid = [GpuAssignment("one", 1, {"learner": 1}), GpuAssignment("one", 1, {"rollout": 1})]
     times = [simulate(config(1, 1, ahead), Hardware({"one": DURATIONS}, laid)) for ahead in (0, 1)]
@@ -284,7 +284,7 @@ def test_prompts_are_encoded_before_their_turn():
     assert times[2] == pytest.approx((times[0] + 20.0 * PROMPTS) / 2)
 
 
-def test_a_timeline_gives_back_what_calls_take():
+def test_durations_of_calls_are_recovered_from_a_timeline():
     """Known durations on two cores of 0.8: learned from one layout, others come out as they are."""
     hardware = Hardware({"cores": DURATIONS}, cores=2.0, together=0.8)
     truth = simulate(config(), hardware, 2)
@@ -332,12 +332,12 @@ def test_a_line_through_two_sizes():
     assert fitted({8: [2.0], 16: [1.0]}).fixed == 0  # disturbed: no call is shorter for more
 
 
-def test_too_little_to_learn_from():
+def test_too_short_runs_are_refused():
     with pytest.raises(ConfigError, match="no update after the first"):
         calibrate(config(), [], lambda span: "cores", 2.0)
 
 
-def test_nodes_pass_on_what_they_have():
+def test_nodes_forward_published_weights():
     assert [fetching(25 * 10**9, nodes) for nodes in (1, 2, 8, 9)] == [0, 1, 3, 4]
 
 
@@ -349,7 +349,7 @@ def test_nodes_pass_on_what_they_have():
         ("sana-sol_rl-hpsv2", 64, 1.30),  # of 6 s, so that publishing counts
     ],
 )
-def test_the_search_for_a_layout_predicts_what_the_simulation_says(name, gpus, most):
+def test_the_layout_search_agrees_with_the_simulation(name, gpus, most):
     """The search knows no publishing, sums or transfers, and fills GPUs without gaps."""
     plan = make_plan(load(name, []), Assumptions(gpus=gpus))
     assert plan.scenarios is not None

@@ -72,7 +72,7 @@ def test_two_prompts_on_two_cores(threads, again, explored, regenerated, trained
     assert found.work == pytest.approx(2 * 4.0 + 2 * 6.0 * (again or threads) + 8.0 * threads)
 
 
-def test_on_gpus_threads_are_of_no_account():
+def test_on_gpus_threads_do_not_matter():
     laid = [GpuAssignment("one", 1, {"learner": 1, "rollout": 1})]
     both = [simulate(two_prompts(again), Hardware({"one": PLAIN}, laid)) for again in (1, 2)]
     # on one GPU somebody always works
@@ -83,7 +83,7 @@ def test_on_gpus_threads_are_of_no_account():
     ("cores", "weights", "wanted"),
     [(2.0, None, 1.0), (2.0, "ema", None), (2.0, "base", None), (0.0, None, None)],
 )
-def test_what_is_held_out_is_made_with_the_threads_that_train(cores, weights, wanted):
+def test_evaluations_use_the_training_threads(cores, weights, wanted):
     async def learner() -> Learner:
         board = Board(Hardware({"any": PLAIN}, cores=cores))
         services = SimulatedServices(threaded(1), board, lambda *args, **fields: None, print)
@@ -103,7 +103,7 @@ def span(service: str, work: str, started: float, ended: float) -> Span:
     ("again", "beside", "audited"),
     [(1, 8.0, 10.0), (2, 8.0 * 2 / 3, 8.0), (None, 8.0 * 2 / 3, 8.0)],
 )
-def test_a_timeline_is_taken_apart_by_the_threads_of_each_call(again, beside, audited):
+def test_a_timeline_is_analyzed_with_the_threads_of_each_call(again, beside, audited):
     """Ten seconds each on two cores: beside exploring, and alone."""
     ran = threaded(again)
     together = [span("rollout", "explore", 0, 10), span("learner", "regenerate", 0, 10)]
@@ -120,7 +120,7 @@ def test_a_timeline_is_taken_apart_by_the_threads_of_each_call(again, beside, au
 @pytest.mark.parametrize(
     ("cores", "threads", "again"), [(2, 2, 1), (3, 1, 3), (4, 4, 2), (4, 2, 3), (4, 4, None)]
 )
-def test_a_timeline_gives_back_what_calls_take(cores, threads, again, audited):
+def test_durations_of_calls_are_recovered_from_a_timeline(cores, threads, again, audited):
     """As of one thread each: other layouts come out as they are, at the threads of the run."""
     hardware = Hardware({"cores": DURATIONS}, cores=float(cores), together=TOGETHER)
     ran = threaded(again, threads, audited)
@@ -140,7 +140,7 @@ def test_a_timeline_gives_back_what_calls_take(cores, threads, again, audited):
 
 
 @pytest.mark.parametrize("shape", [{"actors": 1}, {"actors": 3, "chunk": 8}, {"replicas": 2}])
-def test_predictions_where_no_core_is_ever_alone(shape):
+def test_predictions_from_runs_with_busy_cores(shape):
     """The speed of cores that are busy together cannot be seen then, and hardly counts."""
     hardware = Hardware({"cores": DURATIONS}, cores=2.0, together=TOGETHER)
     late = simulate(threaded(2), hardware, 3)

@@ -111,7 +111,7 @@ def cases() -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(("method", "at"), list(cases()))
-def test_though_actors_die_the_gpus_have_one_side_at_a_time(method, at):
+def test_gpus_are_used_by_one_side_at_a_time_despite_deaths(method, at):
     with asyncio.Runner(loop_factory=clock.VirtualLoop) as runner:
         deadly, spans, events = runner.run(scene(method, at))
     assert deadly.dead == (method != "nobody") and events.count("actor_died") >= deadly.dead
