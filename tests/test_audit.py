@@ -44,17 +44,17 @@ def test_known_vulnerabilities_are_listed(index, monkeypatch, capsys, tmp_path):
     assert index.asked[0] == {"package": {"name": "numpy", "ecosystem": "PyPI"}, "version": "0.1"}
 
 
-def test_an_index_that_cannot_be_reached_is_said(capsys):
+def test_an_unreachable_index_is_reported(capsys):
     assert audit.main(["--index", "http://127.0.0.1:9"]) == 0
     assert "vulnerabilities were not looked up: http://127.0.0.1:9" in capsys.readouterr().out
 
 
-def test_what_is_installed_is_what_is_pinned():
+def test_installed_versions_equal_pinned_ones():
     wanted = audit.pinned(audit.CONSTRAINTS.read_text())
     assert len(wanted) > 50 and audit.version_mismatches(wanted) == []
 
 
-def test_a_file_that_was_changed_after_installation_is_found(tmp_path, monkeypatch):
+def test_a_changed_installed_file_is_found(tmp_path, monkeypatch):
     info = tmp_path / "made_up-1.0.dist-info"
     info.mkdir()
     (tmp_path / "made_up.py").write_text("x = 1\n")

@@ -24,13 +24,13 @@ SOL_RL = Path(sys.executable).with_name("sol-rl")
 
 
 @pytest.mark.parametrize("name", sorted(targets()))
-def test_a_few_inputs_of_each_kind(name):
+def test_the_fuzzer_finds_no_failure_in_a_few_inputs(name):
     assert fuzz(targets()[name], FEW, seed=0) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_many_inputs(capsys):
+def test_the_fuzzer_finds_no_failure_in_many_inputs(capsys):
     assert run(sorted(targets()), MANY, seed=1) == 0, capsys.readouterr().out
 
 
@@ -43,7 +43,7 @@ def test_many_inputs(capsys):
     ],
     ids=["train", "evaluate", "status"],
 )
-def test_a_process_refuses_as_the_fuzzer_sees_it(tmp_path, monkeypatch, capfd, given):
+def test_a_process_refuses_the_fuzzers_inputs(tmp_path, monkeypatch, capfd, given):
     """Where nothing is to be started, what stops the fuzzer's commands there changes nothing."""
     run = copied(example_run(), tmp_path / "run")
     words = [str(run) if word == "RUN" else word for word in given]
@@ -69,7 +69,7 @@ def test_a_process_refuses_as_the_fuzzer_sees_it(tmp_path, monkeypatch, capfd, g
     ],
     ids=lambda given: given[0],
 )
-def test_what_would_start_something_is_stopped_there(tmp_path, monkeypatch, given):
+def test_commands_that_would_start_something_are_stopped(tmp_path, monkeypatch, given):
     run = copied(example_run(), tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a process was started"))
@@ -78,14 +78,14 @@ def test_what_would_start_something_is_stopped_there(tmp_path, monkeypatch, give
     assert digest(run) == before
 
 
-def test_the_options_of_every_command_are_tried():
+def test_the_fuzzer_tries_all_options_of_every_command():
     """They are read from its parser; a value that is good is known for each that takes one."""
     assert set(commands()) == set(COMMANDS)
     taking = {a.option_strings[0][2:] for c in commands().values() for a in c if a.option_strings}
     assert {"set", "resume", "runs", "checkpoint", "address", "out", "gpus"} <= taking
 
 
-def test_a_change_is_of_one_file(tmp_path):
+def test_a_mutation_changes_one_file(tmp_path):
     """The others stay; what is made of it is what the change says."""
     for number, how in enumerate(["gone", "directory", "loop", "empty"]):
         there = copied(example_run(), tmp_path / str(number))
@@ -102,7 +102,7 @@ def test_a_change_is_of_one_file(tmp_path):
     assert "seed" not in json.loads((there / "config.json").read_text())["config"]
 
 
-def test_what_is_wrong_is_found():
+def test_violated_invariants_are_found():
     """Each promise is broken once: the fuzzer must say so."""
     from hypothesis import strategies as st
 
@@ -118,7 +118,7 @@ def test_what_is_wrong_is_found():
         command("config", "no-such-preset", codes=(0,))
 
 
-def test_every_key_is_tried():
+def test_the_fuzzer_tries_every_key():
     names = keys()
     assert len(names) > 150
     assert {"seed", "optimizer.lr", "services.rollout.deadline_s", "rewards.scorers"} <= set(names)

@@ -45,7 +45,7 @@ def imported(*steps: str) -> list[set[str]]:
     return [set(names) for names in json.loads(answer.stdout)]
 
 
-def test_what_needs_no_torch_and_what_needs_torch_alone():
+def test_modules_import_torch_only_if_needed():
     """Actors that go by rules start without torch, and a configuration is read without it. The
     class of an actor with a model is imported by the driver too, which builds none; it checks a run
     before its first actor without building its model.
@@ -67,7 +67,7 @@ def test_what_needs_no_torch_and_what_needs_torch_alone():
     assert "learner.publish" not in rollout
 
 
-def test_an_explorer_is_made_of_no_adapters_and_the_core_knows_no_ray():
+def test_explorers_import_no_adapters_and_the_core_no_ray():
     """What they import of ours; diffusers imports peft by itself as soon as it loads a model. To
     sort 96 numbers two seconds of importing torch would be too many.
     """
@@ -79,7 +79,7 @@ def test_an_explorer_is_made_of_no_adapters_and_the_core_knows_no_ray():
     assert "learner.publish" in core and "ray" not in core
 
 
-def test_the_quick_bound_on_what_is_published_is_one(tiny_sd3_dir, tmp_path):
+def test_the_quick_bound_on_published_bytes_is_an_upper_bound(tiny_sd3_dir, tmp_path):
     from cluster.driver.store import most_bytes, published_bytes
     from configs.load import load
     from tests.cluster.runs import tiny_config

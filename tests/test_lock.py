@@ -14,7 +14,7 @@ FILES = {name: lock.read((ROOT / "requirements" / name).read_text()) for name in
 A, B, C = (letter * 64 for letter in "abc")
 
 
-def test_every_pinned_version_is_there_once_with_hashes():
+def test_every_pinned_version_is_locked_once_with_hashes():
     found = [key for packages in FILES.values() for key in packages]
     constraints = pinned((ROOT / "constraints.txt").read_text())
     wanted = {(re.sub(r"[-_.]+", "-", name).lower(), at) for name, at in constraints.items()}
@@ -23,14 +23,14 @@ def test_every_pinned_version_is_there_once_with_hashes():
     assert all(hashes for packages in FILES.values() for hashes in packages.values())
 
 
-def test_what_torch_alone_brings_is_not_in_the_way_of_a_build_for_cpus():
+def test_cuda_packages_are_locked_separately():
     assert [name for name, _ in FILES["torch.txt"]] == ["torch"]
     assert all(name.startswith(("nvidia-", "cuda-")) for name, _ in FILES["cuda.txt"])
     assert {"ray", "diffusers", "setuptools"} <= {name for name, _ in FILES["run.txt"]}
     assert {"pytest", "ruff", "pyright"} <= {name for name, _ in FILES["dev.txt"]}
 
 
-def test_what_is_written_is_read():
+def test_lock_files_are_read_back():
     packages = {("a", "1"): {A, B}, ("b-c", "2.0.post1"): {C}}
     text = lock.format_lock("Words.", packages)
     assert text.splitlines()[1:3] == ["a==1 \\", f"    --hash=sha256:{A} \\"]
@@ -42,7 +42,7 @@ def test_markers_and_names_as_a_resolver_writes_them_are_read():
     assert lock.read(text) == {("some-name", "1.2"): {A}, ("other", "3"): set()}
 
 
-def test_packages_are_dealt_to_the_files():
+def test_packages_are_assigned_to_lock_files():
     run = {("torch", "1"): {A}, ("numpy", "2"): {B}, ("nvidia-x", "3"): {C}}
     files = lock.split(run, {**run, ("pytest", "4"): {A}}, ["torch", "NumPy", "pytest"])
     assert files == {
@@ -68,7 +68,7 @@ def test_the_hash_of_a_wheel_is_added(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("what", ["no uv", "no such file"])
-def test_what_cannot_be_done_is_one_line(what, monkeypatch, capsys, tmp_path):
+def test_lock_errors_are_one_line(what, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     arguments = [] if what == "no uv" else ["--wheel", str(tmp_path / "torch-1-x.whl")]
     assert lock.main(arguments) == 2

@@ -32,12 +32,12 @@ def copy_of(kept: Path, root: Path) -> Path:
     return there
 
 
-def test_the_version_of_today_is_kept():
+def test_the_current_version_has_a_stored_run():
     assert RUNS and sum(f.stat().st_size for f in RUNS[-1].rglob("*") if f.is_file()) < 400_000
 
 
 @each_run
-def test_report_compare_and_export_read_it(kept, tmp_path, capsys):
+def test_report_compare_and_export_read_an_old_run(kept, tmp_path, capsys):
     run = copy_of(kept, tmp_path)
     assert main(["report", str(run)]) == 0
     assert (run / "report.html").stat().st_size > 10_000
@@ -50,7 +50,7 @@ def test_report_compare_and_export_read_it(kept, tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_what_was_quantized_is_told_of_a_run_that_spelled_it_otherwise():
+def test_quantized_modules_of_an_old_run_are_reported():
     (kept,) = (run for run in RUNS if (run / "quantisation.json").exists())
     rows = json.loads((kept / "quantisation.json").read_text())
     found = [row["quantized"] for row in read_run(kept).quantization]
@@ -58,7 +58,7 @@ def test_what_was_quantized_is_told_of_a_run_that_spelled_it_otherwise():
 
 
 @each_run
-def test_a_learner_goes_on_from_its_checkpoint(kept, tmp_path):
+def test_a_learner_continues_from_an_old_checkpoint(kept, tmp_path):
     """Bit by bit: what it loads it would save again."""
     run = copy_of(kept, tmp_path)
     trainer = Trainer(RunDirectory(run).configuration())
@@ -73,7 +73,7 @@ def test_a_learner_goes_on_from_its_checkpoint(kept, tmp_path):
 
 @pytest.mark.slow
 @each_run
-def test_it_is_resumed_and_evaluated(kept, tmp_path, ray_here):
+def test_an_old_run_is_resumed_and_evaluated(kept, tmp_path, ray_here):
     """As one that was stopped after two iterations of three."""
     run = copy_of(kept, tmp_path)
     started = json.loads((run / "config.json").read_text())
@@ -102,7 +102,7 @@ def toml(tree: dict) -> str:
 
 @each_run
 @pytest.mark.parametrize("command", [["report"], ["evaluate"], ["export"], ["compare", "--runs"]])
-def test_a_run_of_a_version_that_cannot_be_read_is_one_line(kept, command, tmp_path, capsys):
+def test_a_run_of_an_unreadable_version_is_one_line(kept, command, tmp_path, capsys):
     run = copy_of(kept, tmp_path)
     tree = json.loads((run / "config.json").read_text())
     tree["versions"]["sol-rl"] = "9.1"

@@ -85,7 +85,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     yield Installed(there / "bin" / "python", tmp_path_factory.mktemp("empty"))
 
 
-def test_every_file_that_is_no_code_is_declared():
+def test_every_data_file_is_declared():
     declared = {
         f"{package}/{name}"
         for package in PACKAGES
@@ -97,7 +97,7 @@ def test_every_file_that_is_no_code_is_declared():
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path):
+def test_the_wheel_contains_exactly_the_files_of_the_packages(wheel: Path):
     names = zipfile.ZipFile(wheel).namelist()
     held = {name for name in names if ".dist-info/" not in name}
     wanted = {name for name in tracked() if name.split("/")[0] in PACKAGES}
@@ -107,7 +107,7 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path
 
 
 @pytest.mark.slow
-def test_it_trains_and_compares_without_the_source_tree(installed: Installed):
+def test_an_installed_package_trains_and_compares(installed: Installed):
     where = installed.run("python", "-c", "import cluster, configs; print(cluster.__file__)")
     assert str(ROOT) not in where.stdout and where.returncode == 0, where.stderr
     shown = installed.run("sol-rl", "config", "quickstart")

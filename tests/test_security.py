@@ -79,7 +79,7 @@ def unsafe(tree: ast.AST) -> Iterator[str]:
                 yield "np.load() with allow_pickle"
 
 
-def test_nothing_that_reads_files_can_run_what_is_in_them():
+def test_no_file_reader_can_execute_code():
     assert {name: found for name, tree in sources() if (found := list(unsafe(tree)))} == {}
 
 
@@ -95,11 +95,11 @@ def test_nothing_that_reads_files_can_run_what_is_in_them():
         "subprocess.run(line, shell=True)",
     ],
 )
-def test_what_the_search_would_find(source):
+def test_the_search_for_unsafe_readers_finds_them(source):
     assert len(list(unsafe(ast.parse(source)))) == 1
 
 
-def test_nobody_binds_every_interface():
+def test_no_code_binds_every_interface():
     everywhere = re.compile(r"""["']0\.0\.0\.0["']|["']::["']|INADDR_ANY|host\s*=\s*["']["']""")
     found = {
         str(path.relative_to(ROOT))
@@ -110,7 +110,7 @@ def test_nobody_binds_every_interface():
     assert found == set()
 
 
-def test_metrics_are_served_on_loopback_unless_told_otherwise():
+def test_metrics_are_served_on_loopback_by_default():
     logging = load("quickstart").logging
     assert (logging.prometheus_host, logging.prometheus_port) == ("127.0.0.1", 0)
     with socket.socket() as free:
@@ -146,7 +146,7 @@ def test_metrics_are_served_on_loopback_unless_told_otherwise():
         "a\\b",
     ],
 )
-def test_a_runs_name_is_one_plain_word(name):
+def test_the_name_of_a_run_is_one_plain_word(name):
     tree = load("quickstart").model_dump(mode="json")
     with pytest.raises(ConfigError, match="name = .*letters, digits"):
         parse({**tree, "name": name})
@@ -159,7 +159,7 @@ def test_a_run_stays_in_its_root(tmp_path):
 
 @pytest.mark.parametrize("key", ["run_root", "prompts.train", "prompts.test", "model.path"])
 @pytest.mark.parametrize("value", ["", " ", "a\0b", "a\nb", "\x1b[31m"])
-def test_paths_are_words_that_can_be_printed(key, value):
+def test_paths_must_be_printable(key, value):
     tree = load("quickstart").model_dump(mode="json")
     *parents, last = key.split(".")
     node = tree
@@ -172,13 +172,13 @@ def test_paths_are_words_that_can_be_printed(key, value):
 
 
 @pytest.mark.parametrize("inside", ["", "/../working_dir_files/x"])
-def test_a_run_root_that_dies_with_its_job_is_refused(inside):
+def test_a_run_root_in_a_jobs_directory_is_refused(inside):
     root = f"/tmp/ray/session/runtime_resources/working_dir_files/_ray_pkg{inside}"
     with pytest.raises(ConfigError, match="would be deleted with it"):
         check_run_root(load("quickstart", [f"run_root={root}"]), joined=True)
 
 
-def test_what_travels_is_never_written_outside_its_folder(tmp_path, monkeypatch):
+def test_files_of_a_job_are_never_written_outside_its_folder(tmp_path, monkeypatch):
     """A relative prompt file above the directory that is submitted would be copied to above the one
     that is staged.
     """

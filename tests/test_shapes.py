@@ -61,7 +61,7 @@ def test_every_caption_parses_back_to_its_scene():
     "caption",
     ["", "a red dog", "four red circles", "a red circle beside a blue square", "two red circle"],
 )
-def test_other_sentences_are_refused(caption):
+def test_captions_outside_the_grammar_are_refused(caption):
     with pytest.raises(ValueError, match="not a caption"):
         parse(caption)
 
@@ -94,7 +94,7 @@ def test_split_is_over_combinations():
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_prompt_files_are_what_the_code_writes(split):
+def test_prompt_files_equal_generated_ones(split):
     written = (prompts.FOLDER / f"{split}.jsonl").read_text()
     assert written == prompts.text(split)
     rows = [json.loads(line) for line in written.splitlines()]
@@ -111,7 +111,7 @@ def test_prompt_files_are_what_the_code_writes(split):
 # renderer
 
 
-def test_covered_area_is_the_outlines_area():
+def test_covered_area_equals_the_outlines_area():
     # On grey 128 a pixel's tint is its coverage times the colour's, so coverage sums to the area.
     # Anti-aliasing by distance is exact on straight axis-parallel edges and good to a few percent
     # elsewhere.
@@ -142,7 +142,7 @@ def test_images_follow_relation_number_and_seed():
     assert np.array_equal(one, draw(layout))
 
 
-def test_cells_say_what_lies_where():
+def test_cells_describe_the_layout():
     kinds = np.array([[[4, 1], [0, 0], [0, 0]]])
     place = (np.full((1, 3, 2), 8.0), np.full((1, 3), 4.5))
     layout = Layout(np.array([1]), kinds[..., 0], kinds[..., 1], *place, np.array([99.0]))
@@ -193,7 +193,7 @@ GOOD = ((0, 0, 8.0, 16.0, 5.0), (4, 1, 24.0, 16.0, 5.0))
         ),  # one missing; its relation is gone as well
     ],
 )
-def test_each_mistake_lowers_its_own_part(things, lowered, value):
+def test_each_mistake_lowers_its_part_of_the_reward(things, lowered, value):
     scorer = ShapesScorer()
     total = scorer(drawn(*things), [RED_LEFT], [{}])
     for part in PARTS:
@@ -230,7 +230,7 @@ def test_reward_reads_any_image():
     assert ShapesScorer()(large, [RED_LEFT], [{}])[0] > 0.97
 
 
-def test_reward_does_not_depend_on_neighbours_and_stays_in_range():
+def test_reward_does_not_depend_on_the_batch_and_stays_in_range():
     scenes = scenes_of("train", "two")[:24]
     rng = np.random.default_rng(4)
     images = np.clip(render(scenes, rng) + rng.normal(0, 20, (24, 3, 32, 32)), 0, 255).astype(
@@ -242,7 +242,7 @@ def test_reward_does_not_depend_on_neighbours_and_stays_in_range():
     assert (together >= 0).all() and (together <= 1).all() and len(np.unique(together)) > 12
 
 
-def test_bad_calls_are_refused():
+def test_invalid_calls_are_refused():
     good = drawn(*GOOD)
     with pytest.raises(ValueError, match="uint8"):
         ShapesScorer()(good.astype(np.float32), [RED_LEFT], [{}])
@@ -252,7 +252,7 @@ def test_bad_calls_are_refused():
         ShapesScorer()(good, ["a photo of a dog"], [{}])
 
 
-def test_connected_regions_are_scipys():
+def test_connected_regions_equal_scipys():
     ndimage = pytest.importorskip("scipy.ndimage")
     kind = np.random.default_rng(7).integers(-1, 2, (6, 32, 32))
     ours = connected(kind)

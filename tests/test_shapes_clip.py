@@ -40,7 +40,7 @@ needs_clip = pytest.mark.skipif(
 )
 
 
-def test_an_image_is_right_for_its_scene_told_either_way_and_without_relation():
+def test_an_image_matches_equivalent_captions():
     scene = parse("a red circle left of a blue square")
     right = [
         "a red circle left of a blue square",
@@ -62,7 +62,7 @@ def test_an_image_is_right_for_its_scene_told_either_way_and_without_relation():
     assert not matches_caption(parse("two red circles"), parse("a red circle"))
 
 
-def test_near_misses_are_wrong_near_and_of_the_train_split():
+def test_near_misses_are_similar_wrong_captions_of_the_train_split():
     for scene in all_scenes()[::13]:
         near = near_misses(scene)
         assert len(near) == len(set(near))
@@ -80,7 +80,7 @@ def flipped_or_same(scene):
     return flipped(scene) if scene.kind in ("two", "relation") else scene
 
 
-def test_the_mask_is_shows_for_every_pair():
+def test_the_match_matrix_is_correct_for_every_pair():
     scenes = [
         *scenes_of("train", "relation")[:6],
         *scenes_of("train", "two")[:6],
@@ -94,7 +94,7 @@ def test_the_mask_is_shows_for_every_pair():
     assert mask.diagonal().all() and mask.sum() > len(scenes)
 
 
-def test_the_loss_by_hand():
+def test_the_contrastive_loss_of_known_values():
     """Two pairs at scale s with cosines [[1, 0], [0, 1]]: log(1 + e^-s) each way; a pair that is
     right too leaves nothing to lose.
     """
@@ -108,14 +108,14 @@ def test_the_loss_by_hand():
     ).item() == pytest.approx(0.0, abs=1e-6)
 
 
-def test_spoiled_images_stay_near():
+def test_augmented_images_stay_close():
     images = render(scenes_of("train", "one")[:8] * 8, np.random.default_rng(0))
     spoiled = augment(images, np.random.default_rng(1))
     off = np.abs(spoiled.astype(float) - images).mean((1, 2, 3))
     assert spoiled.dtype == np.uint8 and (off == 0).any() and (off > 2).any() and off.max() < 24
 
 
-def test_it_learns_saves_and_resumes(tmp_path):
+def test_training_clip_learns_saves_and_resumes(tmp_path):
     """A handful of steps: a new model is at chance, log(batch); training lowers that, and goes on
     from where it stopped.
     """
@@ -194,7 +194,7 @@ def test_the_preset_learns_from_clip_and_is_evaluated_by_rule():
 
 
 @needs_clip
-def test_the_shipped_clip_is_small_named_and_knows_right_from_wrong():
+def test_the_shipped_clip_is_small_and_ranks_correct_captions_first():
     files = [path for path in SHIPPED.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 3_000_000
     assert {path.suffix for path in files} <= {".json", ".safetensors"}

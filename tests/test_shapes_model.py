@@ -47,7 +47,7 @@ def test_fp4_rounding_gives_the_formats_values():
     assert (~torch.isclose(round_to_fp4(weight), peer, rtol=1e-5, atol=1e-7)).float().mean() < 2e-3
 
 
-def test_four_bits_inside_and_the_wide_weights_afterwards():
+def test_weights_are_rounded_to_four_bits_within_the_context_only():
     learner = Learner()
     torch.nn.init.normal_(
         learner.transformer.proj_out.weight, generator=torch.Generator().manual_seed(4)
@@ -94,7 +94,7 @@ def test_a_four_bit_step_goes_downhill():
     assert second.total.item() < first.total.item()
 
 
-def test_orthogonal_flattens_the_spectrum():
+def test_orthogonalization_flattens_the_spectrum():
     values = torch.linalg.svdvals(
         orthogonal(torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(1)))
     )
@@ -147,7 +147,7 @@ def test_one_training_step_learns_and_resumes(tmp_path):
     assert load_state(tmp_path / "none", again, fresh) == {}
 
 
-def test_what_is_rendered_is_kept_and_made_once(tmp_path):
+def test_rendered_images_are_cached(tmp_path):
     made: list[torch.Tensor] = []
 
     def make() -> dict[str, torch.Tensor]:
@@ -161,7 +161,7 @@ def test_what_is_rendered_is_kept_and_made_once(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["kept.safetensors"]
 
 
-def test_times_lean_to_noise():
+def test_training_times_favor_high_noise():
     t = torch.cat([draw_times(by(seed), BATCH, TIME_MEAN, TIME_STD) for seed in range(40)])
     # Logit-normal around 0.7 has its median at sigmoid(0.7) = 0.668; one in ten is uniform, which
     # moves it to about 0.65.
@@ -184,7 +184,7 @@ def test_shipped_model_is_small_and_named():
     assert {path.suffix for path in files} <= {".json", ".safetensors"}
 
 
-def test_shipped_model_loads_in_stock_diffusers_and_draws_captions(tmp_path):
+def test_shipped_model_generates_captions_in_stock_diffusers(tmp_path):
     from diffusers import StableDiffusion3Pipeline
 
     pipe = StableDiffusion3Pipeline.from_pretrained(MODEL)

@@ -34,7 +34,7 @@ def vae():
     return build_vae().eval()
 
 
-def test_a_caption_holds_in_every_frame_of_a_clip_whose_objects_move():
+def test_a_caption_is_true_in_every_frame_of_a_moving_clip():
     pool = ClipPool(3)
     clips, which, cells = pool.clips(60)
     assert clips.shape == (60, FRAMES, 3, 32, 32) and cells.shape == (60, 3, 8, 8)
@@ -50,7 +50,7 @@ def test_a_caption_holds_in_every_frame_of_a_clip_whose_objects_move():
     assert np.ptp(patch.reshape(3, -1).mean(1)) > 20  # not grey
 
 
-def test_a_clips_first_latent_frames_are_those_of_its_beginning(vae):
+def test_the_first_latent_frames_encode_the_first_frames(vae):
     clips = ClipPool(4).clips(3)[0]
     whole = encode(vae, clips)
     assert whole.shape == (3, 48, 3, 4, 4)
@@ -58,7 +58,7 @@ def test_a_clips_first_latent_frames_are_those_of_its_beginning(vae):
         torch.testing.assert_close(encode(vae, clips[:, :frames]), whole[:, :, :latent])
 
 
-def test_unclamped_is_what_is_decoded_where_nothing_is_cut_off(vae):
+def test_unclamped_decoding_equals_decoding_within_range(vae):
     latents = encode(vae, ClipPool(5).clips(2)[0])
     with torch.no_grad():
         ours, theirs = unclamped(vae, latents), vae.decode(latents).sample
@@ -80,7 +80,7 @@ def test_calibration_of_clips_keeps_them_and_gives_unit_latents(vae):
     assert float(torch.corrcoef(latents)[~torch.eye(48, dtype=torch.bool)].abs().max()) < 0.05
 
 
-def test_cells_lie_in_the_order_of_tokens():
+def test_cells_are_in_the_order_of_tokens():
     """Four of a token's 8x8 pixels, then the next token of the row."""
     cells = torch.arange(2 * 3 * 64).view(2, 3, 8, 8)
     assert by_token(cells)[0, :8].tolist() == [0, 1, 8, 9, 2, 3, 10, 11]
@@ -131,7 +131,7 @@ def test_muon_takes_a_convolution_as_the_matrix_of_its_output_channels():
     assert torch.allclose(weight.detach().flatten(1), -0.5 * expected, atol=1e-4)
 
 
-def test_half_sizes_are_means_and_noise_is_cut_as_previews_noise_is():
+def test_half_size_images_are_means_with_reduced_noise():
     images = np.arange(2 * 3 * 4 * 4, dtype=np.uint8).reshape(2, 3, 4, 4)
     assert halved(images).shape == (2, 3, 2, 2)
     assert halved(images)[0, 0, 0, 0] == np.rint(np.mean([0, 1, 4, 5]))
@@ -150,9 +150,7 @@ def test_clips_to_tensors_and_back():
     torch.testing.assert_close((video[1, :, 4] + 1) * 127.5, torch.from_numpy(clips[1, 4]).float())
 
 
-def test_what_is_built_draws_as_the_stock_pipeline_and_is_what_the_configuration_says(
-    vae, tmp_path
-):
+def test_a_built_model_equals_the_stock_pipeline_and_its_configuration(vae, tmp_path):
     """Latents of random weights, alone in their batch bit for bit."""
     learner = VideoLearner()
     torch.nn.init.normal_(learner.transformer.proj_out.weight, std=0.2, generator=by(1))

@@ -61,7 +61,7 @@ def test_the_card_of_a_run(run, tmp_path):
     assert found["library_name"] == "diffusers" and "lora" in found["tags"]
 
 
-def test_other_weights_than_those_evaluated_are_said(run):
+def test_the_card_names_weights_other_than_the_evaluated_ones(run):
     config = load("quickstart")
     text = card(read_run(run), config, Export("current", 10, "."), {}, False)
     assert "not declared here" in text and front(text)["license"] == "unknown"
@@ -78,7 +78,7 @@ def test_a_run_without_two_evaluations(tmp_path):
     assert front(text)["license"] == "apache-2.0" and "as declared: apache-2.0." in text
 
 
-def test_the_licence_is_what_the_base_models_card_declares(run, tmp_path, monkeypatch):
+def test_the_license_is_that_of_the_base_models_card(run, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     (tmp_path / "README.md").write_text(
         "---\nlicense: other\nlicense_name: 'their-own'\nlicense_link: LICENSE.md\n"
@@ -97,7 +97,7 @@ def test_the_licence_is_what_the_base_models_card_declares(run, tmp_path, monkey
 
 
 @pytest.mark.parametrize("name", ["shapes", *(name for name in NAMES if name not in EDITING)])
-def test_the_snippet_draws_with_the_export(run, name, request, tmp_path, monkeypatch):
+def test_the_snippet_generates_with_the_export(run, name, request, tmp_path, monkeypatch):
     """As it stands. Pipelines that edit enlarge the source to a million pixels: hours here."""
     path = "shapes" if name == "shapes" else str(request.getfixturevalue(f"tiny_{name}_dir"))
     config = load("quickstart").model_dump()
@@ -140,7 +140,7 @@ def test_the_snippet_loads_a_file_for_each_of_two_transformers(run, tmp_path, mo
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_snippet_calls_the_families_pipeline(run, name):
+def test_the_snippet_calls_the_pipeline_of_the_family(run, name):
     """It parses, and says what the parity tests call the stock pipeline with."""
     config = load("quickstart").model_dump()
     config["model"] = {"family": name, "path": "owner/model", **SETTINGS[name]}
@@ -195,7 +195,7 @@ def fake(monkeypatch) -> type[FakeHub]:
     return FakeHub
 
 
-def test_what_the_hub_is_told(fake, tmp_path):
+def test_the_hub_receives_the_files(fake, tmp_path):
     check_hub("somebody/something")
     assert push(tmp_path, "somebody/something", True) == (
         "https://huggingface.co/somebody/something"
@@ -207,7 +207,7 @@ def test_what_the_hub_is_told(fake, tmp_path):
     assert files["folder_path"] == tmp_path
 
 
-def test_what_the_hub_refuses_is_one_line(fake, tmp_path):
+def test_a_refused_upload_is_one_line(fake, tmp_path):
     with pytest.raises(ConfigError, match="--push nobody: expected OWNER/NAME"):
         check_hub("nobody")
     fake.fails = "whoami"
@@ -219,7 +219,7 @@ def test_what_the_hub_refuses_is_one_line(fake, tmp_path):
         push(tmp_path, "a/b", False)
 
 
-def test_nothing_is_written_before_the_hub_is_known(fake, run, tmp_path, capsys):
+def test_a_missing_hub_login_is_reported_before_writing(fake, run, tmp_path, capsys):
     fake.fails = "whoami"
     out = tmp_path / "out"
     assert main(["export", str(run), str(out), "--push", "a/b"]) == 2

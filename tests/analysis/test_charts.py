@@ -27,7 +27,7 @@ from analysis.report import axes, charts
         (0.9996, "1.00"),
     ],
 )
-def test_number(value: float | None, text: str):
+def test_numbers_are_formatted(value: float | None, text: str):
     assert charts.number(value) == text
 
 
@@ -45,7 +45,7 @@ def test_nice_ticks(low: float, high: float, ticks: list[float]):
     assert axes.nice_ticks(low, high) == pytest.approx(ticks)
 
 
-def test_span_shows_everything_and_is_never_empty():
+def test_the_span_of_an_axis_contains_all_values_and_is_not_empty():
     assert axes.span([]) == (0.0, 1.0)
     assert axes.span([math.nan, 0.0, 0.0]) == (0.0, 1.0)
     assert axes.span([2.0]) == pytest.approx((1.8, 2.2))
@@ -53,7 +53,7 @@ def test_span_shows_everything_and_is_never_empty():
     assert axes.span([0.0, 1.0], pad=0.1) == pytest.approx((-0.1, 1.1))
 
 
-def test_a_line_is_drawn_where_its_numbers_are():
+def test_a_line_has_the_coordinates_of_its_values():
     svg = charts.line_chart(
         [charts.Series("a", [(0, 0.0), (10, 1.0)])],
         include_y=(0.0, 1.0),
@@ -65,7 +65,7 @@ def test_a_line_is_drawn_where_its_numbers_are():
     assert '<polyline class="line-1" points="52.58,176.00 381.42,10.00"/>' in svg
 
 
-def test_ticks_that_lie_close_are_told_apart():
+def test_close_ticks_have_different_labels():
     svg = charts.scatter(
         [(-0.871, -0.869), (-0.856, -0.856)],
         label="x",
@@ -104,6 +104,6 @@ def test_a_scatter_counts_above_and_below():
     assert "&lt;p&gt;: 0.100 → 0.500" in svg
 
 
-def test_thin_keeps_both_ends():
+def test_downsampling_keeps_both_ends():
     found = charts.downsample([(float(i), 0.0) for i in range(1001)], 5)
     assert [x for x, _ in found] == [0, 250, 500, 750, 1000]

@@ -46,7 +46,7 @@ def results(tmp_path):
     return summarise([*cells, ("odd", "odd", "it cannot be", [])], "slow")
 
 
-def test_a_cell_s_numbers_by_hand(results):
+def test_numbers_of_a_known_cell(results):
     slow, quick, odd = results
     # final gains 0.04, 0.05, 0.06 and twice that; bases 0.50, 0.51, 0.52; s = 0.01 and 0.02
     # (rewards are float64: 1e-12)
@@ -68,7 +68,7 @@ def test_a_cell_s_numbers_by_hand(results):
     assert odd.refused and odd.counted == () and odd.reach[1.0] is None
 
 
-def test_the_tables_say_it_in_the_paper_s_form(results):
+def test_the_tables_have_the_form_of_the_paper(results):
     scores, seconds, times = tables(results, "slow")
     assert scores.heads[2] == "reward (base 0.5100)"
     assert scores.rows[0] == ("slow", "3", "0.5600 ± 0.0115 (+0.0500 ± 0.0058)", "0.0200", "-")
@@ -97,7 +97,7 @@ def test_the_tables_say_it_in_the_paper_s_form(results):
     assert times.rows[1][4] == "14.0 (3.43x)"
 
 
-def test_what_was_explored_ahead_is_part_of_the_rollout(tmp_path):
+def test_time_explored_ahead_counts_as_rollout(tmp_path):
     """Exploring 2 s in its turn or 1.5 s of them ahead: the same rollout of 2 + 1 s. An iteration
     of 8 s is the same whole.
     """
@@ -116,7 +116,7 @@ def test_what_was_explored_ahead_is_part_of_the_rollout(tmp_path):
     )
 
 
-def test_remarks_on_what_would_mislead(tmp_path):
+def test_misleading_comparisons_get_remarks(tmp_path):
     def run(name: str, seed: int, gains: list[float], **how):
         return measure(write(configuration(tmp_path, name, seed), gains, SECONDS, **how), seed)
 

@@ -42,7 +42,7 @@ def test_cells_are_arms_times_objectives_and_impossible_pairs_say_why():
     assert {key for key in one if one[key] != other[key]} == {"arm", "name"}
 
 
-def test_a_varied_key_that_an_arm_does_not_use_makes_no_second_cell():
+def test_an_unused_varied_key_adds_no_cell():
     request = Request(
         "quickstart", arms=("sol_rl", "diffusionnft", "naive_scaling"), vary=("explore.steps=2,4",)
     )
@@ -60,7 +60,7 @@ def test_a_varied_key_that_an_arm_does_not_use_makes_no_second_cell():
 
 
 @pytest.mark.parametrize("arm", list(UNUSED))
-def test_unused_keys_leave_the_plan_of_the_arm_as_it_is_and_used_ones_do_not(arm):
+def test_only_used_keys_change_the_plan_of_an_arm(arm):
     def plan(*overrides: str):
         return load("quickstart", [f"arm={arm}", *overrides]).plan
 
@@ -103,13 +103,13 @@ def test_pools_too_small_for_the_selection_are_refused_cell_by_cell():
         (Request("quickstart", vary=(f"explore.steps={'[' * 9999}",)), "explore.steps = [[[["),
     ],
 )
-def test_what_cannot_be_compared_is_said_before_anything_starts(request_, said):
+def test_invalid_comparisons_are_refused_before_anything_starts(request_, said):
     with pytest.raises(ConfigError) as error:
         read_comparison(request_)
     assert said in error.value.lines[0]
 
 
-def test_another_objective_does_not_inherit_the_settings_of_the_one_below(tmp_path):
+def test_another_objective_does_not_inherit_settings(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text(
         'base = "quickstart"\nset = {objective = {beta = 0.5}}\n[[cells]]\nname = "nft"\n'
@@ -133,7 +133,7 @@ def test_a_comparison_file_with_a_misspelt_key(tmp_path):
         read_comparison(Request(str(file)))
 
 
-def test_the_shipped_comparisons_are_what_they_say():
+def test_the_shipped_comparisons_match_their_descriptions():
     small = read_comparison(Request("small"))
     assert small.seeds == (0, 1, 2, 3, 4) and all(cell.refused is None for cell in small.cells)
     configs = {cell.name: parse(cell.tree_of(0, Path("/x"))) for cell in small.cells}

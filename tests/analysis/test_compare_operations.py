@@ -39,12 +39,12 @@ def results(tmp_path):
     return summarise([("full", "full", None, full), ("cheap", "cheap", None, cheap)], "full")
 
 
-def test_an_iteration_at_a_ratio_by_hand():
+def test_operations_of_an_iteration_at_a_ratio():
     assert [COUNTED["cheap"].at(ratio) for ratio in (4, 2, 1)] == [6e12, 8e12, 12e12]
     assert COUNTED["full"].at(4) == COUNTED["full"].at(1) == 10e12
 
 
-def test_gains_lie_on_straight_lines_and_nothing_is_said_beyond_the_last():
+def test_gains_are_interpolated_but_not_extrapolated():
     points = [(0.0, 0.0), (10.0, 0.2), (20.0, 0.1)]
     assert gain_at(points, 5.0) == pytest.approx(0.1) and gain_at(points, 15.0) == pytest.approx(
         0.15
@@ -57,7 +57,7 @@ def test_gains_lie_on_straight_lines_and_nothing_is_said_beyond_the_last():
     assert gain_at(points, 20.1) is None
 
 
-def test_what_cells_reach_by_hand(results):
+def test_gains_at_parts_of_the_baselines_operations(results):
     """Mean gains 0.015 an update, and 0.01 more of the cheap cell. The baseline ends after 40e12
     operations with 0.06; at 4x the cheap cell is there after 5 of 15 thousandths before its fourth
     update, 3 + 1/3 times 6e12. Three quarters of 40e12 are its five updates: 0.06 and 0.11, less
@@ -103,7 +103,7 @@ def test_a_cell_without_runs_has_no_operations(results):
     assert costs([replace(results[0], runs=()), results[1]], "full", COUNTED, (4.0,)) == {}
 
 
-def test_existing_runs_are_counted_where_it_is_asked_for(tmp_path):
+def test_operations_of_existing_runs_are_counted_on_request(tmp_path):
     for name, arm in (("a", "naive_scaling"), ("b", "diffusionnft")):
         config = load("compare_small", [f"run_root={tmp_path}", f"name={name}", f"arm={arm}"])
         write(config, [0.1, 0.2], SECONDS)
@@ -116,7 +116,7 @@ def test_existing_runs_are_counted_where_it_is_asked_for(tmp_path):
     assert len(page.all("svg")) == 4 and "Gain in held-out reward by operations" in page.text
 
 
-def test_the_arms_of_the_shipped_comparison_differ_as_their_passes_do():
+def test_operations_of_the_shipped_arms_differ_by_their_passes():
     """Per prompt: 96 x 10 passes unquantized against 96 x 6, most of each quantized, and 24 x 10;
     updates are equal.
     """
@@ -133,6 +133,6 @@ def test_the_arms_of_the_shipped_comparison_differ_as_their_passes_do():
 
 
 @pytest.mark.parametrize("ratios", [(0.5,), (math.inf,), (4.0, 4.0), (math.nan,)])
-def test_ratios_that_are_none(ratios):
+def test_invalid_ratios_are_refused(ratios):
     with pytest.raises(ConfigError, match="operations: .*: expected distinct ratios"):
         read_comparison(Request("time", operations=ratios))

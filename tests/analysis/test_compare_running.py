@@ -71,9 +71,7 @@ def test_every_cell_is_run_with_every_seed_and_only_once(out, capsys):
     assert compare(out, "--baseline", "diffusionnft") == 0 and calls(out) == ALL
 
 
-def test_a_run_that_dies_does_not_end_the_others_and_is_resumed_by_the_same_command(
-    out, capsys, monkeypatch
-):
+def test_a_dead_run_does_not_end_the_others_and_is_resumed(out, capsys, monkeypatch):
     monkeypatch.setenv("FAKE_TRAIN", json.dumps({"sol_rl-seed0": "crash"}))
     assert compare(out) == 3
     text = capsys.readouterr()
@@ -86,7 +84,7 @@ def test_a_run_that_dies_does_not_end_the_others_and_is_resumed_by_the_same_comm
     assert calls(out) == [*ALL, "sol_rl-seed0 --resume"]
 
 
-def test_a_cell_that_cannot_be_configured_so_is_tried_once(out, capsys, monkeypatch):
+def test_an_invalid_cell_is_tried_once(out, capsys, monkeypatch):
     monkeypatch.setenv("FAKE_TRAIN", json.dumps({"sol_rl-seed0": "usage"}))
     assert compare(out) == 3
     assert calls(out) == [name for name in ALL if name != "sol_rl-seed1"]
@@ -134,12 +132,12 @@ def test_refused_cells_are_listed_and_not_run(out, capsys):
         ["--runs", "x", "--vary", "a=1"],
     ],
 )
-def test_a_command_that_mixes_training_and_reading(arguments, capsys):
+def test_a_command_that_mixes_training_and_reading_is_refused(arguments, capsys):
     assert main(["compare", *arguments]) == 2
     assert "or --runs DIR ... alone" in capsys.readouterr().err
 
 
-def test_a_signal_reaches_the_run_and_a_left_over_run_keeps_its_place(out):
+def test_a_signal_reaches_the_run_and_a_leftover_run_keeps_the_lock(out):
     code = (
         "import sys; from analysis.compare import runner; from cli.main import main;"
         f"runner.TRAIN = (sys.executable, {str(FAKE)!r});"
@@ -184,7 +182,7 @@ def test_a_signal_reaches_the_run_and_a_left_over_run_keeps_its_place(out):
 
 
 @pytest.mark.slow
-def test_two_real_cells_from_start_to_page(tmp_path, tiny_sd3_dir):
+def test_two_real_cells_are_trained_and_compared(tmp_path, tiny_sd3_dir):
     """Three updates each on the tiny model; the evaluation before training is the same to the last
     bit.
     """
@@ -235,7 +233,7 @@ def test_children_import_from_the_tree_that_holds_the_packages(tmp_path):
     assert (tmp_path / "log").read_text().strip().split(os.pathsep)[0] == str(runner.ROOT)
 
 
-def test_a_signal_while_a_process_is_made_is_passed_on_to_it(tmp_path, monkeypatch):
+def test_a_signal_during_process_creation_is_forwarded(tmp_path, monkeypatch):
     made = subprocess.Popen
 
     def signalled(*arguments, **how):

@@ -7,14 +7,14 @@ import pytest
 from analysis.compare.statistics import CurvePoint, Mean, mean_of, paired, speed_up, time_to
 
 
-def test_mean_and_standard_error_by_hand():
+def test_mean_and_standard_error_of_known_values():
     # deviations -1, 0, 1: s^2 = 2 / 2 = 1, standard error 1 / sqrt(3)
     assert mean_of([1.0, 2.0, 3.0]) == Mean(2.0, pytest.approx(1 / math.sqrt(3), rel=1e-15), 3)
     assert mean_of([5.0]).mean == 5.0 and math.isnan(mean_of([5.0]).error)
     assert mean_of([]).count == 0 and math.isnan(mean_of([]).mean)
 
 
-def test_pairing_takes_away_what_seeds_have_in_common():
+def test_pairing_removes_effects_of_the_seed():
     """Seeds that move both by 1, 5, -3 leave differences 0.1, 0.2, 0.3: mean 0.2, s = 0.1, standard
     error 0.1 / sqrt(3).
     """
@@ -41,7 +41,7 @@ def curve(*points: tuple[float, float]) -> list[CurvePoint]:
     ]
 
 
-def test_time_to_a_gain_lies_on_the_straight_line_between_evaluations():
+def test_time_to_a_gain_is_interpolated_linearly():
     found = curve((0, 0.0), (10, 0.2), (20, 0.1), (30, 0.4))
     assert time_to(found, 0.05) == pytest.approx(2.5)
     # first reached there; that it falls again later is another matter
@@ -56,7 +56,7 @@ def test_time_to_a_gain_lies_on_the_straight_line_between_evaluations():
     assert time_to(curve((0, 0.0), (30, 0.4)), 0.1) is None
 
 
-def test_a_value_that_is_not_known_leaves_the_mean_unknown():
+def test_an_unknown_value_makes_the_mean_unknown():
     """Seconds of an iteration whose row is damaged; statistics.stdev raised AttributeError."""
     unknown = mean_of([1.0, math.nan])
     assert math.isnan(unknown.mean) and math.isnan(unknown.error) and unknown.count == 2

@@ -143,7 +143,7 @@ def test_a_wrong_command_is_one_line(arguments, said, capsys, tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-def test_what_auto_took_is_said_and_named(monkeypatch):
+def test_the_backend_chosen_by_auto_is_named(monkeypatch):
     monkeypatch.setattr("analysis.measuring.device", lambda: torch.device("cpu"))
     said: list[str] = []
     assert list(backends(("auto", "fp8", "emulated_nvfp4"), said.append)) == [
@@ -166,9 +166,7 @@ def test_what_auto_took_is_said_and_named(monkeypatch):
         ("explore.modules_to_not_convert=['*.nothing']", "'*.nothing' matches no module"),
     ],
 )
-def test_a_model_that_does_not_do_is_one_line_before_anything_is_loaded(
-    config, tmp_path, capsys, override, said
-):
+def test_an_invalid_model_is_one_line_before_loading(config, tmp_path, capsys, override, said):
     file = write_toml(config, tmp_path)
     assert (
         main(
@@ -191,7 +189,7 @@ def test_a_model_that_does_not_do_is_one_line_before_anything_is_loaded(
     assert said in line and not (tmp_path / "o").exists()
 
 
-def test_only_prompts_that_lost_something_are_warned_of():
+def test_only_prompts_with_missing_rewards_cause_a_warning():
     def shown(text: str) -> bool:
         record = logging.makeLogRecord({"msg": text, "levelno": logging.WARNING})
         return all(handler.filter(record) for handler in logging.getLogger("diffusers").handlers)
@@ -209,12 +207,12 @@ def test_only_prompts_that_lost_something_are_warned_of():
     ]
 
 
-def test_more_prompts_than_there_are(config, tmp_path):
+def test_too_many_prompts_are_refused(config, tmp_path):
     with pytest.raises(ConfigError, match="has only 4: use fewer"):
         run(config, Measurement(prompts=5), tmp_path / "out", lambda text: None)
 
 
-def test_tables_say_what_the_arrays_say(config):
+def test_tables_contain_the_values_of_the_arrays(config):
     rng = np.random.default_rng(0)
     truth = rng.standard_normal((6, 96)).astype(np.float32)
     rewards = Rewards(truth, {("emulated_nvfp4", 6): -truth}, {})

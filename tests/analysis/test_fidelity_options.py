@@ -36,7 +36,7 @@ def test_packing_choices_are_measured_as_configured(tiny_sd3_dir, tmp_path, chos
     assert torch.equal(layer.codes, quantize(weight, search=not chosen, amax=amax).codes)
 
 
-def test_without_a_compiler_it_does_not_begin(tiny_sd3_dir, tmp_path, monkeypatch):
+def test_without_a_compiler_fidelity_does_not_start(tiny_sd3_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     config = tiny_config(tiny_sd3_dir, tmp_path, "compiled", explore__compile=True)
     with pytest.raises(ConfigError, match="no 'no-such-compiler'"):
@@ -44,7 +44,7 @@ def test_without_a_compiler_it_does_not_begin(tiny_sd3_dir, tmp_path, monkeypatc
     assert not (tmp_path / "out").exists()
 
 
-def test_what_proxies_are_given(tiny_sd3_dir, tmp_path):
+def test_proxies_use_the_requested_weights(tiny_sd3_dir, tmp_path):
     """Beside an unquantized base an adapter gives what merged weights give, up to rounding; the
     base alone gives what an untrained policy gives; packed weights tell the three apart.
     """

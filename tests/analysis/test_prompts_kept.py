@@ -61,7 +61,7 @@ def test_a_changed_prompt_file_is_refused_before_anything_starts(
     )
 
 
-def test_what_holds_the_same_prompts_goes_on_and_so_does_a_run_without_digests(files):
+def test_runs_with_equal_or_unknown_prompts_continue(files):
     config, rundir = started(files)
     (files / "a.txt").write_text("\na cat\n  a dog\n")
     check_resumable(config, rundir)
@@ -101,7 +101,7 @@ def test_runs_over_other_prompts_of_the_same_name_are_not_compared(files):
         compare_existing([varied.path, later.path], None, files / "out")
 
 
-def test_a_comparison_does_not_go_on_with_other_prompts(files, monkeypatch, capsys):
+def test_a_comparison_does_not_continue_with_other_prompts(files, monkeypatch, capsys):
     monkeypatch.setattr(runner, "TRAIN", (sys.executable, str(FAKE)))
     monkeypatch.setenv("PYTHONPATH", str(FAKE.parents[2]))
 

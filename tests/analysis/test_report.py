@@ -172,7 +172,7 @@ def test_times_add_up(run: Path, page: Page):
     assert "87 images explored per second by 2 rollout actors" in page.text
 
 
-def test_actors_have_lanes_and_what_befell_them_is_listed(page: Page):
+def test_actors_have_lanes_and_their_events_are_listed(page: Page):
     for said in (
         "6 started",
         "2 died",
@@ -216,7 +216,7 @@ def test_the_same_run_gives_the_same_page(run: Path):
 # ---- events
 
 
-def test_a_pause_before_a_resume_takes_no_time_in_the_chart():
+def test_a_pause_before_a_resume_is_not_shown():
     events = [
         {"event": name, "time": when}
         for name, when in (
@@ -231,7 +231,7 @@ def test_a_pause_before_a_resume_takes_no_time_in_the_chart():
     assert running_times([{"event": "x"}, {"event": "y", "time": 7.0}]) == [0.0, 0.0]
 
 
-def test_a_long_reason_is_cut_in_the_table_and_whole_behind_the_fold(tmp_path: Path):
+def test_a_long_reason_is_shortened_in_the_table_and_complete_when_unfolded(tmp_path: Path):
     run = write_run(tmp_path / "r", iterations=8)
     why = (
         "The actor is dead because its worker process has died. "
@@ -250,7 +250,7 @@ def test_a_long_reason_is_cut_in_the_table_and_whole_behind_the_fold(tmp_path: P
     )
 
 
-def test_lives_of_actors():
+def test_lifetimes_of_actors_follow_from_events():
     def of(actor: int, name: str, kind: str = "rollout") -> dict:
         return {"event": name, "kind": kind, "actor": actor}
 

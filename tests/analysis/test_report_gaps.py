@@ -42,7 +42,7 @@ def test_a_run_of_one_iteration(tmp_path: Path):
     assert "1 of 20" in page.text and "after 1 iterations" in page.text
 
 
-def test_a_run_going_on(tmp_path: Path):
+def test_a_report_of_an_active_run(tmp_path: Path):
     run = write_run(tmp_path / "r", iterations=4, ending=None)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "iteration", "iteration": 4, "rew')  # being written just now
@@ -50,7 +50,7 @@ def test_a_run_going_on(tmp_path: Path):
     assert "4 of 20" in page.text and "could not be read" not in page.text
 
 
-def test_only_a_configuration(tmp_path: Path):
+def test_a_report_with_only_a_configuration(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"config": {"name": "early"}}')
     page = page_of(tmp_path)
     for said in (
@@ -63,7 +63,7 @@ def test_only_a_configuration(tmp_path: Path):
         assert said in page.text, said
 
 
-def test_no_configuration_and_damaged_lines(tmp_path: Path):
+def test_a_report_without_configuration_and_with_damaged_lines(tmp_path: Path):
     rows = [
         json.dumps(evaluation(0, 0.5, 0.1)),
         "{broken",
@@ -86,7 +86,7 @@ def test_a_directory_that_is_no_run_is_named(tmp_path: Path):
     assert not (tmp_path / "nothing-here").exists()
 
 
-def test_numbers_that_are_none_and_nan(tmp_path: Path):
+def test_missing_and_nan_numbers_are_shown_as_gaps(tmp_path: Path):
     run = write_run(tmp_path / "r", iterations=5)
 
     def damage(rows: list[dict]) -> list[dict]:
@@ -135,7 +135,7 @@ def test_numbers_of_any_size_are_drawn(tmp_path: Path, size: float):
     assert page_of(run).all("svg")
 
 
-def test_records_that_lack_a_part_are_drawn_without_it(tmp_path: Path):
+def test_incomplete_records_are_drawn_without_the_missing_part(tmp_path: Path):
     run = write_run(tmp_path / "r", iterations=3)
     with (run / "events.jsonl").open("a") as file:
         file.write('{"time": 1763700099.0, "event": "pool_scaled", "kind": "rollout"}\n')
@@ -151,7 +151,7 @@ def test_a_lost_evaluation_reward_is_not_a_gain_of_zero(tmp_path: Path):
     assert "The gain is unknown" in page_of(run).text
 
 
-def test_an_arm_that_explores_nothing(tmp_path: Path):
+def test_a_report_of_an_arm_without_exploration(tmp_path: Path):
     run = write_run(tmp_path / "r", iterations=2)
     config = json.loads((run / "config.json").read_text())
     config["config"]["arm"] = "diffusionnft"
@@ -168,7 +168,7 @@ def test_an_arm_that_explores_nothing(tmp_path: Path):
     assert "Nothing to compare" in page.text
 
 
-def test_random_audits_have_a_chart_of_their_own_and_are_the_ones_put_in_words(tmp_path: Path):
+def test_random_audits_have_their_own_chart_and_conclusion(tmp_path: Path):
     run = write_run(tmp_path / "r", iterations=3)
     rewrite(
         run / "metrics.jsonl",
@@ -232,7 +232,7 @@ def test_a_long_run_stays_small(tmp_path: Path):
     assert "Numbers of every 5th iteration" in Page(page.read_text()).text
 
 
-def test_seconds_that_other_stages_hold_are_told_beside_the_bars_and_not_stacked(tmp_path: Path):
+def test_overlapping_seconds_are_listed_but_not_stacked(tmp_path: Path):
     run = write_run(tmp_path / "r", iterations=3)
     plain = page_of(run).text
     more = {"time/explore_ahead_s": 20.0, "time/allreduce_s": 1.5, "time/replica_wait_s": 0.5}

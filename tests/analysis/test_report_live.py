@@ -42,7 +42,7 @@ def live_page(run: Path, live_s: float = 100) -> tuple[str, Page]:
     return text, Page(text)
 
 
-def test_a_page_of_a_run_that_goes_on_follows_it(tmp_path: Path):
+def test_a_page_of_an_active_run_reloads(tmp_path: Path):
     text, page = live_page(write_run(tmp_path / "r", iterations=3, ending=None))
     (body,) = page.all("body")
     assert body["data-reload"] == "25" and body["data-late"] == "360"
@@ -53,7 +53,7 @@ def test_a_page_of_a_run_that_goes_on_follows_it(tmp_path: Path):
     assert "hidden" in late and "the driver was killed" in page.text
 
 
-def test_the_browser_runs_that_program_and_no_other(tmp_path: Path):
+def test_the_browser_runs_only_the_hashed_program(tmp_path: Path):
     text, page = live_page(write_run(tmp_path / "r", iterations=1, ending=None))
     (program,) = re.findall(r"<script>(.*?)</script>", text, flags=re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()
@@ -64,18 +64,18 @@ def test_the_browser_runs_that_program_and_no_other(tmp_path: Path):
 
 
 @pytest.mark.parametrize("ending", ["run_finished", "run_failed", "run_stopped"])
-def test_a_page_of_an_ended_run_stands_still(tmp_path: Path, ending: str):
+def test_a_page_of_an_ended_run_does_not_reload(tmp_path: Path, ending: str):
     text, page = live_page(write_run(tmp_path / "r", iterations=3, ending=ending))
     assert "<script" not in text and "refresh" not in text and "Written" not in page.text
 
 
-def test_bounds_of_reloading():
+def test_reload_times_are_bounded():
     assert [Live(0, every).reload_s for every in (1, 20, 120, 3600)] == [5, 5, 30, 60]
     assert [Live(0, every).late_s for every in (20, 120, 3600)] == [120, 420, 10860]
     assert Live(1.5, 5).moment == "1970-01-01 00:00:01 UTC"
 
 
-def test_the_command_keeps_an_open_page_following_and_says_where_nobody_is(tmp_path: Path):
+def test_the_report_command_keeps_open_pages_reloading(tmp_path: Path):
     run = write_run(tmp_path / "r", iterations=1, ending=None)
     (run / "lock").write_text("")
     assert main(["report", str(run)]) == 0
@@ -113,7 +113,7 @@ def test_best_and_worst_with_their_rewards(tmp_path: Path):
     )
 
 
-def test_older_iterations_are_folded_and_a_missing_image_is_a_hole(tmp_path: Path):
+def test_older_iterations_are_folded_and_missing_images_are_gaps(tmp_path: Path):
     run = write_run(tmp_path / "r", iterations=OPEN + 2)
     keep(run, *range(OPEN + 2))
     (run / "images" / "iteration_000002" / "0_explored_best.png").unlink()

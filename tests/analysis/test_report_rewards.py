@@ -87,7 +87,7 @@ def test_changes_are_paired_by_image_and_their_errors_clustered_by_prompt():
     assert paired([], UP).count == 0
 
 
-def test_a_change_within_two_errors_is_called_none():
+def test_a_change_within_two_standard_errors_is_not_significant():
     assert direction(Mean(0.11, 0.05, 9)) == "rose" and direction(Mean(-0.11, 0.05, 9)) == "fell"
     assert {
         direction(Mean(0.1, 0.05, 9)),
@@ -116,7 +116,7 @@ def test_a_change_within_two_errors_is_called_none():
         ),
     ],
 )
-def test_the_held_out_scorer_is_put_in_words(
+def test_the_held_out_scorer_has_a_conclusion(
     tmp_path: Path, evaluated: Any, gain: float, said: str
 ):
     run = read_run(
@@ -131,7 +131,7 @@ def test_the_held_out_scorer_is_put_in_words(
     assert found.endswith(said)
 
 
-def test_a_rise_that_another_scorer_pays_for_is_said(tmp_path: Path):
+def test_a_rise_at_the_expense_of_another_scorer_is_reported(tmp_path: Path):
     run = read_run(learned(tmp_path / "r", {"clipscore": UP, "hpsv2": DOWN, "pickscore": MIXED}))
     assert verdicts(run, scores_of(run)) == [
         "clipscore rose while hpsv2 fell: the rise came at the expense of the other scores."
@@ -151,7 +151,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     )
 
 
-def test_training_and_held_out_scorers_stand_side_by_side(page: Page):
+def test_training_and_held_out_scorers_are_in_one_table(page: Page):
     """Before, after, paired change and error, images without a score, and the median of 200 and
     300 images per second.
     """
@@ -174,7 +174,7 @@ def test_all_scores_are_drawn_on_one_scale(page: Page):
     assert "Scorer clipscore" in page.text and "Scorer jpeg_compressibility" in page.text
 
 
-def test_scores_that_cannot_be_read_leave_the_means(tmp_path: Path):
+def test_unreadable_scores_leave_the_means(tmp_path: Path):
     run = learned(tmp_path / "r", {"clipscore": UP, "hpsv2": DOWN})
     for file in (run / "evaluations").glob("*.json"):
         file.write_text(
@@ -200,7 +200,7 @@ def test_actors_of_one_scorer_have_lanes_beside_the_reward_actors():
     ]
 
 
-def test_a_table_escapes_its_cells_and_tells_words_from_numbers():
+def test_a_table_escapes_cells_and_aligns_numbers():
     found = Table(
         ("<a>", "b"),
         [("x & y", Cell("1", "wide", title='"q"', bar=(3, 7.6))), ("z", "2")],

@@ -31,7 +31,7 @@ def wanted(config, **more) -> Measurement:
     return Measurement(objectives_of(config, OBJECTIVES), **settings | more)
 
 
-def test_every_objective_under_every_selection_once(config, tmp_path, monkeypatch):
+def test_every_objective_is_measured_once_per_selection(config, tmp_path, monkeypatch):
     """Three objectives, of which one has nothing to select: five rows; the second time nothing is
     made, with one rule more only that one.
     """
@@ -61,7 +61,7 @@ def test_every_objective_under_every_selection_once(config, tmp_path, monkeypatc
     assert [row["rule"] for row in rows[5:]] == ["random", "random"]
 
 
-def test_batches_are_a_runs_first_iterations(config, tmp_path):
+def test_batches_are_the_first_iterations_of_a_run(config, tmp_path):
     """The seeds of ``Exploration.seeds``, and their first ones where nothing is explored."""
     from policy.sampling.noise import stream_seed
 
@@ -73,7 +73,7 @@ def test_batches_are_a_runs_first_iterations(config, tmp_path):
     ]
 
 
-def test_explored_paths_are_selected_among_where_the_noise_is_shared(config, tmp_path):
+def test_with_shared_noise_explored_paths_are_selected(config, tmp_path):
     """What is regenerated has the very rewards that it was selected by: exploring in FP32, in as
     many steps; so the rewards of an objective's paths are not those of another's.
     """
@@ -96,7 +96,7 @@ def test_explored_paths_are_selected_among_where_the_noise_is_shared(config, tmp
     assert np.abs(of_paths[0] - others[0]).max() > 1e-3
 
 
-def test_a_picture_of_negative_and_positive_bars():
+def test_the_chart_has_negative_and_positive_bars():
     rows = [
         {"objective": "a<b", "choice": "24 unselected", "cosine": -0.1, "stderr": 0.02},
         {"objective": "a<b", "choice": "best", "cosine": 0.3, "stderr": 0.04},
@@ -119,7 +119,7 @@ def test_a_picture_of_negative_and_positive_bars():
         (["--backends", "fp3"], "--backends"),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(config, tmp_path, capsys, options, said):
+def test_invalid_measurements_are_one_line(config, tmp_path, capsys, options, said):
     file = write_toml(config, tmp_path)
     assert main(["signal", str(file), "--out", str(tmp_path / "out"), *options]) == 2
     error = capsys.readouterr().err.strip()

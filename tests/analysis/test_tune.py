@@ -17,7 +17,7 @@ from tests.cluster.runs import tiny_config, write_toml
 TRUTH = np.array([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]])
 
 
-def test_contrast_by_hand():
+def test_contrast_of_known_rewards():
     """Two of eight by the truth: 7 - 0. By a proxy that swaps ends with the middle: 4 - 3. In pools
     of four: 3 - 0 and 7 - 4.
     """
@@ -31,7 +31,7 @@ def test_contrast_by_hand():
         contrasts(TRUTH, TRUTH, 9, 2)
 
 
-def test_only_what_survives_a_preview_can_be_chosen():
+def test_only_seeds_that_survive_a_preview_are_selected():
     """The preview drops 3 and 4, which a bad final proxy would have chosen; and 0 and 7, where it
     is wrong about them.
     """
@@ -42,18 +42,18 @@ def test_only_what_survives_a_preview_can_be_chosen():
     assert pruned_contrasts(preview, TRUTH, TRUTH, 8, 2) == pytest.approx([6.0 - 1.0])
 
 
-def test_signal_weighs_the_number_of_samples_by_its_root():
+def test_signal_grows_with_the_square_root_of_samples():
     assert strength(np.array([2.0, 3.0]), 16).tolist() == [8.0, 12.0]
 
 
-def test_a_grid_leaves_out_what_selects_nothing():
+def test_a_grid_excludes_settings_without_selection():
     found = grid(["a"], [4, 6], [24, 96], [12, 24], [None])
     assert [(each.steps, each.pool, each.keep) for each in found] == [
         (steps, pool, keep) for steps in (4, 6) for pool, keep in ((24, 12), (96, 12), (96, 24))
     ]
 
 
-def test_costs_and_signals_by_hand():
+def test_costs_and_signals_of_known_measurements():
     """Two prompts; 96 seeds at 10 ms, 24 at 30 + 20 ms: 0.96 + 1.2 s. With 48: 0.48 + 1.2 s. Half
     dropped after 4 of 6 steps of 1 ms, decoding 4 ms: 96 (8 + (2 + 4) / 2) ms in place of 96 x 10.
     """
@@ -96,7 +96,7 @@ def test_operations_are_those_of_an_iteration():
     assert two[1.0] < two[4.0] < 1  # half the steps save more where they are dear
 
 
-def test_a_preview_is_the_clean_prediction_of_a_step(tiny_sd3_dir, tmp_path):
+def test_a_preview_is_the_clean_prediction_after_a_step(tiny_sd3_dir, tmp_path):
     """x - sigma v at the second time of a schedule of three, after one step of it."""
     import torch
 

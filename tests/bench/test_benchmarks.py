@@ -125,7 +125,7 @@ def test_a_benchmark_gives_its_ratios(request, options, name):
         ),
     ],
 )
-def test_what_has_no_room_is_left_out_with_the_reason(nbytes, count, available, store, said):
+def test_too_large_broadcasts_are_skipped_with_the_reason(nbytes, count, available, store, said):
     assert no_room(nbytes, count, available, store) == said
 
 
@@ -144,7 +144,7 @@ def test_replicas_share_the_cores(monkeypatch):
 
 
 @pytest.mark.parametrize(("relative", "close"), [(0.0, True), (0.9, True), (1.1, False)])
-def test_replicas_must_have_done_the_work_of_the_plain_loop(tmp_path, relative, close):
+def test_replicas_must_do_the_work_of_the_plain_loop(tmp_path, relative, close):
     update = {"x.lora_A": torch.ones(2), "x.lora_B": torch.tensor([3.0, 4.0])}
     moved = update | {"x.lora_B": torch.tensor([3.0, 4.0 + 5.0 * CLOSE * relative])}
     for at, tensors in (("ours", moved), ("theirs", update)):
@@ -158,7 +158,7 @@ def test_replicas_must_have_done_the_work_of_the_plain_loop(tmp_path, relative, 
             _require_close(ours, theirs)
 
 
-def test_the_sender_sends_what_its_manifest_says():
+def test_the_sender_sends_the_bytes_of_its_manifest():
     sender = Sender(2500, 1000)
     manifest = sender.export(3).manifest
     target = {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes(2500).items()}
@@ -170,7 +170,7 @@ def test_the_sender_sends_what_its_manifest_says():
     assert sender.shard(2)[0] == 500 and manifest.version == 3 and whole.float().std() > 50
 
 
-def test_the_sender_is_asked_as_a_learner_is():
+def test_the_sender_is_called_like_a_learner():
     """By a group of one, with as many shards under way as a run has."""
     sender = learner(2500, 1000)
     assert (sender.pool.service.count, sender.pool.service.in_flight) == (1, 1)
@@ -189,7 +189,7 @@ def test_broadcasts_on_the_command_line():
     ("changes", "trains", "regenerates"),
     [([], 1, 1), (["services.learner.threads=2", "services.learner.regenerate_threads=1"], 2, 1)],
 )
-def test_layouts_are_measured_with_the_threads_that_are_given(changes, trains, regenerates):
+def test_layouts_are_measured_with_the_given_threads(changes, trains, regenerates):
     found = shaped(sized(load("quickstart", changes)), CALIBRATED).services
     assert (found.learner.threads, found.learner.regeneration_threads) == (trains, regenerates)
     assert found.rollout.threads == found.reward.threads == 1
@@ -222,7 +222,7 @@ def test_cases_take_turns_and_warm_up_is_left_out():
     assert len(times["a"]) == len(times["b"]) == 2 and min(times["a"]) >= 0.002
 
 
-def test_the_command_prints_where_it_ran_and_writes_json(capsys, tmp_path):
+def test_the_command_prints_the_machine_and_writes_json(capsys, tmp_path):
     out = tmp_path / "bench.json"
     assert main(["pack", "--repeats", "1", "--pack-bytes", "65536", "--json", str(out)]) == 0
     printed = capsys.readouterr().out

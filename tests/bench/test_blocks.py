@@ -33,7 +33,7 @@ def test_a_tile_has_one_scale_for_its_rows():
     assert torch.equal(decoded[others], PLAIN.decode(plain)[others])
 
 
-def test_gaussian_weights_lose_more_in_tiles():
+def test_gaussian_weights_have_larger_errors_in_tiles():
     """The largest of 256 values is further out than that of 16: expected 3.0 and 2.0 standard
     deviations, and steps grow with it.
     """

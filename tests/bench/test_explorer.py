@@ -27,13 +27,13 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("share", "fp4", "fp8"), [(0.80, 2.5, 1.667), (0.0, 1.0, 1.0), (1.0, 4.0, 2.0)]
 )
-def test_the_bound_is_amdahls(share, fp4, fp8):
+def test_the_bound_is_amdahls_law(share, fp4, fp8):
     assert bound(share, "nvfp4") == pytest.approx(fp4, abs=1e-3)
     assert bound(share, "fp8") == pytest.approx(fp8, abs=1e-3)
     assert bound(share, "bf16") == 1.0
 
 
-def test_the_share_of_a_published_architecture():
+def test_the_quantizable_share_of_a_published_architecture():
     """SD3.5 Large at 1024 x 1024, 4096 image and 333 text tokens, by hand: per block and token 12
     d^2 multiply-adds in either stream's linears (8 in text of the last block, whose feed-forward
     and output are gone), 2 n d in attention; adaLN and ends are less than a thousandth.
@@ -50,7 +50,7 @@ def test_the_share_of_a_published_architecture():
 # its kind is there already
 @pytest.mark.parametrize("name", [name for name in published_names() if name != "sd3.5-large"])
 @torch.no_grad()
-def test_a_small_one_runs_in_every_precision_of_a_cpu(name):
+def test_a_small_model_runs_in_every_precision_of_a_cpu(name):
     """And gives nearly what FP32 gives, from the same random weights: the layers were filled."""
     with case_of(name, 64, True) as case:
         x, sigma, cond = case.inputs(2, CPU)
@@ -81,7 +81,7 @@ def test_a_small_one_runs_in_every_precision_of_a_cpu(name):
         ),
     ],
 )
-def test_what_cannot_be_measured_here_is_one_line(arguments, said, capsys, monkeypatch):
+def test_unsupported_measurements_are_one_line(arguments, said, capsys, monkeypatch):
     """Nothing else is measured in its place."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert bench_main(["explorer", *arguments]) == 2
@@ -89,7 +89,7 @@ def test_what_cannot_be_measured_here_is_one_line(arguments, said, capsys, monke
     assert line.startswith(said)
 
 
-def test_survival_by_hand():
+def test_survival_of_known_updates():
     """One weight: an update along a coordinate far larger than any rounding survives whole; one far
     smaller changes nothing.
     """
@@ -112,7 +112,7 @@ def test_survival_by_hand():
     assert fp8.cosine > small.cosine and fp8.error < small.error
 
 
-def test_the_table(capsys, tiny_sd3_dir, tmp_path):
+def test_the_table_has_a_row_per_update(capsys, tiny_sd3_dir, tmp_path):
     settings = [f"model.path={tiny_sd3_dir}", "model.height=16", "model.width=16", "lora.rank=4"]
     out = tmp_path / "survival.json"
     arguments = [argument for setting in settings for argument in ("--set", setting)]
@@ -130,7 +130,7 @@ def test_the_table(capsys, tiny_sd3_dir, tmp_path):
     assert survival_main(["--preset", "quickstrat"]) == 2
 
 
-def test_the_updates_of_a_run(capsys, tiny_sd3_dir, tmp_path):
+def test_updates_are_read_from_a_run(capsys, tiny_sd3_dir, tmp_path):
     """Two checkpoints whose sampling policies are known: the sizes printed are those of what was
     put there.
     """

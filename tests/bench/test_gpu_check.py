@@ -86,14 +86,14 @@ def outcome_of(name: str) -> Outcome:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the form without a GPU")
-def test_without_a_gpu_every_section_does_what_a_cpu_can(checked):
+def test_without_a_gpu_every_section_runs_its_cpu_part(checked):
     found = json.loads((checked[0] / "gpu.json").read_text())
     assert [each["section"] for each in found["sections"]] == [*SECTIONS]
     assert {each["section"] for each in found["sections"] if not each["findings"]} == {"tests"}
     assert {claim["said"] for claim in found["claims"].values()} == {"not checkable here"}
 
 
-def test_what_a_cpu_can_tell_is_right(checked):
+def test_findings_of_a_cpu_are_correct(checked):
     """No bit differs, no shape is refused, a version and the weights have the plan's bytes."""
     found = json.loads((checked[0] / "gpu.json").read_text())
     values = {
@@ -119,7 +119,7 @@ def test_every_layer_of_the_published_models_packs_once_and_multiplies_once(chec
         assert one["beside"]["inputs"] >= 4
 
 
-def test_there_is_an_iteration_of_every_family_that_is_described():
+def test_every_described_family_has_an_iteration():
     """By its preset on its small form."""
     described = {published(name)["family"] for name in published_names()}
     assert {published(name)["family"] for name in (*PAPERS, *NEWER)} == described
@@ -139,7 +139,7 @@ def test_iterations_of_the_newer_families_without_a_gpu():
     assert [one.labels["architecture"].split(" ")[0] for one in found.findings] == [*NEWER]
 
 
-def test_the_tables_and_the_page_tell_all(checked):
+def test_the_tables_and_the_page_contain_all_findings(checked):
     out, said = checked
     page = (out / "gpu.html").read_text()
     for section in SECTIONS.values():
@@ -151,7 +151,7 @@ def test_the_tables_and_the_page_tell_all(checked):
 # ---- claims
 
 
-def test_claims_are_those_of_the_page():
+def test_claims_equal_those_of_the_documentation():
     """In its order, word for word, of its first part."""
     text = PAGE.read_text().partition("## Not run for other reasons")[0]
     rows = re.findall(r"^\| (.+?) \| .+ \| .+ \|$", text, re.MULTILINE)
@@ -184,12 +184,12 @@ def step(speed: float, form: str = "by kernels", **beside: float) -> tuple[str, 
         ("NVIDIA H100", 1.34, "not checkable here"),
     ],
 )
-def test_the_goal_for_a_step(gpu, speed, verdict_):
+def test_the_goal_of_a_step_is_checked(gpu, speed, verdict_):
     found = results(gpu, "9.0", step(1.1, "packed by torch", bound=1.67), step(speed, bound=1.67))
     assert said(found, "on H200") == verdict_
 
 
-def test_predictions_are_held_against_what_was_measured():
+def test_predictions_are_compared_with_measurements():
     good, bad = (step(speed, predicted=1.0) for speed in (1.14, 1.16))
     assert said(results("NVIDIA H100", "9.0", good), "the predicted seconds") == "confirmed"
     assert said(results("NVIDIA H100", "9.0", good, bad), "the predicted seconds") == "refuted"
@@ -200,14 +200,14 @@ def test_predictions_are_held_against_what_was_measured():
     ("capability", "failed", "verdict_"),
     [("9.0", 0, "not checkable here"), ("10.3", 0, "confirmed"), ("10.3", 1, "refuted")],
 )
-def test_tests_settle_claims_where_their_gpu_is(capability, failed, verdict_):
+def test_tests_settle_claims_on_their_gpu(capability, failed, verdict_):
     file = "tests/policy/test_nvfp4_hardware.py"
     ran = Finding(file, failed, "failed", {"file": file}, {"passed": 30.0}, "test_a")
     found = results("NVIDIA B300", capability, ("tests", ran))
     assert said(found, "`torch_nvfp4` layers") == verdict_
 
 
-def test_bits_are_told_by_every_gpu_and_refuted_by_a_cpu():
+def test_bits_are_confirmed_by_gpus_and_refuted_by_a_cpu():
     wrong = Finding("fp8", 1e-6, "share", {"kind": "bits"})
     with_gpu = results("NVIDIA H100", "9.0", ("kernels", wrong))
     assert said(with_gpu, "the Triton kernels") == "refuted"
@@ -220,7 +220,7 @@ def test_bits_are_told_by_every_gpu_and_refuted_by_a_cpu():
     ("regenerating", "training", "verdict_"),
     [(1.09, 1.24, "confirmed"), (1.11, 1.0, "refuted"), (1.0, 1.26, "refuted")],
 )
-def test_a_learners_passes_are_held_against_their_goals(regenerating, training, verdict_):
+def test_learner_passes_are_compared_with_their_goals(regenerating, training, verdict_):
     values = {"regenerating": regenerating, "training": training}
     found = [("lora", Finding(form, value, "x", {"form": form})) for form, value in values.items()]
     assert said(results("NVIDIA H100", "9.0", *found), "regenerating takes") == verdict_
@@ -235,7 +235,7 @@ def test_a_learners_passes_are_held_against_their_goals(regenerating, training, 
         (1.0, 0.0, 1, "refuted"),
     ],
 )
-def test_weights_that_leave_a_gpu(back, left, bits, verdict_):
+def test_moving_weights_is_compared_with_the_plan(back, left, bits, verdict_):
     values = {"back": back, "out": 1.0, "left behind": left, "bits": bits}
     found = [
         ("turns", Finding(form, value, "s", {"form": form}, {"expected": 1.0}))
@@ -249,7 +249,7 @@ def test_weights_that_leave_a_gpu(back, left, bits, verdict_):
     )
 
 
-def test_cheap_decoding_can_only_be_refuted_here():
+def test_cheap_decoding_can_only_be_refuted_without_weights():
     """How images rank needs weights."""
     quick, slow = (
         ("decode", Finding("sana, BF16", value, "x FP32", {"form": "bf16"})) for value in (2.0, 0.9)
@@ -259,7 +259,7 @@ def test_cheap_decoding_can_only_be_refuted_here():
     assert said(results("NVIDIA H100", "9.0", quick, slow), start) == "refuted"
 
 
-def test_a_family_that_one_gpu_has_no_room_for_is_left_out_with_its_bytes():
+def test_a_family_too_large_for_one_gpu_is_skipped_with_its_bytes():
     """FLUX.2 by hand: 32.2 billion weights in BF16, in NVFP4 beside them, and the attention's that
     are merged; more than 80 GB.
     """
@@ -297,7 +297,7 @@ def found_then_hangs(setting: object) -> Iterator[Item]:
         (found_then_hangs, "cut short", r"it had not ended after \d+ s"),
     ],
 )
-def test_a_section_that_fails_keeps_what_it_found(measure, state, why, monkeypatch):
+def test_a_failed_section_keeps_its_findings(measure, state, why, monkeypatch):
     """And the next one runs."""
     monkeypatch.setitem(SECTIONS, "bad", Section("Bad", 1, measure))
     monkeypatch.setattr(running, "GRACE_S", 2.0)
@@ -306,7 +306,7 @@ def test_a_section_that_fails_keeps_what_it_found(measure, state, why, monkeypat
     assert outcome.findings == [Finding("one", 1.0, "s")]
 
 
-def test_time_that_is_not_used_goes_to_those_after(monkeypatch):
+def test_unused_time_goes_to_later_sections(monkeypatch):
     given = []
     monkeypatch.setattr(running, "_one", lambda context, name, gpu, limit: given.append(limit))
     for _ in running.run(["kernels", "steps", "tests"], False, 110.0):
@@ -318,7 +318,7 @@ def test_time_that_is_not_used_goes_to_those_after(monkeypatch):
     assert [(each.state, each.why) for each in late] == [("cut short", "no time was left")]
 
 
-def test_what_is_missing_is_one_line_that_says_how_to_get_it(monkeypatch, capsys):
+def test_missing_packages_are_one_line_with_the_install_command(monkeypatch, capsys):
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "diffusers" else real(name)
@@ -327,7 +327,7 @@ def test_what_is_missing_is_one_line_that_says_how_to_get_it(monkeypatch, capsys
     assert capsys.readouterr().err == "gpu-check: needs diffusers: pip install diffusers\n"
 
 
-def test_findings_cross_processes_whole():
+def test_findings_survive_the_transfer_between_processes():
     for item in (Finding("a", 1.5, "s", {"b": "c"}, {"d": 2.0}, "e"), LeftOut("f", "g")):
         assert from_tree(json.loads(json.dumps(asdict(item)))) == item
 

@@ -10,7 +10,7 @@ from bench.packing import as_json, count, main, table
 from policy.precision import cost
 
 
-def test_a_toy_by_hand():
+def test_bytes_of_a_known_model():
     """float32 [4, 8] is 128 bytes: a sum of rows, a product with it expanded, a view, an
     allocation, and a copy to half precision.
     """
@@ -28,7 +28,7 @@ def test_a_toy_by_hand():
     assert (counted.read, counted.written) == (128 + 128 + 16 + 128, 16 + 128 + 64)
 
 
-def test_in_place_reads_what_it_changes_and_out_does_not():
+def test_in_place_operations_read_their_target():
     x, y = torch.ones(4), torch.ones(4)
     counted = count(lambda: torch.add(x.add_(1), 1, out=y))
     assert (counted.operations, counted.read, counted.written) == (2, 16 + 16, 16 + 16)
@@ -36,7 +36,7 @@ def test_in_place_reads_what_it_changes_and_out_does_not():
     assert (counted.operations, counted.small, counted.read, counted.written) == (2, 2, 0, 8)
 
 
-def test_what_eager_packing_runs():
+def test_operations_of_eager_packing():
     """FP8 by hand: |x|, a reduction, to float32, a division, a clamp, codes, and three operations
     on a number per row.
     """
@@ -61,7 +61,7 @@ def test_kernels_move_at_most_five_bytes_per_element():
     assert max(form["bytes_per_element"] for form in found.values()) <= 5
 
 
-def test_the_cost_model_takes_what_is_counted():
+def test_the_cost_model_uses_the_counted_bytes():
     found = as_json()
     for form, row in found.items():
         for packing, counted in ((cost.FUSED[form], row), (cost.EAGER[form], row["eager"])):
@@ -69,7 +69,7 @@ def test_the_cost_model_takes_what_is_counted():
             assert packing.bytes == pytest.approx(counted["bytes_per_element"], abs=0.01)
 
 
-def test_what_is_printed(capsys):
+def test_the_printed_plan_contains_its_findings(capsys):
     assert main(["--json"]) == 0
     said = capsys.readouterr().out
     assert json.loads(said) == as_json()

@@ -21,7 +21,7 @@ from policy.precision.cost import Step
 META = torch.device("meta")
 
 
-def test_passes_add_up():
+def test_passes_of_a_learner_add_up():
     """Bytes alone, and 25 microseconds of a kernel where nothing else takes time."""
     gpu, moved = ACCELERATORS["H200"], Step(bytes=10**12)
     assert plus(moved, Step(flops=4, kernels=3), 2) == Step(flops=8, kernels=6, bytes=10**12)

@@ -6,13 +6,13 @@ import pytest
 from bench.preference import IMAGES, contrast, main, simulate_prompt
 
 
-def test_a_list_of_all_by_a_right_judge_finds_everything():
+def test_a_perfect_judge_with_a_full_list_finds_the_best():
     assert simulate_prompt(IMAGES, 1, 0.0, seed=3) == (1, pytest.approx(1.0))
     worth = np.arange(IMAGES, dtype=float)
     assert contrast(worth, worth) == IMAGES - 12 and contrast(worth, -worth) == 12 - IMAGES
 
 
-def test_a_judge_that_guesses_finds_nothing():
+def test_a_guessing_judge_finds_nothing():
     """The share of a random choice has a standard deviation of sqrt(2 / 12) / 3.2 = 0.13: means of
     worth of 12, less another, over a contrast of 3.2 standard deviations. Four of a mean of 20.
     """

@@ -62,7 +62,7 @@ def test_bad_configuration_is_one_line_and_exit_code_2(config_file, capsys, over
     assert not (config_file.parent / "runs").exists()
 
 
-def test_a_built_in_scorer_that_cannot_be_imported(config_file, capsys, monkeypatch):
+def test_an_unimportable_built_in_scorer_is_one_line(config_file, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rewards.jpeg", None)
     assert main(["train", str(config_file)]) == 2
     errors = capsys.readouterr().err
@@ -79,12 +79,12 @@ def test_an_empty_prompt_file(config_file, tmp_path, capsys):
     assert "contains no prompt" in capsys.readouterr().err
 
 
-def test_a_directory_that_is_no_pipeline(config_file, tmp_path, capsys):
+def test_a_directory_that_is_not_a_pipeline_is_one_line(config_file, tmp_path, capsys):
     assert main(["train", str(config_file), "--set", f"model.path={tmp_path}"]) == 2
     assert "no model_index.json" in capsys.readouterr().err
 
 
-def test_resume_of_a_run_that_is_not_there(config_file, capsys):
+def test_resuming_a_missing_run_is_one_line(config_file, capsys):
     assert main(["train", str(config_file), "--resume"]) == 2
     assert "no readable run" in capsys.readouterr().err
 
@@ -99,7 +99,7 @@ def test_a_run_root_that_cannot_be_written(ray_here, config_file, capsys):
     ("address", "said"),
     [("10.0.0.1:6379", "cannot be joined"), ("", "did not start on this machine")],
 )
-def test_a_ray_that_does_not_come_up(monkeypatch, config_file, capsys, address, said):
+def test_a_ray_that_does_not_start_is_one_line(monkeypatch, config_file, capsys, address, said):
     def late(**how):
         assert how["address"] == ("auto" if address else "local")
         raise Exception("The current node timed out during startup. This could\nhave many causes")
@@ -115,7 +115,7 @@ def test_a_ray_that_does_not_come_up(monkeypatch, config_file, capsys, address, 
 
 
 @pytest.mark.parametrize("where", ["refused there", "none here"])
-def test_a_cluster_that_wants_a_token_says_so(monkeypatch, config_file, capsys, where):
+def test_a_cluster_that_requires_a_token_is_reported(monkeypatch, config_file, capsys, where):
     """Where the cluster refused, Ray has it only in the text of what caused its error."""
 
     def refused(**how):
@@ -165,7 +165,7 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
 
 
 @pytest.mark.parametrize("command", ["report", "evaluate", "export"])
-def test_a_directory_that_is_no_run(tmp_path, capsys, command):
+def test_a_directory_that_is_not_a_run_is_one_line(tmp_path, capsys, command):
     assert main([command, str(tmp_path), *(["out"] if command == "export" else [])]) == 2
     assert "no readable run" in capsys.readouterr().err
 
@@ -224,16 +224,14 @@ def test_the_summary_pairs_first_and_last_evaluation():
 
 
 @pytest.mark.parametrize("content", [b"[]", b"{", b"\xff\xfe", b'{"config": 3}'])
-def test_what_is_no_run_is_said_in_a_line(tmp_path, capsys, content):
+def test_an_invalid_run_directory_is_one_line(tmp_path, capsys, content):
     (tmp_path / "config.json").write_bytes(content)
     assert main(["report", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{tmp_path}: no readable run")
 
 
-def test_a_name_that_is_taken_is_refused_before_ray_is_started(
-    config_file, tmp_path, capsys, monkeypatch
-):
+def test_an_existing_name_is_refused_before_ray_starts(config_file, tmp_path, capsys, monkeypatch):
     (tmp_path / "runs" / "bad" / "checkpoints" / "step_000001").mkdir(parents=True)
     (tmp_path / "runs" / "bad" / "config.json").write_text("{}")
     monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was started"))
@@ -242,7 +240,7 @@ def test_a_name_that_is_taken_is_refused_before_ray_is_started(
     assert "a run of this name exists: --resume continues it" in line
 
 
-def test_held_out_prompts_that_are_trained_on_are_refused(config_file, capsys, monkeypatch):
+def test_held_out_prompts_among_training_prompts_are_refused(config_file, capsys, monkeypatch):
     monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was started"))
     assert main(["train", str(config_file), "--set", "prompts.allow_overlap=false"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -38,7 +38,7 @@ def line(capsys) -> str:
 
 
 @pytest.mark.parametrize("key", ["seed", "name", "run_root"])
-def test_what_every_run_of_a_comparison_is_given_cannot_be_varied(tmp_path, key):
+def test_keys_that_a_comparison_sets_cannot_be_varied(tmp_path, key):
     with pytest.raises(ConfigError, match=f"--vary {key}=1,2: a cell cannot set {key}: "):
         read_comparison(Request("quickstart", vary=(f"{key}=1,2",)))
     file = tmp_path / "mine.toml"
@@ -51,7 +51,7 @@ def test_what_every_run_of_a_comparison_is_given_cannot_be_varied(tmp_path, key)
         read_comparison(Request(str(file)))
 
 
-def test_where_seeds_begin_can_be_said_still():
+def test_the_first_seed_of_a_comparison_can_be_set():
     assert read_comparison(
         Request("quickstart", seeds=2, overrides=("seed=5", "run_root=/x"))
     ).seeds == (5, 6)
@@ -60,7 +60,7 @@ def test_where_seeds_begin_can_be_said_still():
 # ---- fidelity
 
 
-def test_a_checkpoint_of_no_run_is_refused(capsys):
+def test_a_checkpoint_without_a_run_is_refused(capsys):
     assert main(["fidelity", "quickstart", "--checkpoint", "3"]) == 2
     assert line(capsys) == "fidelity: --checkpoint 3 needs --run DIR, not a configuration"
 
@@ -68,7 +68,7 @@ def test_a_checkpoint_of_no_run_is_refused(capsys):
 # ---- evaluate
 
 
-def test_a_prompt_file_that_is_given_is_used_whole_and_named(rundir, tmp_path, monkeypatch):
+def test_a_given_prompt_file_is_used_completely(rundir, tmp_path, monkeypatch):
     used = []
 
     async def scored(rundir, config, path, prompts):
@@ -137,7 +137,7 @@ def test_a_configuration_of_another_shape(tmp_path, capsys, command, text):
         (["scale", "--rollout", "2", "--address", f"{'a' * 70}:1"], "no Ray cluster answers there"),
     ],
 )
-def test_names_that_are_none(command, wanted, capsys, monkeypatch, tmp_path):
+def test_invalid_names_are_one_line(command, wanted, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     assert main(command) == 2
@@ -160,14 +160,14 @@ def test_a_prompt_file_with_a_zero_byte(rundir, capsys):
         ),
     ],
 )
-def test_what_the_doctor_says_of_them(settings, wanted, capsys):
+def test_the_doctor_reports_invalid_configurations(settings, wanted, capsys):
     given = [part for each in settings for part in ("--set", each)]
     assert main(["doctor", "quickstart", *given]) == 2
     (failed,) = [said for said in capsys.readouterr().out.splitlines() if said[:6] == "failed"]
     assert wanted in failed
 
 
-def test_a_report_that_cannot_be_drawn(rundir, capsys, monkeypatch):
+def test_an_undrawable_report_is_one_line(rundir, capsys, monkeypatch):
     def defect(run, live):
         raise KeyError("before")
 
@@ -177,7 +177,7 @@ def test_a_report_that_cannot_be_drawn(rundir, capsys, monkeypatch):
     assert line(capsys) == f"{rundir.path}: {said}"
 
 
-def test_a_report_that_cannot_be_replaced(rundir, capsys):
+def test_an_unwritable_report_is_one_line(rundir, capsys):
     (rundir.path / "report.html").mkdir()
     assert main(["report", str(rundir.path)]) == 2
     assert line(capsys) == f"{rundir.path / 'report.html'}: cannot be written (Is a directory)"
@@ -185,5 +185,5 @@ def test_a_report_that_cannot_be_replaced(rundir, capsys):
     assert main(["report", str(rundir.path)]) == 0
 
 
-def test_actors_of_full_size_models_have_time_to_fetch_them():
+def test_actors_of_full_size_models_have_a_long_start_deadline():
     assert load("sana-sol_rl-hpsv2").services.start_deadline_s == 3600

@@ -36,7 +36,7 @@ def test_a_key_is_renamed_within_its_table():
     assert all(old.split(".")[0] == new.split(".")[0] for old, new in KEYS.items())
 
 
-def test_an_override_says_it_in_one_line(capsys):
+def test_an_override_with_an_old_name_prints_one_line(capsys):
     config = load("quickstart", ['explore.keep_wide=["transformer_blocks.1.*"]'])
     assert config.explore.modules_to_not_convert == PATTERN
     assert capsys.readouterr().err == f"{KEEP}\n"
@@ -47,12 +47,12 @@ def test_an_override_says_it_in_one_line(capsys):
 
 
 @pytest.mark.parametrize("table", ["explore", "regenerate", "evaluate"])
-def test_a_value_is_renamed_wherever_it_may_stand(table):
+def test_an_old_value_is_renamed_in_every_table(table):
     config = load("quickstart", [f"{table}.solver=dpm2"])
     assert getattr(config, table).solver == "dpmpp_2m"
 
 
-def test_a_file_in_old_names_wins_over_its_layers(tmp_path, capsys):
+def test_a_file_with_old_names_overrides_its_layers(tmp_path, capsys):
     file = tmp_path / "mine.toml"
     head = 'layers = ["models/shapes", "rewards/shapes"]\nname = "mine"\n'
     file.write_text(f'{head}[explore]\nkeep_wide = ["x.*"]\n[publish]\nchunk_mb = 7\n')
@@ -62,7 +62,7 @@ def test_a_file_in_old_names_wins_over_its_layers(tmp_path, capsys):
     assert load(str(file), ["publish.shard_mb=8"]).publish.shard_mb == 8
 
 
-def test_a_run_in_old_names_goes_on(tmp_path, capsys):
+def test_a_run_with_old_names_can_be_resumed(tmp_path, capsys):
     now = load("quickstart", ["regenerate.solver=dpmpp_2m"])
     run = RunDirectory(tmp_path)
     run.config_file.write_text(json.dumps({"config": in_old_names(now.model_dump(mode="json"))}))
@@ -76,7 +76,7 @@ def test_a_run_in_old_names_goes_on(tmp_path, capsys):
     )
 
 
-def test_a_comparison_in_old_names(tmp_path):
+def test_a_comparison_with_old_names_is_read(tmp_path):
     file = tmp_path / "old.toml"
     file.write_text(
         'base = "quickstart"\nset = {publish = {chunk_mb = 3}}\n[[cells]]\nname = "one"\n'
@@ -114,7 +114,7 @@ def test_both_names_at_once_are_refused(tmp_path):
         assert both in line
 
 
-def test_hints_know_the_new_names():
+def test_hints_suggest_new_names():
     for override, hint in (
         ("explore.modules_not_to_convert=[]", "did you mean 'modules_to_not_convert'?"),
         ("publish.shards_mb=1", "did you mean 'shard_mb'?"),

@@ -73,7 +73,7 @@ def test_every_number_is_finite(value):
         assert line == f"{key} = {float(value)!r}: Input should be a finite number"
 
 
-def test_the_keys_are_all_there():
+def test_every_float_key_is_tested():
     """Every float of a whole configuration is under a key that the test above has set."""
     plain = load("quickstart").model_dump()
 

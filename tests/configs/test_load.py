@@ -24,7 +24,7 @@ def lines(source: str, *overrides: str) -> list[str]:
     return error.value.lines
 
 
-def test_defaults_are_the_papers():
+def test_defaults_equal_those_of_the_paper():
     config = RunConfig.model_validate(MINIMAL)
     assert (
         config.explore.pool_size,

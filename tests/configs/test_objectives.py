@@ -26,7 +26,7 @@ def refusal(*overrides: str) -> str:
     return line
 
 
-def test_defaults_are_the_papers():
+def test_defaults_equal_those_of_the_paper():
     awm, flow, dance = AWMSettings(), FlowGRPOSettings(), DanceGRPOSettings()
     assert (awm.weighting, awm.huber_power, awm.ratio_clip, awm.kl, awm.ema) == (
         "ghuber",
@@ -70,7 +70,7 @@ def test_an_objective_is_one_field_and_brings_its_own_sampling(
     assert config.plan.explore.solver == "dpmpp_2m"  # exploring stays deterministic
 
 
-def test_what_is_given_wins_over_the_objectives_own():
+def test_configured_values_override_those_of_the_objective():
     config = load(
         "quickstart",
         [
@@ -105,7 +105,7 @@ def test_every_objective_has_a_layer(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["diffusion_nft", "awm"])
 @pytest.mark.parametrize("solver", ["flow_sde", "dance_sde"])
-def test_the_deterministic_objectives_take_no_stochastic_solver(name, solver):
+def test_deterministic_objectives_refuse_stochastic_solvers(name, solver):
     said = refusal(f"objective.name={name}", f"regenerate.solver={solver}")
     assert said.startswith(f"regenerate.solver: '{solver}' with objective '{name}'")
     assert "use dpmpp_2m or euler or unipc" in said
@@ -115,7 +115,7 @@ def test_the_deterministic_objectives_take_no_stochastic_solver(name, solver):
     ("name", "own", "other"),
     [("flow_grpo", "flow_sde", "dance_sde"), ("dance_grpo", "dance_sde", "flow_sde")],
 )
-def test_the_objectives_on_paths_take_their_own_solver_only(name, own, other):
+def test_objectives_on_paths_accept_only_their_solver(name, own, other):
     for solver in ("dpmpp_2m", "euler", other):
         said = refusal(f"objective.name={name}", f"regenerate.solver={solver}")
         assert said.startswith(f"regenerate.solver: '{solver}' with objective '{name}'")
@@ -127,7 +127,7 @@ def test_the_objectives_on_paths_take_their_own_solver_only(name, own, other):
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo"])
-def test_the_objectives_on_paths_train_on_nothing_that_explorers_made(name):
+def test_objectives_on_paths_refuse_explored_samples(name):
     assert "its samples are quantized" in refusal(f"objective.name={name}", "arm=naive_quant")
     assert "merged, rounded weights" in refusal(f"objective.name={name}", "arm=naive_scaling")
     for arm in ("sol_rl", "diffusionnft"):
@@ -135,14 +135,14 @@ def test_the_objectives_on_paths_train_on_nothing_that_explorers_made(name):
 
 
 @pytest.mark.parametrize("name", ["diffusion_nft", "awm"])
-def test_the_others_run_in_every_arm(name):
+def test_deterministic_objectives_run_in_every_arm(name):
     for arm in ("diffusionnft", "naive_scaling", "naive_quant", "sol_rl"):
         assert (
             load("quickstart", [f"objective.name={name}", f"arm={arm}"]).plan.solver == "dpmpp_2m"
         )
 
 
-def test_one_noise_per_group_leaves_nothing_to_select():
+def test_shared_noise_is_refused_if_seeds_are_selected():
     said = refusal("objective.name=dance_grpo", "objective.shared_noise=true")
     assert said.startswith("objective.shared_noise: arm 'sol_rl' selects among initial noises")
     assert (
@@ -209,7 +209,7 @@ def test_a_schedule_too_short_to_train_on_is_refused(name, few, enough):
     ).objective.trained_steps(enough)
 
 
-def test_which_steps_are_trained():
+def test_trained_steps_of_each_objective():
     # the first nine of ten, without the first
     assert list(AWMSettings().trained_steps(10)) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert list(FlowGRPOSettings().trained_steps(10)) == list(range(9))
@@ -243,7 +243,7 @@ def test_which_steps_are_trained():
         (["explore.solver=flow_sde"], "explore.solver = 'flow_sde'"),
     ],
 )
-def test_mistakes_are_named_as_they_were_written(overrides, said):
+def test_mistakes_are_reported_in_the_users_spelling(overrides, said):
     assert refusal(*overrides).startswith(said)
 
 

@@ -59,7 +59,7 @@ NAMES = [
 ROWS = ["-".join(parts) for parts in itertools.product(("flux1",), OBJECTIVES, REWARDS)]
 
 
-def test_all_are_listed_and_printed(capsys):
+def test_all_presets_are_listed_and_printed(capsys):
     assert len(NAMES) == 13 * 4 * 4 + 2 * 4 and set(NAMES + ROWS) <= set(preset_names())
     assert main(["config", "--list"]) == 0
     assert capsys.readouterr().out.split() == preset_names()
@@ -67,7 +67,7 @@ def test_all_are_listed_and_printed(capsys):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_composed_preset_is_the_papers_setting(name):
+def test_a_composed_preset_equals_the_papers_setting(name):
     config = load(name)
     model, arm, reward = name.split("-")
     explored = config.plan.explore and (
@@ -118,7 +118,7 @@ def test_arms_and_rewards_differ_in_nothing_else():
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_other_objectives_of_the_table(name):
+def test_presets_of_the_papers_other_objectives(name):
     """Rows beside DiffusionNFT and Sol-RL: 24-in-24 with their own samplers; preference scores have
     FlowGRPO's small KL.
     """
@@ -160,7 +160,7 @@ COMPILED = {  # exploring, regenerating
 @pytest.mark.parametrize("reward", REWARDS)
 @pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize("model", REFERENCE)
-def test_a_reference_preset_is_the_public_codes_setting(model, arm, reward):
+def test_a_reference_preset_equals_the_public_codes_setting(model, arm, reward):
     """Values as read from NVlabs/Sana on 2026-11-21; docs/reproducing.md has the whole table."""
     config = load(name := f"reference-{model}-{arm}-{reward}")
     plain = load(f"{model}-{arm}-{reward}")
@@ -197,7 +197,7 @@ def test_one_field_frees_or_moves_the_explorers():
 
 
 @pytest.mark.parametrize("model", EDITORS)
-def test_a_preset_of_a_model_that_edits_wants_images_and_a_judge(model):
+def test_presets_of_editing_models_need_images_and_a_judge(model):
     """Neither ships: one line says which file is missing; the judge is shown the instruction."""
     config = load(f"{model}-sol_rl-vlm_edit")
     with pytest.raises(ConfigError, match=r"prompts: edits/train\.jsonl: cannot be read \(No such"):
@@ -217,7 +217,7 @@ def test_a_misspelt_preset_names_the_nearest():
         load("flux1-solrl-hpsv2")
 
 
-def test_the_prompts_are_shipped_wherever_a_run_starts(tmp_path, monkeypatch):
+def test_shipped_prompts_are_found_from_any_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load("flux1-sol_rl-hpsv2").prompts
     train, test = (

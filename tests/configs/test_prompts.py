@@ -59,14 +59,14 @@ def test_bad_files_are_one_line(tmp_path, name, content, said):
     assert len(error.value.lines) == 1 and said in error.value.lines[0]
 
 
-def test_a_line_of_json_ends_where_the_line_does(tmp_path):
+def test_json_lines_end_at_line_feeds_only(tmp_path):
     """A string in it may hold what other readers of lines take for an end."""
     (tmp_path / "a.jsonl").write_text('{"prompt": "a cat\u2028a dog"}\r\n{"prompt": "b"}', "utf-8")
     found = [prompt.text for prompt in read_prompts(str(tmp_path / "a.jsonl"))]
     assert found == ["a cat\u2028a dog", "b"]
 
 
-def test_a_missing_file_says_so(tmp_path):
+def test_a_missing_file_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_prompts(str(tmp_path / "no.txt"))
 
@@ -94,7 +94,7 @@ def test_digests_are_of_the_prompts_as_read_and_in_order(tmp_path):
 
 
 @given(count=st.integers(1, 40), per=st.integers(1, 40), seed=st.integers(0, 2**40))
-def test_a_pass_takes_every_prompt_at_most_once_and_all_that_fit(count, per, seed):
+def test_a_pass_over_the_prompts_uses_each_at_most_once(count, per, seed):
     if count >= per:
         length = count // per
         walked = [
@@ -123,7 +123,7 @@ def test_held_out_prompts_are_not_trained_on():
     refuse_overlap(Prompts(train="a", test="b", allow_overlap=True), train, train)
 
 
-def test_no_preset_evaluates_on_what_it_trains_on():
+def test_no_preset_evaluates_on_training_prompts():
     """Those of the reference code name prompt files that it does not ship either; those of models
     that edit are for prompts with images, of which none ship.
     """

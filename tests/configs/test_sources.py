@@ -41,13 +41,13 @@ def test_an_image_is_a_path_from_the_prompt_file(tmp_path):
 
 
 @pytest.mark.parametrize("image", [3, "", " ", ["a.png"], "a\0b"])
-def test_what_is_no_path_is_one_line(tmp_path, image):
+def test_an_invalid_image_path_is_one_line(tmp_path, image):
     name = lines(tmp_path / "a.jsonl", {"prompt": "x"}, {"prompt": "y", "image": image})
     with pytest.raises(ConfigError, match=r"a.jsonl:2: 'image' is not a file name$"):
         read_prompts(name)
 
 
-def test_scorers_are_told_the_image_at_the_size_of_the_run(tmp_path):
+def test_scorers_get_the_source_image_at_the_size_of_the_run(tmp_path):
     pixels = image_file(tmp_path / "a.png", 24, 16)
     prompt = Prompt("x", {"n": 1}, tmp_path / "a.png")
     model = Model(path="m", height=16, width=24)
@@ -58,7 +58,7 @@ def test_scorers_are_told_the_image_at_the_size_of_the_run(tmp_path):
     assert Prompt("x", {"n": 1}).scorer_metadata(model) == {"n": 1}
 
 
-def test_it_is_resized_as_diffusers_does(tmp_path):
+def test_source_images_are_resized_as_by_diffusers(tmp_path):
     """By the very processor of its pipelines."""
     from diffusers.image_processor import VaeImageProcessor
 
@@ -69,14 +69,14 @@ def test_it_is_resized_as_diffusers_does(tmp_path):
     )
 
 
-def test_another_shape_is_cut_around_its_middle(tmp_path):
+def test_another_aspect_ratio_is_cropped_at_the_center(tmp_path):
     pixels = image_file(tmp_path / "wide.png", 32, 16)
     assert np.array_equal(
         pixels_of(tmp_path / "wide.png", 16, 16), pixels[:, 8:24].transpose(2, 0, 1)
     )
 
 
-def test_modes_and_orientation_are_those_of_diffusers(tmp_path):
+def test_modes_and_orientation_equal_those_of_diffusers(tmp_path):
     from diffusers.utils import load_image
 
     exif = Image.Exif()
@@ -91,7 +91,7 @@ def test_modes_and_orientation_are_those_of_diffusers(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["missing", "text", "cut", "folder", "pipe", "gif"])
-def test_what_is_no_whole_image_is_found_before_the_start(tmp_path, damage):
+def test_an_unreadable_image_is_reported_before_the_start(tmp_path, damage):
     good, path = tmp_path / "good.png", tmp_path / "x.jpg"
     image_file(good, 40, 40)
     image_file(path, 40, 40)
@@ -117,7 +117,7 @@ def test_what_is_no_whole_image_is_found_before_the_start(tmp_path, damage):
         pixels_of(path, 16, 16)
 
 
-def test_the_same_words_about_another_image_are_another_prompt(tmp_path):
+def test_the_same_text_with_another_image_is_another_prompt(tmp_path):
     for name in "ab":
         image_file(tmp_path / f"{name}.png", 16 if name == "a" else 24, 16)
     a, b = (Prompt("Redder", {}, tmp_path / f"{name}.png") for name in "ab")

@@ -72,7 +72,7 @@ def test_every_option_in_a_sentence_exists(page: Path):
         ("sol-rl trian x", ["trian"]),
     ],
 )
-def test_what_is_not_there_is_found(command: str, bad: list[str]):
+def test_unknown_commands_and_options_are_found(command: str, bad: list[str]):
     assert unknown_options(sol_rl(command)) == bad
 
 

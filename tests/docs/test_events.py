@@ -34,6 +34,6 @@ def test_every_event_that_is_named_is_written(page: Path):
     assert {name for name in named if f'"{name}"' not in source()} == set()
 
 
-def test_what_a_text_calls_an_event():
+def test_event_names_are_recognized_in_prose():
     text = "the event `a_b` says; (`c_d` in the events), `e_f` of\n`events.jsonl`, events `x.y`"
     assert events_in(text) == {"a_b", "c_d", "e_f"}

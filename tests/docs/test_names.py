@@ -81,7 +81,7 @@ def test_every_key_that_is_named_exists(page: Path):
         ("explore.steps.x", False),
     ],
 )
-def test_what_is_a_key(key: str, there: bool):
+def test_keys_are_recognized_in_prose(key: str, there: bool):
     assert is_key(key.split("."), [RunConfig]) is there
 
 
@@ -252,12 +252,12 @@ def test_every_file_that_is_named_is_in_the_tree(page: Path):
         ("docs/images", True),
     ],
 )
-def test_what_is_a_file_of_the_tree(word: str, there: bool):
+def test_files_are_recognized_in_prose(word: str, there: bool):
     assert looks_like_a_path(word) and is_there(word) is there
 
 
 @each()
-def test_what_is_named_with_its_file_is_in_it(page: Path):
+def test_names_with_a_file_exist_in_it(page: Path):
     """``Name.method`` (``folder/file.py``)."""
     named = re.findall(r"`(\w+(?:\.\w+)*)`\s\(`([\w/]+/\w+\.py)`", text_of(page).outside)
     assert [

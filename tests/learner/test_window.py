@@ -177,8 +177,10 @@ def test_noise_weights_of_known_steps():
 
 
 def test_the_normalized_ratio_of_known_values():
-    """As in test_a_flow_grpo_step_with_known_values: means 3/8 and 3/4, std 1/2, x_next 1: log ratio -0.65625
-    and drift (3/8)^2 / (2 / 4) = 0.28125; together times std -0.1875; over -dsigma = 1/4.
+    """Values of test_a_flow_grpo_step_with_known_values: means 3/8 and 3/4, std 1/2, x_next 1.
+
+    The log ratio is -0.65625 and the drift (3/8)^2 / (2 / 4) = 0.28125; their sum times std is
+    -0.1875; the loss is divided by -dsigma = 1/4.
     """
     objective = build_objective(FlowGRPOSettings(eta=1.0, kl=0.0, ratio_clip=0.9, ratio_norm=True))
     velocities = {"current": column(3.0), "old": column(2.0)}

@@ -44,7 +44,7 @@ def test_compiled_decoders_take_the_measured_share_of_an_eager_ones_seconds(
         assert decoding(found[name], device) == pytest.approx(share * decoding(eager[name], device))
 
 
-def test_nothing_is_decoded_by_a_graph_on_a_cpu():
+def test_on_a_cpu_decoders_are_not_compiled():
     compiles = ["explore.compile=true", "regenerate.compile=true"]
     plan = make_plan(load("quickstart", compiles), Assumptions())
     for stage in (*plan.stages.values(), plan.evaluation):
@@ -53,7 +53,7 @@ def test_nothing_is_decoded_by_a_graph_on_a_cpu():
 
 
 @pytest.mark.parametrize("key", ["explore", "regenerate", "optimizer"])
-def test_a_compiled_stage_is_quicker_and_does_as_much(key):
+def test_a_compiled_stage_is_faster_with_the_same_operations(key):
     """Of the others nothing changes."""
     off, device = stages_of("sana", *EAGER)
     on, _ = stages_of("sana", *(each for each in EAGER if key not in each), f"{key}.compile=true")

@@ -33,7 +33,7 @@ def outcomes(facts: list[Facts], *overrides: str) -> dict[str, tuple[str, str]]:
     }
 
 
-def test_equal_nodes_are_well():
+def test_equal_nodes_pass_the_doctor():
     found = outcomes([FACTS, OTHER], "services.rollout.gpus=1")
     assert {outcome for outcome, _ in found.values()} == {"ok"}
     assert "python 3.11.9, torch 2.13.0 on 2 nodes" in found["versions"][1]
@@ -60,13 +60,13 @@ def test_equal_nodes_are_well():
         ({"kernels": "Triton is missing"}, "GPUs", "note", "b: Triton is missing"),
     ],
 )  # fmt: skip
-def test_a_node_that_is_not_as_the_others_is_named(change, name, outcome, said):
+def test_a_node_that_differs_is_named(change, name, outcome, said):
     found = outcomes([FACTS, replace(OTHER, **change)])
     assert found[name][0] == outcome and said in found[name][1]
     assert [key for key, (told, _) in found.items() if told != "ok"] == [name]
 
 
-def test_gpus_that_are_not_there():
+def test_missing_gpus_are_reported():
     bare = replace(FACTS, gpus={})
     found = outcomes([bare], "services.rollout.gpus=1", "services.rollout.actors=3")
     assert found["GPUs"] == (
@@ -78,7 +78,7 @@ def test_gpus_that_are_not_there():
     assert next(check for check in flux if check.name == "GPUs").outcome == "failed"
 
 
-def test_this_machine_for_the_quickstart(tmp_path, monkeypatch, capsys):
+def test_this_machine_passes_the_doctor_for_the_quickstart(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["doctor", "quickstart"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -87,7 +87,7 @@ def test_this_machine_for_the_quickstart(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []  # it leaves nothing
 
 
-def test_what_fails_has_exit_code_2_and_says_what_to_do(tmp_path, capsys):
+def test_failed_checks_have_exit_code_2_and_advice(tmp_path, capsys):
     settings = [
         "model.path=/no/model", f"run_root={tmp_path}", "services.rollout.actors=100000",
         "prompts.test=shapes/prompts/train.jsonl", "services.reward.gpus=1",
@@ -106,7 +106,7 @@ def test_what_fails_has_exit_code_2_and_says_what_to_do(tmp_path, capsys):
     assert "services.rollout.actors = 100000: this machine has" in failed["actors"]
 
 
-def test_a_port_that_is_taken_is_found():
+def test_a_port_in_use_is_reported():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -125,7 +125,7 @@ def test_a_port_that_is_taken_is_found():
         ("disabled", None, False, "note", "loopback"),
     ],
 )
-def test_the_token(mode, file, joined, outcome, said, tmp_path, monkeypatch):
+def test_the_token_is_checked(mode, file, joined, outcome, said, tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
     if file:
@@ -136,6 +136,6 @@ def test_the_token(mode, file, joined, outcome, said, tmp_path, monkeypatch):
     assert check.outcome == outcome and said in check.line()
 
 
-def test_a_setting_without_a_configuration(capsys):
+def test_a_setting_without_a_configuration_is_refused(capsys):
     assert main(["doctor", "--set", "seed=1"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -35,13 +35,13 @@ def sharded(*overrides: str) -> Gathering:
     return gathering_of(config, counts(), "H200", 8)
 
 
-def test_links():
+def test_link_speeds_of_known_gpus():
     """Three quarters of NVLink's 450 GB/s; over PCIe 4 in and out of the host's memory."""
     assert peer_link("H200") == pytest.approx(337.5e9) and peer_link("B200") == 2 * 337.5e9
     assert peer_link("RTX 4090") == 12.5e9
 
 
-def test_by_hand():
+def test_gathering_times_of_a_known_model():
     """7/8 of 64 GB at 337.5 GB/s are 0.166 s. A prompt is regenerated in 3 batches of 10 passes.
     A sample has 1.5 batches of points: forward, backward, and the forward of two other policies.
     """
@@ -63,13 +63,13 @@ def test_guidance_in_two_passes_gathers_twice():
     assert (one.generate, one.train) == (plain.generate, plain.train)
 
 
-def test_a_base_that_is_whole_gathers_nothing():
+def test_an_unsharded_base_gathers_nothing():
     assert gathering_of(load("flux1-sol_rl-hpsv2"), counts(), "H200", 8) is NOTHING
     there = tasks(229, 285, 855)
     assert there.gathered(8, 1.0) == there
 
 
-def test_an_iteration_is_longer_by_it():
+def test_gathering_lengthens_an_iteration():
     """6 prompts of each of 8 replicas; exploring, far shorter than regenerating, hides in it."""
     groups = {"rollout": Group(8, 0.36), "learner": Group(8, 0.52)}
     numbers, gpus = LayoutSpec("", groups), [Gpus("H200", 8, 141)]
@@ -85,7 +85,7 @@ def test_an_iteration_is_longer_by_it():
     assert after.iteration - before.iteration == pytest.approx(sum(found.values()), rel=0.02)
 
 
-def test_a_simulated_learner_takes_it_too():
+def test_a_simulated_learner_gathers_as_well():
     took = Durations(Line(), Line(0.0, 0.1), Line(0.0, 0.2), gathering=sharded())
     learner, once = Learner(took, 0, 8, None, [1]), 7 / 8 * 64 / 337.5
     request = GenerateRequest(tuple(range(9)), 10, None)

@@ -41,7 +41,7 @@ def test_shares_are_laid_largest_first_on_the_fullest_gpu():
     assert assign_gpus(LayoutSpec("", {"learner": Group(2, 4)}), [Gpus("B200", 7, 180)]) is None
 
 
-def test_the_numbers_of_a_split_by_hand():
+def test_a_split_layout_with_known_numbers():
     """Six rollout actors, one learner: regenerating hides exploring, 47/48 of it at least."""
     numbers = LayoutSpec("", {"rollout": Group(6, 1), "learner": Group(1, 1)})
     gpus, there = [Gpus("B200", 8, 180)], {"B200": tasks(229, 285, 855)}
@@ -62,7 +62,7 @@ def test_the_numbers_of_a_split_by_hand():
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("model", MODELS)
-def test_every_gpu_is_at_work_while_there_is_a_prompt_for_each(model, gpus):
+def test_every_gpu_works_if_there_is_a_prompt_for_each(model, gpus):
     choice = choose(preset(model), [Gpus("B200", gpus, 180)], costs(model))
     numbers, found = choice.best.numbers, choice.best.prediction
     assert (numbers.mode, numbers.ahead) == ("shared", 0) and found is not None
@@ -103,7 +103,7 @@ def test_replicas_of_whole_prompts_leave_gpus_to_rollout_actors_that_explore_ahe
     assert sana.best.seconds <= 1.15 * sana.bound
 
 
-def test_modes_that_are_asked_for():
+def test_requested_modes_are_respected():
     gpus = [Gpus("B200", 8, 180)]
     split = choose(preset("flux1", "layout.mode=split"), gpus, costs("flux1")).best
     assert split.numbers.mode == "split" and split.numbers.groups["learner"].gpus == 1
@@ -130,7 +130,7 @@ def test_rollout_actors_on_blackwell_and_learners_on_hopper():
     assert all(each.seconds > choice.best.seconds for each in alone)
 
 
-def test_an_arm_without_rollout_actors():
+def test_an_arm_without_rollout_actors_uses_learners_only():
     gpus = [Gpus("B200", 8, 180)]
     numbers = choose(preset(arm="diffusionnft"), gpus, costs("flux1")).best.numbers
     assert "rollout" not in numbers.groups
@@ -149,7 +149,7 @@ def test_an_arm_without_rollout_actors():
 # ---- what is given by hand
 
 
-def test_numbers_by_hand_win():
+def test_explicit_numbers_take_precedence():
     gpus = [Gpus("B200", 8, 180)]
     old = [
         *("services.rollout.actors=6", "services.rollout.gpus=1", "services.learner.gpus=1"),
@@ -166,7 +166,7 @@ def test_numbers_by_hand_win():
     assert three.best.numbers.groups["learner"].actors == 3
 
 
-def test_chosen_numbers_are_written_out_and_stay():
+def test_chosen_numbers_are_written_and_kept():
     config, gpus = preset("flux1"), [Gpus("B200", 8, 180)]
     choice = choose(config, gpus, costs("flux1"))
     resolved = with_layout(config, choice.best.numbers)
@@ -176,7 +176,7 @@ def test_chosen_numbers_are_written_out_and_stay():
     assert again.best.numbers.groups == configured_layout(resolved).groups
 
 
-def test_whether_there_is_anything_to_choose():
+def test_a_layout_is_needed_only_if_values_are_missing():
     """Nothing without [layout], on CPUs by hand, or where every number is given."""
     assert needs_layout(preset("flux1")) and not needs_layout(load("quickstart"))
     cpus = [f"services.{kind}.gpus=0" for kind in ("rollout", "learner", "reward", "encoder")]
@@ -189,7 +189,7 @@ def test_whether_there_is_anything_to_choose():
 # ---- what does not fit
 
 
-def test_a_layout_that_does_not_fit_is_left_out():
+def test_layouts_that_do_not_fit_are_excluded():
     """Not all on 60 GB, but the learner on one GPU and the rollout actor on another."""
     gpus = [Gpus("B200", 4, 60)]
     choice = choose(preset("flux1"), gpus, costs("flux1"))
@@ -207,7 +207,7 @@ def test_a_layout_that_does_not_fit_is_left_out():
         (8, 20, "15.0 GB short; nearest layout that fits: GPUs of at least 35 GB"),
     ],
 )
-def test_where_nothing_fits_a_line_says_what_is_short_and_what_would_fit(count, memory, said):
+def test_if_nothing_fits_one_line_says_what_is_missing_and_what_would_fit(count, memory, said):
     with pytest.raises(ConfigError) as error:
         choose(preset("flux1"), [Gpus("B200", count, memory)], costs("flux1"))
     (line,) = error.value.lines
@@ -215,7 +215,7 @@ def test_where_nothing_fits_a_line_says_what_is_short_and_what_would_fit(count, 
     assert f"{count} x B200 of {memory} GB" in line
 
 
-def test_a_base_in_shards_takes_two_replicas_at_least():
+def test_a_sharded_base_needs_at_least_two_replicas():
     """A learner of 100 GB by itself, half of it on each of two: only then it fits. One GPU has no
     room for two replicas, which each need one.
     """
@@ -244,7 +244,7 @@ def test_gpus_of_nodes():
         gpus_of([Node("a", 8, 1, {ACCELERATOR: "T4"})], {"B200": 180})
 
 
-def test_a_machine_is_not_asked_for_more_actors_than_it_holds(monkeypatch):
+def test_too_many_actors_for_a_machine_are_refused(monkeypatch):
     """Before Ray is started: what this machine has, or what the nodes of a cluster add up to."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     most = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 24_000_000_000 // 4096}
@@ -265,7 +265,7 @@ def test_a_machine_is_not_asked_for_more_actors_than_it_holds(monkeypatch):
 # ---- --resume
 
 
-def test_a_resumed_run_keeps_its_replicas_and_gets_the_gpus_there_are_now():
+def test_a_resumed_run_keeps_its_replicas_on_the_current_gpus():
     gpus = [Gpus("B200", 8, 180)]
     started = with_layout(
         preset("flux1"), choose(preset("flux1"), gpus, costs("flux1")).best.numbers
@@ -297,7 +297,7 @@ def test_a_resumed_run_keeps_its_replicas_and_gets_the_gpus_there_are_now():
     st.sampled_from(["auto", "shared", "split"]),
     st.sampled_from(["sol_rl", "naive_quant", "diffusionnft"]),
 )
-def test_every_actor_has_its_place(count, model, mode, arm):
+def test_every_actor_of_a_layout_can_be_placed(count, model, mode, arm):
     """Shares on a GPU never exceed 1, and nodes of eight GPUs hold what was laid on GPUs."""
     config, gpus = preset(model, f"layout.mode={mode}", arm=arm), [Gpus("B200", count, 180)]
     if mode == "split" and count == 1 and arm != "diffusionnft":
@@ -321,7 +321,7 @@ def test_every_actor_has_its_place(count, model, mode, arm):
 
 @settings(max_examples=8)
 @given(st.integers(1, 63), st.sampled_from(sorted(MODELS)))
-def test_a_gpu_more_is_never_predicted_slower(count, model):
+def test_an_additional_gpu_is_never_predicted_slower(count, model):
     fewer, more = (
         choose(preset(model), [Gpus("B200", n, 180)], costs(model)).best.seconds
         for n in (count, count + 1)
@@ -344,7 +344,7 @@ def test_a_gpu_more_is_never_predicted_slower(count, model):
         },
     ),
 )
-def test_what_is_given_by_hand_is_kept(count, given):
+def test_explicit_values_are_kept(count, given):
     config = preset("sana", *(f"{key}={value}" for key, value in given.items()))
     try:
         best = choose(config, [Gpus("B200", count, 180)], costs("sana")).best

@@ -1,7 +1,7 @@
 """Every preset of a full-size model, laid out on GPUs: how near to all GPUs at work, and the arms.
 
-What is counted of the models comes from the kept table, which `test_the_kept_counts_are_todays`
-compares with a count.
+Counts of the models come from the stored table, which `test_the_stored_counts_are_up_to_date`
+compares with new counts.
 """
 
 import json
@@ -79,7 +79,7 @@ def test_sol_rl_is_faster_than_naive_scaling_at_equal_gpus(model):
 
 
 @pytest.mark.parametrize("model", ["flux1", "wan_14b"])
-def test_a_base_in_shards_is_compared_as_every_arm(model):
+def test_arms_with_a_sharded_base_are_compared(model):
     """The number of replicas is not written there: every arm's layout has yet to choose it."""
     gpus = [Gpus("H100", 8, 80)]
     with preset(f"{model}-sol_rl-hpsv2", *SHARDS) as (config, family):
@@ -90,7 +90,7 @@ def test_a_base_in_shards_is_compared_as_every_arm(model):
         assert (learner.shard, learner.replicas) == ("base", 8)
 
 
-def test_an_arm_that_cannot_be_says_why_in_a_line():
+def test_an_impossible_arm_is_explained_in_one_line():
     gpus = [Gpus("B200", 8, 180)]
     with preset("flux1-flow_grpo-hpsv2") as (config, family):
         arms = arms_of(config, family, gpus, Assumptions())
@@ -170,7 +170,7 @@ def test_an_arm_that_explores_nothing_is_planned_on_gpus(name, capsys):
     assert found["layout"]["services"]["learner"]["actors"] == 8
 
 
-def test_what_is_printed():
+def test_the_printed_plan_contains_its_findings():
     gpus = [Gpus("B200", 64, 180)]
     with preset("sana-sol_rl-hpsv2") as (config, family):
         choice = choose(config, gpus, costs_of(config, family, gpus, Assumptions()))
@@ -227,7 +227,7 @@ def test_the_command_prints_one_object_and_draws_it(capsys, tmp_path):
         (("quickstart", "--gpus", "2"), "--gpus 2: no service asks for a GPU"),
     ],
 )
-def test_what_cannot_be_is_one_line(capsys, monkeypatch, arguments, said):
+def test_invalid_plans_are_one_line(capsys, monkeypatch, arguments, said):
     monkeypatch.setattr(savings, "SAVINGS", savings.SAVINGS[-1:])  # each counts the model anew
     assert main(["plan", *arguments]) == 2
     first, *more = capsys.readouterr().err.splitlines()
@@ -244,7 +244,7 @@ KEPT = (
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_counts_of_every_preset_are_kept(name):
+def test_counts_of_every_preset_are_stored(name):
     """In what GPUs explore in: so that a plan comes at once."""
     config = load(name)
     assert all(
@@ -257,7 +257,7 @@ def test_counts_of_every_preset_are_kept(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_the_kept_counts_are_todays(model):
+def test_the_stored_counts_are_up_to_date(model):
     with preset(f"{model}-sol_rl-hpsv2") as (config, family):
         for backend in ("torch_nvfp4", "fp8", "bf16"):
             kept = counting.counts_of(config, family, BACKENDS[backend])

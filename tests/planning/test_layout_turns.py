@@ -33,7 +33,7 @@ def turning(model: str = "flux1") -> Costs:
         (53, ("rollout", "learner"), 68 - 10 - 5, 2 * (0.2 + 0.48)),
     ],
 )
-def test_where_two_models_do_not_fit_the_cheapest_to_move_leaves(memory, leaves, held, moved):
+def test_if_two_models_do_not_fit_the_cheaper_one_moves(memory, leaves, held, moved):
     best = choose(preset("flux1"), [Gpus("B200", 1, memory)], turning()).best
     assert best.numbers.leaves == leaves and best.gb == pytest.approx(held)
     assert best.seconds == pytest.approx(sum(MODELS["flux1"]) + moved)
@@ -43,7 +43,7 @@ def test_where_two_models_do_not_fit_the_cheapest_to_move_leaves(memory, leaves,
     assert services.takes_turns == bool(leaves)
 
 
-def test_it_is_not_tried_where_they_fit_and_wins_only_where_it_is_faster():
+def test_turns_are_used_only_if_needed_and_faster():
     roomy = choose(preset("flux1"), [Gpus("B200", 4, 69)], turning())
     assert not any(each.numbers.leaves for each in roomy.table)
     tight = choose(preset("flux1"), [Gpus("B200", 4, 60)], turning())
@@ -59,7 +59,7 @@ def test_it_is_not_tried_where_they_fit_and_wins_only_where_it_is_faster():
     assert waits.best.numbers.mode == "split" and not waits.best.numbers.leaves
 
 
-def test_text_encoders_stay_and_it_is_said_where_that_is_all_that_is_short():
+def test_text_encoders_stay_and_encode_once_is_suggested():
     for memory, hint in ((50, True), (43, True), (41, False)):
         with pytest.raises(ConfigError) as error:
             choose(preset("flux1"), [Gpus("B200", 1, memory)], turning())
@@ -70,7 +70,7 @@ def test_text_encoders_stay_and_it_is_said_where_that_is_all_that_is_short():
     assert best.numbers.leaves and best.gb == pytest.approx(53 - 11)
 
 
-def test_turns_keep_the_learner_from_regenerating_while_others_explore():
+def test_with_turns_regeneration_follows_exploring():
     """Three prompts' learners on two of three GPUs, four rollout actors: all is explored first."""
     groups = {"learner": Group(2, 0.52), "rollout": Group(4, 0.36)}
     there = {"B200": Tasks(12, 4, 1.0, 10.0, 20.0, move={"rollout": 0.5})}
@@ -83,7 +83,7 @@ def test_turns_keep_the_learner_from_regenerating_while_others_explore():
 
 
 @pytest.mark.parametrize(("host", "fits"), [(None, True), (34.0, True), (33.9, False)])
-def test_host_memory_is_counted_where_it_is_known(host, fits):
+def test_known_host_memory_limits_turns(host, fits):
     gpus = [Gpus("B200", 1, 60, host_gb=host)]
     if fits:
         assert choose(preset("flux1"), gpus, turning()).best.numbers.leaves
@@ -96,7 +96,7 @@ def test_host_memory_is_counted_where_it_is_known(host, fits):
     )
 
 
-def test_who_leaves_may_be_said_by_hand():
+def test_between_turns_can_be_set_explicitly():
     gpus, key = [Gpus("B200", 1, 180)], "services.{}.between_turns={}"
     by_hand = choose(preset("flux1", key.format("learner", "host")), gpus, turning()).best
     assert by_hand.numbers.leaves == ("learner",)
@@ -114,7 +114,7 @@ def test_who_leaves_may_be_said_by_hand():
     assert not any(each.numbers.leaves for each in ahead.table)
 
 
-def test_it_may_change_when_a_run_goes_on():
+def test_between_turns_may_change_at_a_resume():
     config = preset("flux1")
     stayed, left = (
         with_layout(config, choose(config, [Gpus("B200", 1, memory)], turning()).best.numbers)

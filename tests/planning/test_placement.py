@@ -67,18 +67,18 @@ def everything(run: RunConfig, nodes: list[Node]) -> dict[str, str]:
         ({"zone": "a", "disk": "fast"}, {"zone": "a"}, False),
     ],
 )
-def test_labels_are_matched_in_rays_words(selector, labels, expected):
+def test_labels_are_matched_in_rays_syntax(selector, labels, expected):
     assert matches(labels, selector) is expected
 
 
-def test_rollout_goes_to_its_accelerator_and_the_learner_to_what_is_left():
+def test_rollout_actors_get_their_accelerator_and_the_learner_the_rest():
     nodes = [Node("b", 8, 2, B200), Node("h", 8, 1, H200)]
     run = config(rollout={"actors": 2, "gpus": 1, "accelerator": "B200"}, learner={"gpus": 1})
     chosen = everything(run, nodes)
     assert homes(chosen, "rollout") == ["b", "b"] and homes(chosen, "learner") == ["h"]
 
 
-def test_who_has_no_choice_chooses_first():
+def test_actors_with_fewest_options_are_placed_first():
     """A learner without labels must not take the only GPU that rollout actors may use, although it
     asks for as much.
     """
@@ -97,7 +97,7 @@ def test_spread_and_pack(strategy, expected):
     assert sorted(place(needs, [Node("x", 4, 2), Node("y", 4, 2)]).values()) == sorted(expected)
 
 
-def test_spreading_gives_way_where_it_would_leave_an_actor_without_a_place():
+def test_spreading_yields_if_an_actor_could_not_be_placed():
     """Spread alone puts one small share on each node, and then no node has two GPUs free for the
     last.
     """
@@ -111,13 +111,13 @@ def test_spreading_gives_way_where_it_would_leave_an_actor_without_a_place():
     assert chosen["rollout-0"] == chosen["rollout-1"] != chosen["learner-0"]
 
 
-def test_actors_without_a_gpu_share_leave_gpu_nodes_alone():
+def test_actors_without_a_gpu_share_avoid_gpu_nodes():
     assert place([Need("reward-0", 1)], [Node("gpu", 1, 8), Node("plain", 1)]) == {
         "reward-0": "plain"
     }
 
 
-def test_fractions_share_gpus_and_never_cross_them():
+def test_fractional_shares_never_span_gpus():
     assert fits(
         Node("n", 8, 2),
         [Need("a-0", 0, 0.7), Need("b-0", 0, 0.3), Need("a-1", 0, 0.7), Need("b-1", 0, 0.3)],
@@ -131,7 +131,7 @@ def test_fractions_share_gpus_and_never_cross_them():
     assert fits(Node("n", 8, 3), [Need("a-0", 0, 2), Need("b-0", 0, 0.1), Need("b-1", 0, 0.9)])
 
 
-def test_what_is_missing_and_what_exists_is_said():
+def test_missing_and_existing_resources_are_reported():
     run = config(rollout={"actors": 8, "gpus": 1, "accelerator": "B200"}, reward={"cpus": 64})
     nodes = [Node("b", 16, 4, B200), Node("h1", 16, 8, H200), Node("h2", 16, 8, H200)]
     with pytest.raises(ConfigError) as error:
@@ -146,17 +146,17 @@ def test_what_is_missing_and_what_exists_is_said():
     assert reward.startswith("services.reward: 1 of 1 actors cannot be placed: each needs 64 CPU;")
 
 
-def test_a_label_that_no_node_has_is_said():
+def test_a_label_without_a_node_is_reported():
     with pytest.raises(ConfigError, match="no node has these labels"):
         check_placement(config(rollout={"labels.zone": "z"}), [Node("n", 64)])
 
 
-def test_no_node_at_all():
+def test_placement_without_nodes_is_refused():
     with pytest.raises(ConfigError, match="free now: no node"):
         check_placement(config(), [])
 
 
-def test_larger_fractions_come_first_where_a_node_has_several_gpus():
+def test_larger_fractions_are_placed_first_on_nodes_with_several_gpus():
     """Those of each node, by service. Whole GPUs, and those of one size, need no order."""
     shares = {"learner": 2, "rollout": 0.7, "reward": 0.3, "encoder": 0.3, "scorers.x": 0.2}
     needs = {kind: Need(f"{kind}-0", 0, share) for kind, share in shares.items()}
@@ -172,7 +172,7 @@ def test_larger_fractions_come_first_where_a_node_has_several_gpus():
     assert waits_for(both, {"a": 2.0, "b": 2.0}) == {"scorers.x": {"reward"}}
 
 
-def test_a_lost_node_frees_what_was_on_it_and_a_replacement_goes_elsewhere():
+def test_actors_of_a_lost_node_are_placed_elsewhere():
     run = config(
         rollout={"actors": 2, "cpus": 1},
         reward={"cpus": 0},
@@ -208,7 +208,7 @@ def placer_of(actors: int, clock: Clock | None = None) -> Placer:
     return Placer(config(rollout={"actors": actors, "cpus": 1}), clock or Clock())
 
 
-def test_a_known_nodes_count_stands_while_something_of_ours_changes_there():
+def test_free_resources_of_a_node_are_kept_while_our_actors_change():
     """A dying actor's share still shows as taken: its replacement must not be refused for that."""
     placer = placer_of(1)
     placer.refresh([Node("x", 1)])
@@ -218,7 +218,7 @@ def test_a_known_nodes_count_stands_while_something_of_ours_changes_there():
     assert placer.take("rollout-0") == "x"
 
 
-def test_what_other_jobs_give_back_and_take_is_seen_once_a_node_is_quiet():
+def test_resources_of_other_jobs_are_updated_on_quiet_nodes():
     """Two of four CPUs are another job's at first; later none, then all that we do not hold."""
     clock = Clock()
     placer = placer_of(1, clock)
@@ -243,7 +243,7 @@ def test_what_other_jobs_give_back_and_take_is_seen_once_a_node_is_quiet():
 
 
 @pytest.mark.parametrize("taken", [False, True])
-def test_an_actor_that_does_not_run_yet_is_not_counted_twice(taken):
+def test_a_starting_actor_is_not_counted_twice(taken):
     """What is reserved, or started and not there, may still be free in Ray's count, and is ours in
     this one.
     """
@@ -263,7 +263,7 @@ def test_an_actor_that_does_not_run_yet_is_not_counted_twice(taken):
         placer.reserve(["rollout-2"])
 
 
-def test_what_ray_granted_is_held_whatever_was_counted():
+def test_resources_granted_by_ray_are_reserved():
     placer = placer_of(1)
     placer.refresh([Node("x", 1), Node("y", 0)])
     placer.place_all(["rollout"])
@@ -273,7 +273,7 @@ def test_what_ray_granted_is_held_whatever_was_counted():
         placer.reserve(["rollout-2"])
 
 
-def test_as_many_as_there_is_room_for():
+def test_scaling_places_as_many_actors_as_fit():
     placer = placer_of(1)
     placer.refresh([Node("x", 1), Node("y", 2)])
     placer.place_all(["rollout"])
@@ -282,7 +282,7 @@ def test_as_many_as_there_is_room_for():
     assert placer.reserve_some(["rollout-3"]) == 0
 
 
-def test_who_was_on_a_node_that_is_gone_is_said_once():
+def test_actors_of_a_lost_node_are_reported_once():
     placer = placer_of(3)
     placer.refresh([Node("x", 2), Node("y", 1)])
     placer.place_all(["rollout"])
@@ -310,7 +310,7 @@ def test_who_was_on_a_node_that_is_gone_is_said_once():
         max_size=12,
     ),
 )
-def test_whatever_is_placed_fits(machines, asked):
+def test_every_placement_fits(machines, asked):
     nodes = [
         Node(f"n{i}", c, g, {ACCELERATOR: label} if label else {})
         for i, (c, g, label) in enumerate(machines)

@@ -54,7 +54,7 @@ def directories(request) -> Directories:
         *one_of_twins(True, "bf16", "bf16"),
     ],
 )
-def test_an_explorer_holds_what_the_plan_says(directories, name, backend, dtype):
+def test_the_plan_equals_the_memory_of_an_explorer(directories, name, backend, dtype):
     family = family_for(tiny_model(name, directories[name]))
     width = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     real = Explorer(family, BACKENDS[backend], (), "cpu", width)
@@ -66,7 +66,7 @@ def test_an_explorer_holds_what_the_plan_says(directories, name, backend, dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_text_encoders_hold_what_the_plan_says(directories, name):
+def test_the_plan_equals_the_memory_of_text_encoders(directories, name):
     family = family_for(tiny_model(name, directories[name]))
     pipe: Any = family.load_text("cpu", torch.bfloat16).pipe  # type: ignore[attr-defined]
     blank = meta.text_encoders(family, torch.bfloat16)
@@ -88,7 +88,7 @@ def test_text_encoders_hold_what_the_plan_says(directories, name):
         ),
     ],
 )
-def test_a_learner_holds_and_sends_what_the_plan_says(directories, tmp_path, name, backend):
+def test_the_plan_equals_memory_and_broadcast_of_a_learner(directories, tmp_path, name, backend):
     """Weights and adapters of a real trainer, and the very bytes of its export, with an adapted
     module that stays unquantized.
     """
@@ -148,7 +148,7 @@ def test_the_optimizer_holds_two_numbers_per_weight(tiny_sd3_dir, tmp_path):
     assert plan.memory["learner"]["optimizer, fp32"] == moments > 0
 
 
-def test_kernels_that_are_not_installed_are_counted_from_their_buffers(tiny_sd3_dir):
+def test_formats_without_kernels_are_counted_from_their_buffers(tiny_sd3_dir):
     """NVFP4 on a GPU: codes of K/2, scales in whole tiles of 128 x 4, an amax and its factor; what
     travels is the compact form.
     """
@@ -195,7 +195,7 @@ def test_a_broadcast_of_sana_is_nine_bits_in_two_weights(tmp_path):
         (Scorer(name="mine:Scorer"), None),
     ],
 )
-def test_scorers(scorer, wanted):
+def test_the_plan_counts_scorers(scorer, wanted):
     assert model_bytes(scorer) == wanted
 
 
@@ -236,7 +236,7 @@ def test_a_plan_on_assumed_gpus(tiny_sd3_dir, tmp_path):
     )
 
 
-def test_as_many_nodes_as_shares_fill_are_tried_first(tiny_sd3_dir, tmp_path, monkeypatch):
+def test_assumed_nodes_are_as_few_as_possible(tiny_sd3_dir, tmp_path, monkeypatch):
     """Twelve whole GPUs: two nodes of eight. Nothing is laid on one first."""
     tried: list[int] = []
 
@@ -249,7 +249,7 @@ def test_as_many_nodes_as_shares_fill_are_tried_first(tiny_sd3_dir, tmp_path, mo
     assert tried == [len(plan.nodes)] == [2]
 
 
-def test_what_does_not_fit_is_said(tiny_sd3_dir, tmp_path):
+def test_the_plan_reports_what_does_not_fit(tiny_sd3_dir, tmp_path):
     """Memory beyond the share, an update beyond its deadline, nodes of another kind."""
     config = on_gpus(tiny_sd3_dir, tmp_path, services__learner__deadline_s=1e-6)
     plan = make_plan(
@@ -273,7 +273,7 @@ def test_an_accelerator_that_is_not_known_needs_its_numbers(tiny_sd3_dir, tmp_pa
         make_plan(on_gpus(tiny_sd3_dir, tmp_path, services__rollout__accelerator="T4"), numbers)
 
 
-def test_the_command_on_cpus(tiny_sana_dir, tmp_path, capsys):
+def test_the_plan_command_on_cpus(tiny_sana_dir, tmp_path, capsys):
     file = write_toml(run_of("sana", tiny_sana_dir, tmp_path), tmp_path)
     assert main(["plan", str(file)]) == 0
     text = capsys.readouterr().out
@@ -288,7 +288,7 @@ def test_the_command_on_cpus(tiny_sana_dir, tmp_path, capsys):
     )
 
 
-def test_the_nodes_of_a_cluster(tiny_sd3_dir, tmp_path, capsys, monkeypatch):
+def test_the_plan_uses_the_nodes_of_a_cluster(tiny_sd3_dir, tmp_path, capsys, monkeypatch):
     """With an address the nodes are those that are there; here a stand-in answers for them."""
     asked: list[str] = []
     monkeypatch.setattr(
@@ -328,7 +328,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tiny_sd3_dir, tmp_path, capsys, a
     assert said in errors and errors.count("\n") == 1, errors
 
 
-def test_the_predicted_steps_are_those_that_auto_chooses_by(tiny_sd3_dir, tmp_path):
+def test_the_plan_prints_the_steps_that_auto_uses(tiny_sd3_dir, tmp_path):
     """At the run's own chunk; nothing where there is no GPU."""
     config = on_gpus(tiny_sd3_dir, tmp_path)
     step = configured_step(config, BACKENDS["torch_nvfp4"])

@@ -35,7 +35,7 @@ def directories(request) -> Directories:
     return Directories(request)
 
 
-def test_a_tally_in_closed_form():
+def test_a_tally_of_a_known_model():
     """x [4, 8] W1 [8, 16] W2 [16, 8]: two operations per multiplication; both results are alive at
     the end, weights never count.
     """
@@ -50,7 +50,7 @@ def test_a_tally_in_closed_form():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_operations_of_a_step_are_those_of_the_real_transformer(directories, name):
+def test_counted_operations_of_a_step_equal_those_of_the_real_transformer(directories, name):
     """Counted on real weights by torch's own counter, with attention spelled out."""
     family = family_for(tiny_model(name, directories[name]))
     blank = meta.meta_denoiser(family, torch.float32)
@@ -83,7 +83,9 @@ def test_a_source_image_is_encoded(directories, name):
     assert family.text_tokens == family.model.max_sequence_length + beside
 
 
-def test_an_image_to_edit_is_shown_with_the_negative_prompt_too(tiny_qwen_image_edit_dir, tmp_path):
+def test_source_images_are_encoded_with_the_negative_prompt_as_well(
+    tiny_qwen_image_edit_dir, tmp_path
+):
     """Two rows of each prompt where guidance is on; by hand from what is counted."""
     seconds, device = {}, Device("made up", 1.0, 1.0, 80.0, 1.0)
     for scale in (1.0, 2.0):
@@ -100,7 +102,7 @@ def test_an_image_to_edit_is_shown_with_the_negative_prompt_too(tiny_qwen_image_
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux"])
-def test_operations_of_training_are_those_of_the_real_transformer(directories, name):
+def test_counted_operations_of_training_equal_those_of_the_real_transformer(directories, name):
     """As above, forward and backward. A fused backward computes the scores again: half of the
     attention's forward more.
 
@@ -232,7 +234,7 @@ def test_points_and_passes_of_objectives(objective, points, others):
     assert training_points(config) == (points, others)
 
 
-def test_seconds_in_closed_form():
+def test_seconds_of_known_operations():
     """Two calls of 1e15 operations and 2e12 bytes each, 4e14 of the operations quantized in one of
     them, then decoding, on two GPUs of which half of every peak is used.
     """
@@ -247,7 +249,7 @@ def test_seconds_in_closed_form():
     assert narrow.seconds(device) == pytest.approx((seconds - 1) / 2)
 
 
-def test_what_a_gpu_would_move_by_hand():
+def test_bytes_that_a_gpu_would_move():
     """bfloat16 [4, 8] and [8, 16]: a small product waits for memory; a view is free, adding a
     number reads and writes; a norm of torch's is one kernel that reads its input and writes as
     much.

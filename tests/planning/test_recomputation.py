@@ -58,12 +58,12 @@ def chosen(*overrides: str, gpus=EIGHT) -> float:
         (1000.0, True),
     ],
 )
-def test_as_few_blocks_as_fit(needs, none, share):
+def test_the_fewest_blocks_that_fit_are_recomputed(needs, none, share):
     needs(none, 60.0)
     assert chosen() == share
 
 
-def test_all_blocks_where_nothing_fits_or_is_to_be_chosen(needs):
+def test_all_blocks_are_recomputed_if_nothing_fits(needs):
     needs(1000.0, 999.0)  # the layout says what is short
     assert chosen() is True
     needs(10.0, 5.0)
@@ -72,18 +72,18 @@ def test_all_blocks_where_nothing_fits_or_is_to_be_chosen(needs):
     assert chosen(*by_hand, "services.learner.replicas=1", "services.rollout.actors=6") is True
 
 
-def test_all_blocks_where_that_is_no_slower(needs):
+def test_all_blocks_are_recomputed_if_not_slower(needs):
     needs(10.0, 5.0, seconds=0.0)
     assert chosen() is True
 
 
-def test_what_is_given_by_hand_stays():
+def test_explicit_shares_are_kept():
     config = load("flux1-sol_rl-hpsv2", [f"{KEY}=0.5"])
     assert with_recomputation(config, None, EIGHT) is config
 
 
 @pytest.mark.parametrize("given", ["2", "-0.5", "often", "[1]"])
-def test_a_share_that_is_none_is_one_line(given):
+def test_an_invalid_share_is_one_line(given):
     with pytest.raises(ConfigError) as error:
         load("quickstart", [f"{KEY}={given}"])
     (line,) = error.value.lines
@@ -97,7 +97,7 @@ def test_settings_as_shares():
     assert load("quickstart", [f"{KEY}=auto"]).optimizer.recomputed == 1.0
 
 
-def test_a_run_says_what_was_chosen(needs, monkeypatch):
+def test_a_run_reports_the_chosen_share(needs, monkeypatch):
     """One line of its own, beside the layout's, which tells of the layouts that were not chosen."""
     needs(ROOM * 180 + 1, 60.0)
     nodes = [Node("one", 96, 8, {ACCELERATOR: "B200"})]
@@ -122,7 +122,7 @@ def test_a_run_says_what_was_chosen(needs, monkeypatch):
 
 
 @pytest.mark.slow
-def test_flux_on_b200_computes_nothing_again():
+def test_flux_on_b200_recomputes_nothing():
     """FLUX.1's training pass is 3/2 of the operations with all blocks computed again."""
     given = Assumptions(accelerator="B200", gpus=8)
     every = make_plan(load("flux1-sol_rl-hpsv2"), given)

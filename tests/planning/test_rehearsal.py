@@ -28,7 +28,7 @@ def plain(parts: dict[str, int | None]) -> int:
     return sum(size or 0 for what, size in parts.items() if "passes" not in what)
 
 
-def test_a_learner_holds_what_the_plan_says_once_it_has_published(config):
+def test_the_plan_equals_the_memory_of_a_learner_after_publishing(config):
     """Tensors and shards, by a walk over the process, as the rehearsal takes it from an actor. The
     plan's optimizer and conditioning come with the first update.
     """
@@ -50,7 +50,7 @@ def test_a_learner_holds_what_the_plan_says_once_it_has_published(config):
     del trainer
 
 
-def test_a_walk_counts_memory_once():
+def test_a_memory_walk_counts_shared_memory_once():
     before = tensor_bytes(None)
     tensor = torch.zeros(1000)
     views = [tensor.view(10, 100), tensor[5:]]
@@ -60,7 +60,7 @@ def test_a_walk_counts_memory_once():
 @pytest.mark.parametrize(
     ("flag", "share"), [(mmap.MAP_PRIVATE, 1.0), (mmap.MAP_SHARED, 0.0)], ids=["own", "shared"]
 )
-def test_memory_of_a_process_is_its_own_and_not_what_it_shares(flag, share):
+def test_process_memory_excludes_shared_pages(flag, share):
     # pages of our own making: a tensor may get pages that an earlier test has freed
     size = 200_000_000
     before = memory_of(os.getpid())
@@ -71,7 +71,7 @@ def test_memory_of_a_process_is_its_own_and_not_what_it_shares(flag, share):
     assert grown == pytest.approx(share * size, abs=0.1 * size)
 
 
-def test_what_is_off_by_more_than_a_twentieth_is_said(config):
+def test_differences_above_five_percent_are_reported(config):
     plan = make_plan(config)
     store = sum(plan.store.values())
     found = MemoryMeasurements(

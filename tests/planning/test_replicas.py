@@ -52,7 +52,7 @@ from tests.cluster.runs import tiny_config
         ),
     ],
 )
-def test_groups_that_cannot_be(given, said):
+def test_invalid_replica_groups_are_refused(given, said):
     with pytest.raises(ConfigError, match=said):
         load("quickstart", given)
 
@@ -93,7 +93,7 @@ def test_the_plan_counts_replicas(tiny_sd3_dir, tmp_path):
     assert any(line.startswith("  learner     2 x 0.5 CPU") for line in lines_of(two))
 
 
-def test_the_plan_counts_a_base_in_shards(tiny_sd3_dir, tmp_path):
+def test_the_plan_counts_a_sharded_base(tiny_sd3_dir, tmp_path):
     """Half of the weights, half of the merged ones, and four times the largest block."""
     given = {"services__learner__replicas": 2}
     whole, parts = (
@@ -112,7 +112,7 @@ def test_the_plan_counts_a_base_in_shards(tiny_sd3_dir, tmp_path):
     assert found == held
 
 
-def test_in_what_parts_a_prompt_is_regenerated():
+def test_regeneration_tasks_are_balanced_over_replicas():
     """As large as come out even over the replicas, to a twentieth."""
 
     def size(prompts: int, replicas: int, share: str = "samples") -> int:

@@ -37,7 +37,7 @@ def lines(monkeypatch: pytest.MonkeyPatch, room: float, *overrides: str) -> list
     return list(savings_lines(load("sd35_medium-sol_rl-hpsv2", overrides), ONE))
 
 
-def test_savings_add_up_to_the_first_with_which_it_fits(monkeypatch: pytest.MonkeyPatch):
+def test_savings_are_added_until_the_run_fits(monkeypatch: pytest.MonkeyPatch):
     assert lines(monkeypatch, 11) == [
         "    34.0 GB, 10.0 short, with --set prompts.encode_once=true: prompts are encoded at the"
         " start and kept in host memory",
@@ -47,7 +47,7 @@ def test_savings_add_up_to_the_first_with_which_it_fits(monkeypatch: pytest.Monk
     ]
 
 
-def test_what_is_set_already_is_not_told(monkeypatch: pytest.MonkeyPatch):
+def test_savings_in_use_are_not_suggested(monkeypatch: pytest.MonkeyPatch):
     given = ("prompts.encode_once=true", "optimizer.batch_size=4", "services.reward.gpus=0")
     (line,) = lines(monkeypatch, 11, *given, "optimizer.gradient_checkpointing=false")
     assert "fits, with --set optimizer.gradient_checkpointing=true:" in line
@@ -56,14 +56,14 @@ def test_what_is_set_already_is_not_told(monkeypatch: pytest.MonkeyPatch):
     assert changed(config, {"explore.chunk_size": "8"}).explore.chunk_size == 8
 
 
-def test_where_nothing_helps_that_is_said(monkeypatch: pytest.MonkeyPatch):
+def test_missing_savings_are_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(savings, "SAVINGS", savings.SAVINGS[:1])
     assert lines(monkeypatch, 99)[-1] == (
         "  no other option saves memory: use fewer pixels or a larger GPU"
     )
 
 
-def test_the_command_says_what_is_too_large_and_how_it_fits(capsys: pytest.CaptureFixture[str]):
+def test_the_plan_command_suggests_savings(capsys: pytest.CaptureFixture[str]):
     """SD3.5 Medium's counts are kept, so this counts nothing."""
     where = ["--accelerator", "RTX 4090", "--gpus", "1"]
     assert main(["plan", "sd35_medium-sol_rl-hpsv2", *where]) == 2
@@ -95,13 +95,11 @@ def test_a_packed_base_is_not_compiled(monkeypatch: pytest.MonkeyPatch):
     assert tried_bases(monkeypatch) == ["full False", "full True", "int8 False", "nf4 False"]
 
 
-def test_what_does_not_go_with_the_configuration_is_passed_over(monkeypatch: pytest.MonkeyPatch):
+def test_incompatible_savings_are_skipped(monkeypatch: pytest.MonkeyPatch):
     assert tried_bases(monkeypatch, "explore.backend=bf16") == ["full False", "full True"]
 
 
-def test_a_base_in_shards_is_the_last_resort_and_takes_the_place_of_packing(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_sharded_base_is_the_last_saving_and_replaces_packing(monkeypatch: pytest.MonkeyPatch):
     """Only where there are GPUs for two replicas, and the base may be whole."""
     tried: list[tuple[str, str]] = []
 

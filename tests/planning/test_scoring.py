@@ -34,13 +34,13 @@ def written(**settings: Any) -> str:
     return f'rewards.scorers=[{{name = "unifiedreward", settings = {{batch_size = 4{told}}}}}]'
 
 
-def test_a_tower_by_hand():
+def test_operations_of_a_known_tower():
     """ViT-H/14: 32 layers of width 1280 over 257 tokens, half of 100 TFLOP/s, as in BF16."""
     flops = 32 * 257 * (24 * 1280**2 + 4 * 257 * 1280)
     assert seconds(10) == pytest.approx(10 * flops / 50e12)
 
 
-def test_the_towers_are_those_of_the_published_models():
+def test_the_towers_equal_those_of_the_published_models():
     for scorer in (ClipScore, HPSv2):
         vision: Any = (open_clip.get_model_config(scorer.default) or {})["vision_cfg"]
         assert scorer.tower == (vision["width"], vision["layers"], tokens(vision["patch_size"]))
@@ -49,7 +49,7 @@ def test_the_towers_are_those_of_the_published_models():
     assert ImageReward.tower == (VISION["hidden_size"], VISION["num_hidden_layers"], tokens(16))
 
 
-def test_reading_and_writing_by_hand():
+def test_operations_of_a_generative_scorer():
     """512 x 512 pixels are 334 tokens and 230 are asked; 80 are written, four images at a time,
     with 16.6 GB through 2 TB/s for each.
     """
@@ -61,7 +61,7 @@ def test_reading_and_writing_by_hand():
     assert seconds(1, *size, written(form="final")) == pytest.approx(read + final)
 
 
-def test_fewer_pixels_cost_less():
+def test_fewer_pixels_need_fewer_operations():
     size = ("model.height=1024", "model.width=1024")
     fewer = seconds(1, *size, written(max_pixels=512 * 512))
     less = 2 * COUNT * 3 * 512 * 512 / 784 / 50e12

@@ -32,7 +32,7 @@ def config(tiny_sd3_dir, tmp_path):
     )
 
 
-def test_bytes_are_those_of_the_plan_and_of_a_real_explorer(config):
+def test_versions_have_the_bytes_of_the_plan_and_of_an_explorer(config):
     real = Explorer(family_for(config.model), BACKENDS["emulated_nvfp4"], (), "cpu", torch.float32)
     plan, sent = make_plan(config), published_bytes(config)
     assert sent == (plan.broadcast, plan.changing)
@@ -48,9 +48,7 @@ def test_bytes_are_those_of_the_plan_and_of_a_real_explorer(config):
 
 
 @pytest.mark.parametrize(("iterations", "ahead", "held"), [(1, 0, 1), (9, 0, 2), (9, 1, 3)])
-def test_prompts_that_are_encoded_before_their_turn_are_in_the_store(
-    config, iterations, ahead, held
-):
+def test_early_encoded_prompts_are_in_the_store(config, iterations, ahead, held):
     """Of each iteration that is explored or trained on, and of the next one."""
     family = family_for(config.model)
     of_prompt = conditioning_bytes(family, torch.float32, False)
@@ -60,7 +58,7 @@ def test_prompts_that_are_encoded_before_their_turn_are_in_the_store(
 
 
 @pytest.mark.parametrize(("small", "ahead"), [("a", 0), ("b", 0), ("a", 1)])
-def test_a_store_that_is_too_small_is_named_with_what_it_should_be(config, small, ahead):
+def test_a_too_small_object_store_is_refused_with_the_needed_size(config, small, ahead):
     config = config.model_copy(update={"explore_ahead": ahead})
     sent = published_bytes(config)
     wanted = sent.total + (1 + ahead) * sent.changing
@@ -77,7 +75,7 @@ def test_a_store_that_is_too_small_is_named_with_what_it_should_be(config, small
     assert f"--object-store-memory={store_size(wanted)}" in str(error.value)
 
 
-def test_nothing_is_said_about_what_is_not_known(config):
+def test_unknown_sizes_are_not_checked(config):
     """On a GPU that is not in the plan's table, "auto" is decided by the explorers themselves."""
     services = config.services.model_copy(
         update={"rollout": config.services.rollout.model_copy(update={"gpus": 1.0})}
@@ -96,17 +94,17 @@ def test_nothing_is_said_about_what_is_not_known(config):
         check_store(config, kinds["H200"], {"a" * 32: 0.0})
 
 
-def test_the_size_to_start_with():
+def test_the_suggested_size_of_the_object_store():
     # 13.4 x 1.1 / 0.8
     assert store_size(13_400_000_000) == 18_500_000_000 and store_size(1) == 100_000_000
 
 
-def test_the_plan_says_how_large_it_should_be(config):
+def test_the_plan_prints_the_size_of_the_object_store(config):
     (line,) = [line for line in lines_of(make_plan(config)) if "--object-store-memory" in line]
     assert line.endswith("=100000000")
 
 
-def test_training_does_not_start_with_it(ray_here, config, tmp_path, capsys, monkeypatch):
+def test_training_refuses_a_too_small_object_store(ray_here, config, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
         "cluster.driver.store.object_stores", lambda: dict.fromkeys(_nodes(), 1000.0)
     )

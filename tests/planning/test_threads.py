@@ -31,7 +31,7 @@ def test_the_learner_gets_the_cores(cores, changes, wanted, regenerating):
     assert config.services.learner.regenerate_threads == regenerating
 
 
-def test_a_run_that_goes_on_keeps_its_threads():
+def test_a_resumed_run_keeps_its_threads():
     recorded = with_threads(load("quickstart", []), 3)
     again = keep_threads(load("quickstart", []), recorded)
     assert with_threads(again, 8).services.learner.threads == 3
@@ -43,7 +43,7 @@ def test_a_run_that_goes_on_keeps_its_threads():
     assert keep_threads(by_hand, recorded).services.learner.regenerate_threads == 1
 
 
-def test_a_run_from_before_there_was_a_number_for_regenerating_keeps_its_bits():
+def test_a_run_recorded_without_regenerate_threads_keeps_its_bits():
     services = {"learner": {"threads": 2}}
     older = parse(load("quickstart").model_dump(mode="json") | {"services": services})
     kept = with_threads(keep_threads(load("quickstart"), older), 2)

@@ -10,7 +10,7 @@ import pytest
 from records import atomic
 
 
-def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path):
+def test_a_file_is_replaced_without_leftovers(tmp_path: Path):
     file = tmp_path / "a.json"
     atomic.write_json(file, {"é": 1})
     assert file.read_bytes() == b'{\n "\\u00e9": 1\n}\n'
@@ -19,7 +19,7 @@ def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path):
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_what_fails_leaves_the_old(tmp_path: Path, error: type[BaseException]):
+def test_a_failed_replacement_keeps_the_old_file(tmp_path: Path, error: type[BaseException]):
     file, folder = tmp_path / "file", tmp_path / "folder"
     atomic.write_text(file, "old")
     with atomic.replace_directory(folder) as beside:
@@ -34,7 +34,7 @@ def test_what_fails_leaves_the_old(tmp_path: Path, error: type[BaseException]):
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
 
 
-def test_a_directory_is_replaced_whole(tmp_path: Path):
+def test_a_directory_is_replaced_completely(tmp_path: Path):
     folder = tmp_path / "folder"
     for names in (("one", "two"), ("three",)):
         with atomic.replace_directory(folder) as beside:

@@ -10,7 +10,7 @@ from records.rundir import RunDirectory, finite_or_none
 from records.timeline import FILE, Span, read_spans
 
 
-def test_what_is_no_row_is_passed_over_and_forgotten(tmp_path):
+def test_invalid_rows_are_skipped_and_removed(tmp_path):
     rundir = RunDirectory(tmp_path)
     rows = [
         {"kind": "iteration", "iteration": 0},
@@ -29,11 +29,11 @@ def test_what_is_no_row_is_passed_over_and_forgotten(tmp_path):
     assert rundir.events() == events[:1]
 
 
-def test_a_number_of_too_many_digits_is_none():
+def test_a_number_with_too_many_digits_is_missing():
     assert finite_or_none(10**400) is None and finite_or_none(-(10**308)) == -1e308
 
 
-def test_images_that_are_not_of_the_prompts_that_are_named(tmp_path):
+def test_images_of_other_prompts_are_refused(tmp_path):
     """The picture of a model card was drawn by the names, of which there may be others."""
     for step in (0, 2):
         save_images(tmp_path, step, ["a cat"], np.zeros((1, 1, 3, 8, 8), np.uint8))
@@ -51,7 +51,7 @@ def test_images_that_are_not_of_the_prompts_that_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["attempt", "actor", "started", "work", "version", "unit"])
-def test_a_span_of_other_types_is_passed_over(tmp_path, field):
+def test_a_span_with_wrong_types_is_skipped(tmp_path, field):
     """The report adds attempts and draws times."""
     span = Span("rollout", 0, 0, "explore", (0, 1), 3, 0, 1.0, 2.0, "done")
     row = span._asdict()

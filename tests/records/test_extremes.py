@@ -50,7 +50,7 @@ def test_clips_move_and_a_sheet_shows_their_middle(tmp_path: Path):
     assert downscaled(large).shape == (2, 3, 128, 256)
 
 
-def test_which_iterations_stay():
+def test_iterations_to_keep_are_spaced_evenly():
     assert iterations_to_keep(range(4), 4) == {0, 1, 2, 3}
     assert iterations_to_keep(range(5), 4) == {0, 2, 4}
     assert iterations_to_keep(range(6), 4) == {0, 2, 4, 5}
@@ -60,7 +60,7 @@ def test_which_iterations_stay():
 
 
 @pytest.mark.parametrize("limit", [2, 3, 4, 7, 16])
-def test_thinning_as_iterations_come_is_thinning_at_the_end(limit: int):
+def test_incremental_thinning_equals_thinning_at_the_end(limit: int):
     there: set[int] = set()
     for newest in range(300):
         there = iterations_to_keep(there | {newest}, limit)
@@ -72,7 +72,7 @@ def test_thinning_as_iterations_come_is_thinning_at_the_end(limit: int):
             assert max(gaps) <= 4 * newest / limit
 
 
-def test_what_is_written_is_found(tmp_path: Path):
+def test_written_extremes_are_found(tmp_path: Path):
     for iteration in range(5):
         save_extremes(tmp_path, iteration, both(0, 10) + both(1, 90), limit=3)
     found = find_extremes(tmp_path)

@@ -24,7 +24,7 @@ from tests.analysis.page import page_of
 from tests.analysis.synthetic import PROMPTS, random_images, write_run
 
 
-def test_images_come_back_as_they_were(tmp_path: Path):
+def test_images_are_read_back_unchanged(tmp_path: Path):
     images = random_images(90)
     assert (
         save_images(tmp_path, 7, [*PROMPTS, "one prompt more than images"], images)
@@ -101,7 +101,7 @@ def played(content: bytes) -> tuple[np.ndarray, list[int]]:
     return np.stack([frame for frame, _ in rows]), [duration for _, duration in rows]
 
 
-def test_small_clips_are_kept_to_the_bit(tmp_path: Path):
+def test_small_clips_are_kept_bit_for_bit(tmp_path: Path):
     clips = clips_of(5, 16, 20)
     save_images(tmp_path, 3, PROMPTS, clips, fps=8)
     assert sorted(path.name for path in (tmp_path / "step_000003").iterdir()) == [
@@ -132,7 +132,7 @@ def test_large_clips_are_reduced_and_still_move(tmp_path: Path):
         assert np.abs(rest.mean((0, 1)) - 60).max() < 12
 
 
-def test_what_a_prompt_edits_stands_before_its_images(tmp_path: Path):
+def test_the_source_image_is_shown_before_the_images(tmp_path: Path):
     run, sources = write_run(tmp_path / "r", iterations=1), random_images(2)[:, 0]
     images = random_images(2)
     for step in (run / "images").glob("step_*"):

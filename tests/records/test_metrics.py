@@ -58,7 +58,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_a_run_emits_every_promised_name(undisturbed):
+def test_a_run_emits_every_declared_metric(undisturbed):
     emitted = {known_name(name)[0] for row in undisturbed.metrics() for name in row}
     assert set(CONTRACT) - emitted == {"audit/random_kendall_tau"}  # it audits no random seeds
 
@@ -67,7 +67,7 @@ def value(exporter: PrometheusExporter, name: str, **labels: str) -> float | Non
     return exporter.registry.get_sample_value(name, labels)
 
 
-def test_every_promised_name_is_described_and_exports_under_a_name_of_its_own():
+def test_every_declared_metric_is_described_and_exported_under_its_own_name():
     assert set(CONTRACT) <= set(METRICS), set(CONTRACT) - set(METRICS)
     assert all(metric.help for metric in METRICS.values())
     names = [exported_name(key) for key in METRICS]
@@ -99,7 +99,7 @@ def test_gauges_hold_the_newest_value_and_scorers_are_a_label():
     assert value(exporter, "sol_rl_loss_kl") is None
 
 
-def test_counters_add_what_rows_mean():
+def test_counters_add_increments():
     exporter = PrometheusExporter(0)
     for seen, failed, reissued in ((96, 1, 2), (192, 0, 2), (288, 4, 5)):
         exporter.row(
@@ -165,12 +165,12 @@ def test_parts_of_scores_are_exported_by_their_own_names():
     assert value(exporter, "sol_rl_busy_scorers_a") == 1.0
 
 
-def test_the_documented_table_is_that_of_the_code():
+def test_the_documented_table_equals_that_of_the_code():
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     assert text == DOCUMENT.format(table=table())
 
 
-def test_it_serves_what_a_scraper_reads_and_frees_the_port():
+def test_the_exporter_serves_metrics_and_frees_the_port():
     port = free_port()
     exporter = PrometheusExporter(port)
     try:
@@ -191,7 +191,7 @@ def test_it_serves_what_a_scraper_reads_and_frees_the_port():
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_a_busy_port_is_one_clear_line_and_training_goes_on(caplog: pytest.LogCaptureFixture):
+def test_a_busy_port_is_one_line_and_training_continues(caplog: pytest.LogCaptureFixture):
     events: list[tuple[str, dict]] = []
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

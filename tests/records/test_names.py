@@ -35,7 +35,7 @@ def test_a_run_that_computed_nothing_is_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["row", "checkpoint", "no lock"])
-def test_a_run_with_something_to_show_keeps_its_name(tmp_path, what):
+def test_a_run_with_results_keeps_its_name(tmp_path, what):
     config = load("quickstart", [f"run_root={tmp_path}"])
     rundir = created(tmp_path)
     rundir.event("run_started")
@@ -53,7 +53,7 @@ def test_a_run_with_something_to_show_keeps_its_name(tmp_path, what):
     assert rundir.config_file.read_bytes() == kept and len(rundir.events()) == 1
 
 
-def test_a_directory_that_is_no_run_loses_nothing(tmp_path):
+def test_a_directory_that_is_not_a_run_is_not_changed(tmp_path):
     images = tmp_path / load("quickstart").name / "images"
     images.mkdir(parents=True)
     (images / "holiday.png").write_text("mine")

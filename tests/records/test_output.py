@@ -31,7 +31,7 @@ def command(*given: str, **streams: int) -> int:
     return subprocess.run([sys.executable, "-m", "cluster", *given], cwd=ROOT, **streams).returncode
 
 
-def test_a_terminal_that_is_closed_ends_no_display():
+def test_a_closed_terminal_does_not_end_the_display():
     """Its thread writes too, four times a second; both go on."""
     told: list[str] = []
     ours, its = pty.openpty()
@@ -51,7 +51,7 @@ def test_a_terminal_that_is_closed_ends_no_display():
     assert told == ["Input/output error"]
 
 
-def test_lines_before_a_run_has_events_end_nothing(monkeypatch):
+def test_output_errors_before_a_run_has_events_are_ignored(monkeypatch):
     for make in (closed_terminal, lambda: _pipe()):
         with os.fdopen(make(), "w") as file:
             monkeypatch.setattr(sys, "stdout", file)
@@ -63,7 +63,7 @@ def test_lines_before_a_run_has_events_end_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("make", [closed_terminal, lambda: _pipe()])
-def test_a_command_ends_as_it_would_where_nobody_reads_what_it_says(make):
+def test_a_closed_pipe_does_not_change_the_exit_code(make):
     stream = make()
     try:
         assert command("config", "no_such_preset", stderr=stream) == 2
@@ -73,7 +73,7 @@ def test_a_command_ends_as_it_would_where_nobody_reads_what_it_says(make):
         os.close(stream)
 
 
-def test_nothing_is_said_of_a_reader_that_has_ended():
+def test_a_closed_pipe_is_not_reported():
     """As ``| head`` is one."""
     stream = _pipe()
     made = subprocess.run(

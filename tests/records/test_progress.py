@@ -107,14 +107,14 @@ def test_a_terminal_counts_actors_and_seconds_until_training_starts():
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_waiting_is_seen_on_a_terminal_alone(terminal):
+def test_the_spinner_is_shown_on_terminals_only(terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=60)
     with status_spinner("starting Ray", console), console.capture() as seen:
         console.print("x" if not terminal else "")
     assert ("starting Ray" in console.file.getvalue() + seen.get()) is terminal
 
 
-def test_final_evaluation_says_the_gain():
+def test_the_final_evaluation_reports_the_gain():
     progress, file, _ = plain()
     progress.evaluation_finished(
         {"iteration": 3, "reward/eval_mean": 0.6, "eval/gain": 0.1, "eval/gain_stderr": 0.0123}
@@ -143,7 +143,7 @@ def test_time_left_is_the_median_of_recent_iterations_times_those_to_come():
     assert progress.time_left() == 24.0
 
 
-def test_a_resumed_run_counts_on():
+def test_a_resumed_run_continues_its_counts():
     progress, file, clock = plain()
     progress.start(6, 4)
     run_iteration(progress, clock, 4, 0.7)
@@ -185,7 +185,7 @@ def test_the_display_fits_its_terminal(width: int):
     assert max(len(line) for line in shown(progress, console).splitlines()) <= width
 
 
-def test_work_that_is_done_again_does_not_break_the_bar():
+def test_repeated_work_does_not_break_the_progress_bar():
     progress, console, _ = on_terminal()
     progress.start(1)
     progress.iteration_started(0, 1, 24)
@@ -193,7 +193,7 @@ def test_work_that_is_done_again_does_not_break_the_bar():
     assert "48/48" in shown(progress, console)
 
 
-def test_an_arm_without_exploration_shows_none():
+def test_an_arm_without_exploration_shows_no_exploration():
     progress, console, _ = on_terminal()
     progress.start(1)
     progress.iteration_started(0, 1, 24)
@@ -213,7 +213,7 @@ def test_live_display_ends_with_the_context_and_notes_stay():
     assert written.endswith("\x1b[?25h")  # the cursor is back
 
 
-def test_nothing_is_known_yet():
+def test_a_display_without_any_value():
     progress, console, _ = on_terminal()
     assert shown(progress, console).strip() == "quickstart"
 
@@ -231,11 +231,11 @@ def test_nothing_is_known_yet():
         (3720, "1 h 02 min"),
     ],
 )
-def test_duration(seconds: float, text: str):
+def test_durations_are_formatted(seconds: float, text: str):
     assert duration(seconds) == text
 
 
-def test_lines_that_nobody_reads_do_not_end_the_run():
+def test_a_closed_output_does_not_end_the_run():
     """As after ``sol-rl train ... | head``; it is said once."""
     reader, writer = os.pipe()
     told = []

@@ -159,7 +159,7 @@ def test_every_panel_of_the_dashboard_has_data(ray_here, tiny_sd3_dir, tmp_path)
 
 
 @pytest.mark.parametrize("host", ["a\0b", "a" * 70])
-def test_a_host_that_is_none_is_an_event(host):
+def test_an_invalid_host_is_an_event(host):
     events: list[tuple[str, dict[str, Any]]] = []
     exporter = PrometheusExporter(9, host, lambda name, **more: events.append((name, more)))
     exporter.close()

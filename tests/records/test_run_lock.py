@@ -18,7 +18,7 @@ from records.rundir import ANOTHER_RUN, RunDirectory
 from tests.cluster.runs import main_here, tiny_config, write_toml
 
 
-def test_the_second_is_told_who_the_first_is(tmp_path):
+def test_a_second_driver_is_told_the_first(tmp_path):
     file = tmp_path / "lock"
     file.write_text(
         "process 1 on a machine with a very long name that is not there any more since the year"
@@ -41,7 +41,7 @@ def test_the_second_is_told_who_the_first_is(tmp_path):
         assert lock.unsupported_reason is None
 
 
-def test_a_process_that_is_started_meanwhile_does_not_hold_it(tmp_path):
+def test_child_processes_do_not_hold_the_lock(tmp_path):
     with exclusive_lock(tmp_path / "lock", "a run", ANOTHER_RUN):
         left = subprocess.Popen(
             ["/bin/sh", "-c", "echo there; exec sleep 60"], stdout=PIPE, close_fds=False
@@ -55,7 +55,7 @@ def test_a_process_that_is_started_meanwhile_does_not_hold_it(tmp_path):
         left.communicate()
 
 
-def test_a_place_that_cannot_be_written(tmp_path):
+def test_an_unwritable_run_root_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(ConfigError, match="run_root: .*cannot be written .Not a directory"),

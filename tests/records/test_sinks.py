@@ -69,12 +69,12 @@ def feed(config: RunConfig, rundir: RunDirectory, events: list[tuple[str, dict[s
     given.close()
 
 
-def test_the_numbers_of_a_row():
+def test_sinks_get_the_numbers_of_a_row():
     assert dict(numbers(ROWS[0])) == {"reward/eval_mean": 0.25}
     assert dict(numbers(ROWS[1])) == {"reward/train_mean": 0.5, "samples_seen": 96.0}
 
 
-def test_without_options_there_is_the_file(tmp_path):
+def test_without_options_only_metrics_jsonl_is_written(tmp_path):
     config, rundir, events = made(tmp_path)
     feed(config, rundir, events)
     rows = rundir.metrics()
@@ -89,7 +89,7 @@ def test_without_options_there_is_the_file(tmp_path):
     assert events == []
 
 
-def test_a_metric_that_nobody_declared_is_told_once_and_written(tmp_path):
+def test_an_undeclared_metric_is_reported_once_and_written(tmp_path):
     config, rundir, events = made(tmp_path)
     sinks = Sinks(config, rundir, lambda name, **fields: events.append((name, fields)))
     for _ in range(2):
@@ -100,7 +100,7 @@ def test_a_metric_that_nobody_declared_is_told_once_and_written(tmp_path):
     assert rundir.metrics()[1]["loss/odd"] == 0.5
 
 
-def test_tensorboard_reads_back_what_the_file_has(tmp_path):
+def test_tensorboard_reads_back_the_metrics(tmp_path):
     pytest.importorskip(
         "tensorboard", reason="tensorboard is not installed: pip install '.[tensorboard]'"
     )
@@ -184,7 +184,7 @@ def records(data: bytes) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize(("field", "value"), [("tensorboard", "true"), ("wandb", '"offline"')])
-def test_a_package_that_is_not_there_is_one_line_before_anything_starts(monkeypatch, field, value):
+def test_a_missing_package_is_one_line_before_anything_starts(monkeypatch, field, value):
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,
@@ -199,7 +199,7 @@ def test_a_package_that_is_not_there_is_one_line_before_anything_starts(monkeypa
     assert f".[{field}]" in line
 
 
-def test_a_sink_that_fails_is_left_out_and_the_others_go_on(tmp_path, monkeypatch):
+def test_a_failed_sink_is_dropped_and_the_others_continue(tmp_path, monkeypatch):
     class Breaks:
         name = "tensorboard"
 

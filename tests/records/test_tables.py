@@ -11,7 +11,7 @@ def test_columns_are_as_wide_as_their_widest_cell():
     assert aligned(rows, right=True) == ["actor   n", "    a  10"]
 
 
-def test_markdown_has_a_rule_of_three_dashes_at_least():
+def test_markdown_rules_have_at_least_three_dashes():
     assert markdown(["what", "s"], [["a", "1.25"]]) == [
         "| what | s    |",
         "| ---- | ---- |",

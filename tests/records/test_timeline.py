@@ -58,7 +58,7 @@ def span(
         ((), "?", (), None),
     ],
 )
-def test_a_unit_is_named_by_its_key(key, work, unit, version):
+def test_a_span_is_named_by_its_key(key, work, unit, version):
     found = span_of("learner", 0, 1, key, 2, 1.00004, 2.0, "done")
     assert (found.work, found.unit, found.version, found.attempt, found.incarnation) == (
         work,
@@ -70,7 +70,7 @@ def test_a_unit_is_named_by_its_key(key, work, unit, version):
     assert (found.started, found.ended) == (1.0, 2.0)
 
 
-def test_what_is_written_is_read_again_and_damage_is_passed_over(tmp_path):
+def test_spans_are_read_back_and_damaged_lines_skipped(tmp_path):
     file = tmp_path / "timeline.jsonl"
     spans = [
         span("update", 5.0, 7.0, "learner"),
@@ -92,7 +92,7 @@ def test_what_is_written_is_read_again_and_damage_is_passed_over(tmp_path):
     assert read_spans(tmp_path / "none") == []
 
 
-def test_a_work_of_an_older_version_has_its_name_of_today(tmp_path):
+def test_old_kinds_of_work_have_their_current_names(tmp_path):
     file = tmp_path / "timeline.jsonl"
     file.write_text(json.dumps(span("chunk", 5.0, 7.0, "learner")._asdict()) + "\n")
     (found,) = read_spans(file)
@@ -131,9 +131,7 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(tmp_path):
     assert told == ["No such file or directory"]
 
 
-def test_a_pool_writes_down_every_attempt_and_units_of_one_actor_follow_each_other(
-    ray_here, tmp_path
-):
+def test_a_pool_records_every_attempt_in_order(ray_here, tmp_path):
     """Twelve tasks of 0.05 s on two actors with two slots each, and one that kills the actor that
     takes it first.
     """
@@ -161,7 +159,7 @@ def test_a_pool_writes_down_every_attempt_and_units_of_one_actor_follow_each_oth
     assert sum(each.ended - each.started for each in first) >= 0.045 * len(first)
 
 
-def test_a_run_leaves_every_unit_once(undisturbed: RunDirectory):
+def test_a_run_records_every_task_once(undisturbed: RunDirectory):
     """3 iterations of 2 prompts with 4 chunks each, 2 evaluations of 8 images in blocks of 4,
     versions 0 to 3.
     """
@@ -191,7 +189,7 @@ def test_a_run_leaves_every_unit_once(undisturbed: RunDirectory):
 # ---- the chart
 
 
-def test_neighbours_are_joined_and_what_differs_is_not():
+def test_equal_adjacent_spans_are_joined():
     spans = [
         span("explore", 0, 1),
         span("explore", 1.05, 2),
@@ -272,7 +270,7 @@ def write_timeline(run: Path) -> list[Span]:
     return spans
 
 
-def test_the_report_draws_it(tmp_path):
+def test_the_report_contains_the_timeline(tmp_path):
     run = write_run(tmp_path / "run")
     spans = write_timeline(run)
     data = read_run(run)
@@ -298,7 +296,7 @@ def test_the_report_draws_it(tmp_path):
     assert "v1" in page.text and "v19" in page.text
 
 
-def test_every_kind_of_work_has_a_colour_and_a_letter_of_its_own():
+def test_every_kind_of_work_has_its_own_color_and_letter():
     works = set(WORKS.values()) | {OTHER}
     assert len({work.colour for work in works}) == len(works)
     assert set(LETTERS) == {work.label for work in works}
@@ -306,7 +304,7 @@ def test_every_kind_of_work_has_a_colour_and_a_letter_of_its_own():
     assert span("load", 0, 1, "learner").display == OTHER != span("load", 0, 1).display
 
 
-def test_an_actor_in_a_terminal():
+def test_an_actor_is_drawn_in_a_terminal():
     """Ten slices of a second: exploring for three, idle, a load of 0.2 s that is too short to be
     seen, dead from 6 to 8.
     """

@@ -34,11 +34,11 @@ AXES = ["Alignment Score (1-5):", "Style Score (1-5):"]
         (f"Final Score: {'9' * 400}", None),
     ],
 )
-def test_a_number_behind_words(text, found):
+def test_a_number_after_words_is_read(text, found):
     assert numbers_after(text, FINAL, 1, 5) == (None if found is None else [found])
 
 
-def test_every_mark_has_its_own():
+def test_every_mark_has_its_own_number():
     text = "Alignment Score (1-5): 2.694700002670288\nStyle Score (1-5): 0.5"
     assert numbers_after(text, AXES, 0, 5) == [2.694700002670288, 0.5]
     assert numbers_after(text, AXES, 1, 5) is None  # one is out of range
@@ -49,12 +49,12 @@ def test_every_mark_has_its_own():
     ("text", "found"),
     [("Final Score: 3", None), ("Final Score: 3.", None), ("Final Score: 3.5 and", [3.5])],
 )
-def test_what_was_cut_off_is_no_number(text, found):
+def test_a_truncated_number_is_not_read(text, found):
     assert numbers_after(text, FINAL, 1, 5, ended=False) == found
 
 
 @given(st.floats(1, 5), st.text(), st.text(st.characters(exclude_characters="0123456789.")))
-def test_a_number_comes_back_among_any_words(score, before, after):
+def test_a_number_is_found_among_any_words(score, before, after):
     """Unless those behind it hold the mark themselves."""
     written = f"{score:.6f}"
     text = f"{before}Final Score: {written}{after}"
@@ -63,7 +63,7 @@ def test_a_number_comes_back_among_any_words(score, before, after):
 
 
 @given(st.lists(st.sampled_from([*"0123456789.-* \n", "Final Score:", "a"])), st.booleans())
-def test_what_is_read_stands_there(words, ended):
+def test_numbers_that_are_read_are_in_the_text(words, ended):
     text = "".join(words)
     found = numbers_after(text, FINAL, 1, 5, ended)
     if found is not None:

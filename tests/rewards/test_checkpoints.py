@@ -62,7 +62,7 @@ def clip(name="clipscore", checkpoint="laion/plain", **more):
     return build(ScorerConfig(name=name, settings={"checkpoint": checkpoint, **more}), device="cpu")
 
 
-def test_a_hub_id_is_what_its_own_description_says(hub, settings):
+def test_a_hub_id_uses_its_own_description(hub, settings):
     """Activation, mean and deviation come from the repository, not from the scorer's default."""
     half = [0.5, 0.5, 0.5]
     hub.write_text(
@@ -92,7 +92,7 @@ def test_a_hub_id_is_what_its_own_description_says(hub, settings):
 
 
 @pytest.mark.parametrize("name", ["clipscore", "hpsv2"])
-def test_a_hub_id_that_does_not_say_what_it_is_is_refused(hub, name):
+def test_a_hub_id_without_a_description_is_refused(hub, name):
     with pytest.raises(
         ScorerSetupError,
         match="'laion/plain' has no open_clip_config.json .*: set architecture, or use ",
@@ -129,7 +129,7 @@ def load_layer(name):
     return [scorer["settings"]["checkpoint"] for scorer in tree["rewards"]["scorers"]]
 
 
-def test_images_that_a_description_wants_otherwise_are_refused(hub):
+def test_unsupported_preprocessing_is_refused(hub):
     hub.write_text(
         json.dumps({"model_cfg": parity.TINY, "preprocess_cfg": {"resize_mode": "squash"}})
     )
@@ -147,7 +147,7 @@ class Planted:
         return (exec, ("raise SystemExit('code of a checkpoint was run')",))
 
 
-def test_nothing_in_a_checkpoint_is_run(settings, tmp_path):
+def test_code_in_a_checkpoint_is_never_executed(settings, tmp_path):
     torch.save({"state_dict": {"weight": torch.zeros(1)}, "note": Planted()}, tmp_path / "bad.pt")
     with pytest.raises(ScorerSetupError, match=r"bad.pt: not readable as weights .* only tensors"):
         read_state(tmp_path / "bad.pt")
@@ -175,7 +175,7 @@ def test_weights_of_another_model_are_refused(settings):
         made(settings, "imagereward", checkpoint=other)
 
 
-def test_the_vocabulary_is_berts_or_none(settings, tmp_path):
+def test_only_the_vocabulary_of_bert_is_accepted(settings, tmp_path):
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n")
     with pytest.raises(ScorerSetupError, match="5 words, but bert-base-uncased has 30522"):
         made(settings, "imagereward", vocabulary=str(tmp_path))

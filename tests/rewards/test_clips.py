@@ -53,7 +53,7 @@ def clips(frames: int) -> np.ndarray:
         (5, 5, [0, 1, 2, 3, 4]),
     ],
 )
-def test_frames_in_the_middle_of_equal_parts(frames, wanted, found):
+def test_scored_frames_are_the_middles_of_equal_parts(frames, wanted, found):
     assert scored_frames(frames, wanted) == found
 
 
@@ -73,7 +73,7 @@ def test_frames_are_scored_as_images_and_their_mean_counts():
     assert scorer(clips(9), PROMPTS, ROWS).total.tolist() == [14.0, 114.0]
 
 
-def test_one_frame_without_a_score_leaves_the_clip_without():
+def test_a_clip_with_an_unscored_frame_has_no_score():
     def broken(images, prompts, metadata):
         scores = images[:, 0, 0, 0].astype(np.float32)
         return np.where(scores == 101, np.nan, scores)
@@ -89,7 +89,7 @@ def test_an_image_is_a_clip_of_one_frame():
     assert motion.seen.shape == (2, 1, 3, 2, 4) and made.scores["motion"].tolist() == [0.0, 0.0]
 
 
-def test_clips_are_remembered():
+def test_scores_of_clips_are_cached():
     """The second clip again, and a new one: it alone is scored."""
     bright = Brightness()
     cache = ScoreCache(WeightedScorer({"b": bright}, {"b": 1.0}, frames=2))
@@ -100,7 +100,7 @@ def test_clips_are_remembered():
     assert made.scores["b"].tolist() == [102.0, 52.0]
 
 
-def test_a_server_of_clips():
+def test_a_server_scores_whole_clips():
     with serving() as server:
         http = HttpScorer(server.url, clips=True)
         scorer = WeightedScorer({"http": http}, {"http": 1.0}, frames=1)

@@ -23,7 +23,7 @@ def near(values, expected) -> bool:
     )
 
 
-def test_zscore_and_rank_by_hand():
+def test_zscore_and_rank_of_known_scores():
     values = np.array([1.0, 3.0, 5.0, 3.0])
     assert near(zscore(values), [-np.sqrt(2), 0, np.sqrt(2), 0])  # mean 3, deviation sqrt(2)
     assert near(rank(values), [-1, 0, 1, 0])  # places 0, 1.5, 3, 1.5 of 3, spread over [-1, 1]
@@ -33,14 +33,14 @@ def test_zscore_and_rank_by_hand():
 
 
 @given(floats, st.integers(1, 9), st.integers(-9, 9))
-def test_normalized_scores_forget_scale_and_origin(values, scale, origin):
+def test_normalized_scores_do_not_depend_on_scale_and_origin(values, scale, origin):
     values = np.array(values)
     assert np.allclose(zscore(values), zscore(scale * values + origin), atol=1e-9)
     assert np.array_equal(rank(values), rank(scale * values + origin))
     assert np.allclose(rank(-values), -rank(values)) and abs(rank(values).mean()) < 1e-12
 
 
-def test_without_extras_it_is_the_weighted_sum_to_the_bit():
+def test_without_options_the_reward_is_the_weighted_sum():
     rng = np.random.default_rng(0)
     scores = {label: rng.normal(size=50).astype(np.float32) for label in "abc"}
     weights = {"a": 0.3, "b": -1.7, "c": 0.0}
@@ -50,7 +50,7 @@ def test_without_extras_it_is_the_weighted_sum_to_the_bit():
 
 
 @given(st.lists(st.tuples(*[st.sampled_from([0.0, 2.0, NAN])] * 3), min_size=1, max_size=8))
-def test_who_has_no_reward_is_known_before_anything_is_combined(rows):
+def test_images_without_a_reward_are_known_before_combining(rows):
     """By scorers a, b and c, of which c is optional, has a floor, or all are normalized."""
     columns = zip(*rows, strict=True)
     scores = {label: np.float32(column) for label, column in zip("abc", columns, strict=True)}
@@ -64,7 +64,7 @@ def test_who_has_no_reward_is_known_before_anything_is_combined(rows):
         assert combination.missing(scores) == np.isnan(combination(scores)).sum()
 
 
-def test_a_floor_lifts_scores_and_never_makes_one_up():
+def test_a_floor_raises_scores_but_does_not_replace_missing_ones():
     assert near(Combination({"a": 2.0}, {"a": 1.0})({"a": np.float32([-5, 3, NAN])}), [2, 6, NAN])
 
 
@@ -80,7 +80,7 @@ def test_normalization_is_over_the_images_that_have_a_reward():
     assert near(Combination({"a": 1.0, "b": 2.0}, normalize="rank")(scores), [-3, 0, NAN, 3])
 
 
-def test_an_optional_scorers_mean_stands_in_for_what_it_missed():
+def test_the_mean_of_an_optional_scorer_replaces_missing_scores():
     combination = Combination({"a": 1.0, "b": 1.0}, optional=frozenset({"b"}))
     a = np.float32([1, 2, 3, NAN])
     # 90 has no reward: not in the mean
@@ -91,7 +91,7 @@ def test_an_optional_scorers_mean_stands_in_for_what_it_missed():
     assert alone.weights == {"a": 1.0} and near(alone({"a": a, "b": a}), a)
 
 
-def test_it_is_read_from_the_configuration():
+def test_the_combination_is_read_from_the_configuration():
     rewards = Rewards(
         scorers=(
             ScorerConfig(name="jpeg_compressibility", alias="small", weight=2.0, floor=-1.0),
@@ -142,7 +142,7 @@ class Counting:
         )
 
 
-def test_what_is_known_is_not_scored_again():
+def test_cached_images_are_not_scored_again():
     images = np.random.default_rng(0).integers(0, 256, (4, 3, 5, 5), dtype=np.uint8)
     images[3] = images[0]
     inner = Counting()
@@ -166,7 +166,7 @@ def test_what_is_known_is_not_scored_again():
     assert inner.calls == [3, 3, 3, 3, 3] or inner.calls == [3, 3, 2, 3, 3]
 
 
-def test_a_failure_is_not_remembered_and_old_entries_leave():
+def test_failures_are_not_cached_and_old_entries_are_dropped():
     images = np.arange(3, dtype=np.uint8)[:, None, None, None].repeat(3, 1)
     inner = Counting()
     cache = ScoreCache(WeightedScorer({"own": inner}, {"own": 1.0}), size=2)
@@ -182,7 +182,7 @@ def test_a_failure_is_not_remembered_and_old_entries_leave():
     assert inner.calls == [3, 3, 1]  # two were kept, the oldest had left
 
 
-def test_scorers_that_lack_the_same_images_get_them_as_one_batch():
+def test_scorers_with_the_same_uncached_images_share_a_batch():
     """So that a resize that they share is made once; one that knows more gets only its own rest."""
     images = np.random.default_rng(0).integers(0, 256, (3, 3, 5, 5), dtype=np.uint8)
     resized: list[int] = []

@@ -49,7 +49,7 @@ def refused(name: str, **settings: object) -> str:
     ],
     ids=["nan", "int8"],
 )
-def test_weights_that_are_no_finite_numbers(settings, tmp_path, value, said):
+def test_non_finite_weights_are_refused(settings, tmp_path, value, said):
     """Unnoticed they would give no score at all, or that of rounded weights."""
     state = load_file(settings["pickscore"]["checkpoint"])
     state["logit_scale"] = value(state["logit_scale"])
@@ -80,21 +80,21 @@ def test_weights_that_are_no_finite_numbers(settings, tmp_path, value, said):
         ),
     ],
 )
-def test_a_description_that_makes_no_model(tmp_path, change, said):
+def test_an_invalid_model_description_is_refused(tmp_path, change, said):
     """Neither a traceback nor a model that takes an hour to build, nor an image divided by zero."""
     told = json.loads((CLIP / DESCRIPTION).read_text()) | change
     there = another(tmp_path, DESCRIPTION, json.dumps(told).encode())
     assert said in refused("clipscore", checkpoint=str(there))
 
 
-def test_a_tokenizer_without_its_settings(tmp_path):
+def test_an_incomplete_tokenizer_is_refused(tmp_path):
     """It was found when the first text was to be padded."""
     there = another(tmp_path, "tokenizer_config.json", None)
     line = refused("clipscore", checkpoint=str(there))
     assert "tokenizer.json and tokenizer_config.json do not describe a tokenizer" in line
 
 
-def test_a_file_without_the_right_to_read_it(tmp_path):
+def test_an_unreadable_file_is_refused(tmp_path):
     there = another(tmp_path, DESCRIPTION, b"{}")
     (there / DESCRIPTION).chmod(0)
     open_to_all(tmp_path)
@@ -112,7 +112,7 @@ def test_a_file_without_the_right_to_read_it(tmp_path):
         check_settings(scorer)
 
 
-def test_a_detector_whose_weights_are_not_all_there(tmp_path):
+def test_an_incomplete_detector_is_refused(tmp_path):
     """transformers would draw the others at random, and every image would score as nothing."""
     detector = make_detector(tmp_path / "detector", ["person", "dog"])
     file = detector / "model.safetensors"
@@ -128,7 +128,7 @@ def test_a_detector_whose_weights_are_not_all_there(tmp_path):
 
 
 @pytest.mark.parametrize("body", [b"[]", b'{"model_type": "mask2former", "dim_feedforward": []}'])
-def test_a_detectors_configuration_that_is_none(tmp_path, body):
+def test_an_invalid_detector_configuration_is_refused(tmp_path, body):
     """Its bytes are counted before anything is loaded."""
     detector = make_detector(tmp_path / "detector", ["person", "dog"])
     (detector / "config.json").write_bytes(body)
@@ -138,13 +138,13 @@ def test_a_detectors_configuration_that_is_none(tmp_path, body):
     assert "not a Mask2Former model of transformers" in refused("geneval", **settings)
 
 
-def test_the_cosine_of_nothing_is_no_score():
+def test_the_cosine_of_a_zero_vector_is_not_a_score():
     """Weights of zeros gave every image the same reward, 0."""
     found = cosine(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([[4.0, 3.0], [1.0, 0.0]]))
     assert found[0] == pytest.approx(0.96) and torch.isnan(found[1])
 
 
-def test_what_a_scorer_raises_is_one_line():
+def test_an_exception_of_a_scorer_is_one_line():
     def scorer(images, prompts, metadata):
         raise ValueError("first\nsecond")
 

@@ -25,7 +25,7 @@ def snippets(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
 
 
-def test_the_scorer_of_ten_lines_runs(tmp_path, monkeypatch):
+def test_the_documented_scorer_runs(tmp_path, monkeypatch):
     source = next(code for code in snippets("python") if "class Brightness" in code)
     assert len([line for line in source.splitlines() if line.strip()]) <= 10
     (tmp_path / "my_scorers.py").write_text(source)
@@ -39,7 +39,7 @@ def test_the_scorer_of_ten_lines_runs(tmp_path, monkeypatch):
     assert scorer(images, ["", ""], [{}, {}]).tolist() == pytest.approx([0.0, 0.4])
 
 
-def test_the_servers_reading_runs():
+def test_the_documented_server_code_runs():
     source = next(code for code in snippets("python") if "np.load" in code)
     images = np.random.default_rng(0).integers(0, 256, (2, 3, 4, 5), dtype=np.uint8)
     names = {
@@ -54,7 +54,7 @@ def test_the_servers_reading_runs():
 
 
 @pytest.mark.parametrize("text", snippets("toml"))
-def test_every_table_is_a_configuration(text):
+def test_every_documented_table_is_a_valid_configuration(text):
     tree = tomllib.loads(text)
     labels = tree.get("services", {}).get("scorers", {})
     tree.setdefault("rewards", {}).setdefault("scorers", [{"name": "shapes"}])
@@ -68,7 +68,7 @@ def test_every_table_is_a_configuration(text):
     assert parse({"name": "doc", "model": {"path": "shapes"}, "prompts": prompts} | tree)
 
 
-def test_a_served_unifiedreward_is_asked_as_the_scorer_asks():
+def test_a_served_unifiedreward_gets_the_prompt_of_the_scorer():
     (text,) = (each for each in snippets("toml") if "Coherence" in each)
     (row,) = tomllib.loads(text)["rewards"]["scorers"]
     told, form = row["settings"], FORMS["axes"]

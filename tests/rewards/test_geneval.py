@@ -36,7 +36,7 @@ def asks(name: str, count: int = 1, tag: str = "single_object", **more) -> dict:
     return {"tag": tag, "include": [{"class": name, "count": count, **more}]}
 
 
-def test_it_goes_from_images_to_rewards(scorer):
+def test_geneval_scores_images_end_to_end(scorer):
     """With a threshold of 0 everything is there; with one of 1, that of counting, nothing is."""
     images = np.random.default_rng(0).integers(0, 256, (3, 3, 40, 56), dtype=np.uint8)
     rows = [asks("dog"), asks("dog", tag="counting"), asks("computer mouse")]
@@ -54,7 +54,7 @@ def test_it_goes_from_images_to_rewards(scorer):
             assert 0 <= left < right <= 56 and 0 <= top < bottom <= 40
 
 
-def test_objects_are_queries_with_a_class_and_a_mask(scorer):
+def test_objects_are_found_from_known_queries(scorer):
     """By hand: two queries, masks of known certainty; scores are products of the two."""
     logits = torch.full((2, 4), -20.0)
     logits[0, 2] = 20.0  # the first is a dog for certain
@@ -74,7 +74,7 @@ def test_objects_are_queries_with_a_class_and_a_mask(scorer):
     assert set(scorer._objects(logits, masks, 0.4)) == {"dog"}
 
 
-def test_masks_leave_out_what_inputs_were_padded_by():
+def test_masks_exclude_padding():
     """An image of 4 x 8 shown in the upper half of 8 x 8: the padding is not squeezed into it."""
     masks = torch.full((1, 8, 8), 5.0)
     masks[:, 4:] = -5.0
@@ -84,7 +84,7 @@ def test_masks_leave_out_what_inputs_were_padded_by():
     torch.testing.assert_close(whole, torch.full((1, 40, 80), 5.0))
 
 
-def test_an_object_stands_alone_before_grey():
+def test_an_object_is_cropped_onto_gray():
     image = np.arange(3 * 4 * 5, dtype=np.uint8).reshape(3, 4, 5)
     mask = np.zeros((4, 5), bool)
     mask[1, 2] = mask[2, 1] = True
@@ -95,14 +95,14 @@ def test_an_object_stands_alone_before_grey():
 
 
 @pytest.mark.parametrize("color", ["red", "green", "blue"])
-def test_clip_tells_the_color_of_an_object(scorer, color):
+def test_clip_classifies_the_color_of_an_object(scorer, color):
     """The shipped CLIP knows the colors of its shapes; of several it tells each one's."""
     (image,) = render([parse(f"a {color} circle")], np.random.default_rng(0))
     whole = Detection((0.0, 0.0, 32.0, 32.0), 1.0)
     assert scorer.color_names(image, "circle", [whole, whole]) == [color, color]
 
 
-def test_what_is_wrong_with_settings_is_one_line(detector, tmp_path):
+def test_invalid_settings_are_one_line(detector, tmp_path):
     def refused(**settings) -> str:
         made = ScorerConfig(name="geneval", settings={"clip": CLIP, "device": "cpu", **settings})
         with pytest.raises(ScorerSetupError) as error:
@@ -126,7 +126,7 @@ def test_what_is_wrong_with_settings_is_one_line(detector, tmp_path):
     assert "not a Mask2Former model of transformers" in refused(detector=str(broken))
 
 
-def test_its_bytes_are_counted_where_the_detector_is_here(detector):
+def test_bytes_of_a_local_detector_are_counted(detector):
     made = GenEvalScorer(str(detector), CLIP, device="cpu")
     held = [*made.detector.parameters(), *made.colors.model.parameters()]
     settings = {"detector": str(detector), "clip": CLIP}

@@ -48,7 +48,7 @@ def test_a_number_of_objects(count, correct, share):
     assert told(entries, {"cow": [at(20 * i, 0) for i in range(count)]}) == (correct, share)
 
 
-def test_a_class_that_is_only_excluded_must_not_be_there():
+def test_an_excluded_class_must_be_absent():
     row = {"include": [{"class": "dog", "count": 1}], "exclude": [{"class": "cow", "count": 1}]}
     entries = parse_requirements("p", row, CLASSES)
     assert told(entries, {"dog": [at(0, 0)]}) == (True, 1.0)
@@ -74,7 +74,7 @@ def test_a_color_counts_half_of_its_entry():
     assert (outcome.correct, outcome.share) == (False, (1 + 0.5) / 2)
 
 
-def test_only_the_most_certain_are_looked_at():
+def test_only_the_most_certain_detections_count():
     """Two benches, one is asked for: the first one's color decides."""
     objects = {"bench": [at(0, 0), at(50, 0)]}
     assert told([Requirement("bench", 1, "red")], objects, ["red", "blue"]) == (True, 1.0)
@@ -94,7 +94,7 @@ def test_only_the_most_certain_are_looked_at():
         (2, 2, set()),  # a tenth of the two sizes is no distance
     ],
 )
-def test_where_one_is_seen_from_the_other(x, y, found):
+def test_relations_between_two_detections(x, y, found):
     assert relations(at(x, y), at(0, 0)) == found
 
 
@@ -108,7 +108,7 @@ coordinate = st.floats(-500, 500).map(lambda value: round(value, 3))
 
 
 @given(coordinate, coordinate, coordinate, coordinate, st.floats(1, 100), st.floats(1, 100))
-def test_seen_from_the_other_side_directions_turn_round(x, y, u, v, size, other):
+def test_relations_are_antisymmetric(x, y, u, v, size, other):
     turned = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
     one, two = at(x, y, size), at(u, v, other)
     assert relations(two, one) == {turned[name] for name in relations(one, two)}
@@ -117,7 +117,7 @@ def test_seen_from_the_other_side_directions_turn_round(x, y, u, v, size, other)
     assert near or moved == relations(one, two) or len(moved ^ relations(one, two)) == 1
 
 
-def test_a_position_is_of_the_entry_that_it_names_and_that_entry_must_be_right():
+def test_a_position_requires_a_correct_target_entry():
     row = {
         "include": [
             {"class": "dog", "count": 1},
@@ -151,6 +151,6 @@ def test_a_position_is_of_the_entry_that_it_names_and_that_entry_must_be_right()
         ),
     ],
 )
-def test_metadata_of_another_kind_is_named(row, said):
+def test_invalid_metadata_is_named(row, said):
     with pytest.raises(ValueError, match=said):
         parse_requirements("a cow", row, CLASSES)

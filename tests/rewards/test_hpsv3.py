@@ -58,14 +58,14 @@ def test_the_mean_is_the_score_and_the_deviation_a_part(checkpoint):
     assert made.parts["sigma"].tolist() == [97, 98, 99, 100, 101]
 
 
-def test_another_answer_is_a_failure(checkpoint):
+def test_an_unexpected_answer_is_a_failure(checkpoint):
     made = scorer(checkpoint)
     made._model.wide = 1
     with pytest.raises(ScorerError, match=r"answered \[5, 1\] for 5 images"):
         made(IMAGES, PROMPTS, METADATA)
 
 
-def test_what_can_be_seen_before_it_is_made(checkpoint, tmp_path, monkeypatch):
+def test_invalid_settings_are_found_before_loading(checkpoint, tmp_path, monkeypatch):
     assert model_bytes(ScorerConfig(name="hpsv3", settings={"checkpoint": checkpoint})) == 11
     assert model_bytes(ScorerConfig(name="hpsv3")) is None  # the hub's
     (tmp_path / "x.pth").touch()

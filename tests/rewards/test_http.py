@@ -30,7 +30,7 @@ def server(monkeypatch) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("encoding", ["npz", "json"])
-def test_the_server_sees_the_very_images_and_words(server, encoding):
+def test_the_server_gets_exact_images_and_prompts(server, encoding):
     scorer = build(ScorerConfig(name="http", settings={"url": server.url, "encoding": encoding}))
     scores = scorer(IMAGES, PROMPTS, METADATA)
     assert scores.dtype == np.float32 and np.allclose(scores, IMAGES.mean((1, 2, 3)))
@@ -85,7 +85,7 @@ def test_no_retry_starts_after_the_time_of_all_attempts(monkeypatch):
 
 
 @pytest.mark.parametrize("trouble", [500, 503, 429, "slow", "hang up"])
-def test_what_may_pass_is_tried_again(server, trouble):
+def test_temporary_failures_are_retried(server, trouble):
     server.answers = [trouble]
     scores = HttpScorer(server.url, timeout_s=0.3, retries=1)(IMAGES, PROMPTS, METADATA)
     assert np.allclose(scores, IMAGES.mean((1, 2, 3))) and len(server.requests) == 2
@@ -102,14 +102,14 @@ def test_what_may_pass_is_tried_again(server, trouble):
         ([b'{"scores": [1, 2, "x"]}'], "3 numbers or nulls"),
     ],
 )
-def test_what_stays_wrong_is_an_error_never_a_zero(server, answers, said):
+def test_permanent_failures_are_errors_and_never_zero(server, answers, said):
     server.answers = list(answers)
     with pytest.raises(ScorerError, match=said) as caught:
         HttpScorer(server.url, timeout_s=0.2)(IMAGES, PROMPTS, METADATA)
     assert "\n" not in str(caught.value)
 
 
-def test_nobody_listens():
+def test_a_missing_server_is_an_error():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -157,21 +157,21 @@ def test_no_redirect_is_followed(server, code):
         assert other.requests == [] and other.seen == 0 and len(server.requests) == 1
 
 
-def test_no_more_of_an_answer_is_read_than_scores_take(server):
+def test_too_long_answers_are_refused(server):
     server.answers = ["endless"]
     with pytest.raises(ScorerError, match="answered more than 65728 bytes, which is too long"):
         HttpScorer(server.url)(IMAGES, PROMPTS, METADATA)
     assert server.sent < 32 * 2**20  # what lies in buffers on the way
 
 
-def test_an_answer_that_drips_is_not_waited_for(server):
+def test_a_slow_answer_times_out(server):
     """Every piece comes in time, the whole never would."""
     server.answers = ["drip"]
     with pytest.raises(ScorerError, match="timed out after 0.3 s"):
         HttpScorer(server.url, timeout_s=0.3, retries=0)(IMAGES, PROMPTS, METADATA)
 
 
-def test_images_do_not_pass_a_proxy_in_plain(server, monkeypatch):
+def test_plain_http_uses_no_proxy(server, monkeypatch):
     with serving() as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)
         rewards.server._opener.cache_clear()  # it may have looked already
@@ -192,7 +192,7 @@ def test_images_do_not_pass_a_proxy_in_plain(server, monkeypatch):
         b"",
     ],
 )
-def test_garbage_with_status_200_is_no_score(body):
+def test_garbage_with_status_200_is_not_a_score(body):
     try:
         found = decode(body, 3)
     except ScorerError as error:

@@ -27,7 +27,7 @@ def pil(image: np.ndarray) -> Image.Image:
 
 
 @pytest.mark.parametrize("sides", SIDES)
-def test_the_crop_is_open_clips(sides):
+def test_the_crop_equals_that_of_open_clip(sides):
     """Bit for bit: the same Pillow resize, crop, division and normalization."""
     import open_clip
 
@@ -39,7 +39,7 @@ def test_the_crop_is_open_clips(sides):
 
 
 @pytest.mark.parametrize("sides", SIDES)
-def test_the_floor_crop_is_transformers(sides):
+def test_the_floor_crop_equals_that_of_transformers(sides):
     """uint8 pixels are equal; afterwards transformers multiplies by 1/255 where we divide, one
     rounding apart.
     """
@@ -57,14 +57,14 @@ def test_the_floor_crop_is_transformers(sides):
     )
 
 
-def test_the_two_crops_differ_where_an_odd_number_is_cut():
+def test_the_two_crops_differ_for_odd_differences():
     images = noise(32, 39)  # 7 columns too many: 3.5 is rounded to 4 or cut to 3
     near, far = crop_square(images, SIZE, "floor"), crop_square(images, SIZE, "round")
     assert np.array_equal(near, images[..., 3:35]) and np.array_equal(far, images[..., 4:36])
 
 
 @pytest.mark.parametrize("sides", SIDES)
-def test_the_padding_is_hpsv2s(sides):
+def test_the_padding_equals_that_of_hpsv2(sides):
     if why := peers.missing("hpsv2"):
         pytest.skip(why)
     if max(sides) == SIZE and min(sides) < SIZE:
@@ -90,12 +90,12 @@ def test_padding_is_black_and_in_the_middle():
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.sampled_from(["round", "floor"]))
-def test_every_image_gets_the_size(height, width, centre):
+def test_every_image_is_resized(height, width, centre):
     assert crop_square(noise(height, width, 1), 8, centre).shape == (1, 3, 8, 8)
     assert pad_square(noise(height, width, 1), 8).shape == (1, 3, 8, 8)
 
 
-def test_a_batch_is_resized_once_unless_it_may_change():
+def test_an_immutable_batch_is_resized_once():
     images = noise(40, 50)
     calls = []
     make = lambda: calls.append(1) or len(calls)  # noqa: E731

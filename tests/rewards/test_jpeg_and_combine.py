@@ -17,7 +17,7 @@ def jpeg(name: str, **settings):
     return build(ScorerConfig(name=name, settings=settings))
 
 
-def test_the_size_of_a_gray_image_is_what_the_jpeg_standard_says():
+def test_the_jpeg_size_of_a_gray_image_follows_the_standard():
     """By hand (ITU-T T.81): SOI 2 + JFIF APP0 18 + two DQT 69 each + SOF0 19 + DHT 33, 183, 33, 183
     + SOS 14 + EOI 2 = 625.
 
@@ -29,7 +29,7 @@ def test_the_size_of_a_gray_image_is_what_the_jpeg_standard_says():
     assert size.dtype == np.float32 and size.tolist() == [np.float32(0.629)]
 
 
-def test_compressibility_is_the_opposite_and_detail_costs():
+def test_compressibility_is_the_negative_and_decreases_with_detail():
     rng = np.random.default_rng(0)
     noise = rng.integers(0, 256, (1, 3, 16, 16), dtype=np.uint8)
     images = np.concatenate([GRAY_16, noise])
@@ -100,7 +100,7 @@ def test_a_scorer_that_fails_is_named():
         ([1.0, 2.0], {}, "has parts that are list, no dict of float32 [2]"),
     ],
 )
-def test_parts_that_are_none_are_said_and_the_scores_stand(parts, kept, said):
+def test_invalid_parts_are_reported_and_scores_are_kept(parts, kept, said):
     """What is logged beside scores must not end a run."""
 
     class Own:
@@ -117,7 +117,7 @@ def test_parts_that_are_none_are_said_and_the_scores_stand(parts, kept, said):
     assert failure.startswith(f"scorer 'own' {said}")
 
 
-def test_parts_are_passed_on_under_the_scorers_label():
+def test_parts_are_logged_under_the_scorers_label():
     class WithParts:
         def __call__(self, images, prompts, metadata):
             self.parts = {"colours": np.ones(len(images), np.float32)}

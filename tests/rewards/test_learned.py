@@ -77,7 +77,7 @@ def test_only_pairs_are_computed(settings, name, image, text, rows, monkeypatch)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_lower_precision_is_near_and_not_the_same(settings, name):
+def test_lower_precision_is_close_but_not_equal(settings, name):
     """BF16 keeps 8 bits and FP16 11: relative 4e-3 and 5e-4 per operation; a few per cent and
     permille of the scores' range after two layers.
     """
@@ -90,7 +90,7 @@ def test_lower_precision_is_near_and_not_the_same(settings, name):
     assert 0 < np.abs(wide - fp16).max() < 0.02 * scale
 
 
-def test_imagereward_is_normalized_by_the_authors_mean_and_deviation(settings):
+def test_imagereward_is_normalized_with_the_published_mean_and_deviation(settings):
     scorer = made(settings, "imagereward")
     with torch.inference_mode():
         words = scorer.tokenise(
@@ -101,7 +101,7 @@ def test_imagereward_is_normalized_by_the_authors_mean_and_deviation(settings):
     assert np.allclose(scorer(IMAGES, PROMPTS, [{}] * 7), (raw.numpy() - MEAN) / STD, atol=1e-6)
 
 
-def test_words_beyond_the_context_are_cut(settings):
+def test_text_beyond_the_context_is_truncated(settings):
     for name, limit in (("clipscore", 75), ("pickscore", 75), ("imagereward", 33)):
         scorer = made(settings, name)
         word = "word9" if name == "imagereward" else "house"  # one token each
@@ -138,7 +138,7 @@ def test_words_beyond_the_context_are_cut(settings):
         ),
     ],
 )
-def test_what_is_wrong_with_settings_is_one_line(settings, name, change, said):
+def test_invalid_settings_are_one_line(settings, name, change, said):
     with pytest.raises(ScorerSetupError, match=said) as caught:
         made(settings, name, **change)
     assert "\n" not in str(caught.value) and str(caught.value).startswith(f"scorer {name!r}: ")

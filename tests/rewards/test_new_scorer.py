@@ -33,19 +33,19 @@ def configured(model, root, **settings):
     return tiny_config(model, root, "new", rewards={"scorers": scorers})
 
 
-def test_it_is_built_and_scores():
+def test_a_custom_scorer_is_built_and_scores():
     red = np.zeros((2, 3, 4, 4), np.uint8)
     red[1, 0] = 51
     scores = build(ScorerConfig(name="redness", settings={"gain": 2.0}))(red, ["", ""], [{}, {}])
     assert scores.tolist() == pytest.approx([0.0, 0.4])
 
 
-def test_the_plan_counts_its_bytes(tiny_sd3_dir, tmp_path):
+def test_the_plan_counts_the_bytes_of_a_custom_scorer(tiny_sd3_dir, tmp_path):
     memory = make_plan(configured(tiny_sd3_dir, tmp_path)).memory["reward"]
     assert memory == {"scorer jpeg_compressibility": 0, "scorer redness": 4000}
 
 
-def test_the_plan_counts_its_effort(tiny_sd3_dir, tmp_path):
+def test_the_plan_counts_the_operations_of_a_custom_scorer(tiny_sd3_dir, tmp_path):
     """Two operations a pixel at half of 100 TFLOP/s, and 4 kB through 2 TB/s; jpeg's are none."""
     config = configured(tiny_sd3_dir, tmp_path)
     device = Device("none of the table", 100.0, 100.0, 80.0, utilisation=0.5, bandwidth=2.0)
@@ -62,17 +62,17 @@ def test_the_plan_counts_its_effort(tiny_sd3_dir, tmp_path):
         ({"table": "/no/such/red.txt"}, "'redness': table: there is no checkpoint"),
     ],
 )
-def test_preflight_refuses_what_it_refuses(tiny_sd3_dir, tmp_path, settings, said):
+def test_preflight_uses_the_checks_of_a_custom_scorer(tiny_sd3_dir, tmp_path, settings, said):
     check_scorers(configured(tiny_sd3_dir, tmp_path))
     with pytest.raises(ConfigError, match=said):
         check_scorers(configured(tiny_sd3_dir, tmp_path, **settings))
 
 
-def test_the_documentation_is_asked_for_it():
+def test_a_new_scorer_must_be_documented():
     assert not_described() == {"redness"}
 
 
-def test_the_report_says_what_it_did_when_held_out(tmp_path):
+def test_the_report_describes_a_held_out_custom_scorer(tmp_path):
     run = read_run(learned(tmp_path / "r", {"shapes": UP, "redness": UP}, ["redness"]))
     (said,) = verdicts(run, scores_of(run))
     assert "redness, which is never trained on, rose" in said

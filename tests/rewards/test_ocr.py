@@ -30,11 +30,11 @@ from rewards.ocr import (
         ('"one" over "two"', ["one", "two"]),
     ],
 )
-def test_what_is_quoted_is_wanted(prompt, pieces):
+def test_quoted_text_is_expected(prompt, pieces):
     assert wanted_text(prompt, {}) == pieces
 
 
-def test_metadata_may_say_it_and_nothing_to_read_is_an_error():
+def test_expected_text_comes_from_metadata_or_quotes():
     assert wanted_text('"no"', {"text": "yes"}) == ["yes"]
     assert wanted_text("", {"text": ["a", "b"]}) == ["a", "b"]
     for prompt in ("a red circle", "the dog's bone", '" "'):
@@ -54,7 +54,7 @@ def levenshtein(a: str, b: str) -> int:
 
 
 @given(st.text("abc", max_size=4), st.text("abc", max_size=5))
-def test_nearest_is_the_least_distance_to_any_stretch(piece, text):
+def test_substring_edit_distance_is_the_minimum_over_substrings(piece, text):
     stretches = {text[i:j] for i in range(len(text) + 1) for j in range(i, len(text) + 1)}
     assert substring_edit_distance(piece, text) == min(
         levenshtein(piece, stretch) for stretch in stretches
@@ -72,7 +72,7 @@ def test_nearest_is_the_least_distance_to_any_stretch(piece, text):
         (["ab", "cdefgh"], "ab", 0.25),  # two of eight letters
     ],
 )
-def test_the_share_that_is_read(wanted, read, share):
+def test_the_score_is_the_fraction_that_is_read(wanted, read, share):
     assert fraction_read(wanted, read) == pytest.approx(share)
 
 
@@ -80,13 +80,13 @@ def test_case_and_space_do_not_count():
     assert normalize_text(" Stra\u00dfe  1\n") == "strasse1"
 
 
-def test_without_the_reader_one_line_says_what_to_install(monkeypatch):
+def test_without_the_ocr_package_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "rapidocr_onnxruntime", None)
     with pytest.raises(ScorerSetupError, match=r"scorer 'ocr': .*pip install 'sol-rl\[ocr\]'"):
         build(ScorerConfig(name="ocr"))
 
 
-def test_it_reads():
+def test_the_ocr_scorer_reads_text():
     pytest.importorskip("rapidocr_onnxruntime", reason="pip install 'sol-rl[ocr]'")
 
     def written(text: str, colour: str = "black") -> np.ndarray:

@@ -15,7 +15,7 @@ from tests.rewards import parity, peers
 
 @pytest.mark.parametrize("size", ["small", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", parity.CASES)
-def test_scores_are_the_peers(name, size):
+def test_scores_equal_those_of_the_peer(name, size):
     """Both are FP32 of the same formula, in another order of sums: errors grow like the square root
     of the depth times 6e-8 of values of order one (PickScore: of order 100 / 26), well below the
     bound of 1e-5 that the table is held to.
@@ -27,7 +27,7 @@ def test_scores_are_the_peers(name, size):
     assert result.problem is None and result.pairs == (25 if size == "small" else 5)
 
 
-def test_a_constant_peer_proves_nothing_and_a_far_one_fails():
+def test_constant_and_distant_peers_fail_the_comparison():
     far = parity.Parity("a", "b", "small", 25, 2e-5, 1.0)
     constant = parity.Parity("a", "b", "small", 25, 0.0, 0.0009)
     nothing = parity.Parity("a", "b", "small", 25, float("nan"), 1.0)
@@ -37,7 +37,7 @@ def test_a_constant_peer_proves_nothing_and_a_far_one_fails():
     assert parity.Parity("a", "b", "small", 25, 9e-6, 1.0).problem is None
 
 
-def test_renaming_there_and_back_loses_nothing():
+def test_renaming_weights_is_reversible():
     import open_clip
 
     model = open_clip.CLIP(**parity.TINY)
@@ -72,7 +72,7 @@ def test_the_command_prints_a_line_per_peer_and_fails_where_one_is_over_its_boun
     assert "hpsv2 differs from a peer by 3.00e-05, more than 1e-05" in capsys.readouterr().out
 
 
-def test_a_scale_that_is_a_little_wrong_is_found(monkeypatch, capsys):
+def test_a_slightly_wrong_scale_is_detected(monkeypatch, capsys):
     """PickScore over 26.001 in place of 26: scores of up to 100 / 26 are off by up to 100 / 26 -
     100 / 26.001 = 1.5e-4.
     """

@@ -29,7 +29,7 @@ def test_one_win_has_a_closed_form():
     assert strengths(np.zeros((3, 3))).tolist() == [1, 1, 1]
 
 
-def test_strengths_are_the_likeliest():
+def test_strengths_maximize_the_likelihood():
     """Against a general optimizer on the same likelihood, of 40 random comparisons of 7 images."""
     rng = np.random.default_rng(0)
     wins = np.zeros((7, 7))
@@ -46,7 +46,7 @@ def test_strengths_are_the_likeliest():
     np.testing.assert_allclose(np.log(strengths(wins)), found, atol=1e-5)
 
 
-def test_a_ranking_is_its_pairs():
+def test_a_ranking_counts_as_its_pairs():
     wins = count_wins(np.array([2, 0, 3]), 4)
     assert sorted(zip(*(axis.tolist() for axis in np.nonzero(wins)), strict=True)) == [
         (0, 3),
@@ -56,7 +56,7 @@ def test_a_ranking_is_its_pairs():
     assert wins.sum() == 3
 
 
-def test_who_met_nobody_has_no_score():
+def test_an_image_without_a_comparison_has_no_score():
     scores = win_probabilities(count_wins(np.array([1, 0]), 3))
     assert scores[1] > 0.5 > scores[0] and np.isnan(scores[2])
     assert scores[0] + scores[1] == pytest.approx(1)
@@ -74,7 +74,7 @@ def test_consistency_counts_upsets():
 
 
 @given(st.integers(2, 40), st.integers(2, 9), st.integers(1, 4), st.integers(0, 2**64 - 1))
-def test_everyone_is_in_a_list_of_each_round(count, size, rounds, seed):
+def test_every_image_is_in_a_list_of_each_round(count, size, rounds, seed):
     lists = random_lists(count, size, rounds, seed)
     assert [each.tolist() for each in lists] == [
         each.tolist() for each in random_lists(count, size, rounds, seed)
@@ -85,7 +85,7 @@ def test_everyone_is_in_a_list_of_each_round(count, size, rounds, seed):
 
 
 @given(st.permutations(range(9)), st.integers(2, 5), st.integers(0, 99))
-def test_a_sure_judge_puts_the_best_first_and_the_worst_last(order, size, seed):
+def test_a_consistent_judge_ranks_best_first_and_worst_last(order, size, seed):
     """A list of all gives the whole order. Shorter ones say less: who beats strong ones and loses
     once may pass who only met weak ones; but who wins everything is above the average.
     """

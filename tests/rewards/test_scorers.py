@@ -75,13 +75,13 @@ def test_settings_reach_the_constructor(own_module):
         ("my_scorers:Constant", {"valu": 1}, "raised TypeError.*'valu'"),
     ],
 )
-def test_what_cannot_be_built_says_what_to_do(own_module, name, settings, said):
+def test_a_scorer_that_cannot_be_built_is_explained(own_module, name, settings, said):
     with pytest.raises(ScorerSetupError, match=said) as caught:
         build(ScorerConfig(name=name, settings=settings))
     assert "\n" not in str(caught.value)
 
 
-def test_a_module_whose_own_import_fails_says_install(tmp_path, monkeypatch):
+def test_a_module_with_missing_dependencies_is_explained(tmp_path, monkeypatch):
     (tmp_path / "needs_more.py").write_text("import a_package_nobody_has\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(
@@ -181,9 +181,7 @@ def test_a_module_whose_own_import_fails_says_install(tmp_path, monkeypatch):
         ("imagereward", {"checkpoint": "a/b", "dtype": "half"}, "dtype is 'half'"),
     ],
 )
-def test_settings_that_cannot_work_are_found_without_loading_anything(
-    tmp_path, name, settings, said
-):
+def test_invalid_settings_are_found_without_loading(tmp_path, name, settings, said):
     given = {
         key: value.replace("{here}", str(tmp_path)) if isinstance(value, str) else value
         for key, value in settings.items()
@@ -193,7 +191,7 @@ def test_settings_that_cannot_work_are_found_without_loading_anything(
     assert "\n" not in str(caught.value)
 
 
-def test_settings_that_may_work_are_left_to_the_actors(tmp_path):
+def test_settings_that_cannot_be_checked_are_left_to_the_actors(tmp_path):
     """Hub ids are asked for where the scorer is built; another's scorer may exist there only."""
     (tmp_path / "model.safetensors").touch()
     check_settings(ScorerConfig(name="pickscore", settings={"checkpoint": str(tmp_path)}))

@@ -82,14 +82,14 @@ def by_transformers(checkpoint: Path, form: str) -> list[str]:
 
 @pytest.mark.parametrize("form", ["final", "axes"])
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_it_writes_what_transformers_generates(judges, form, batch_size):
+def test_answers_equal_those_of_transformers(judges, form, batch_size):
     made = scorer(judges[form], form=form, batch_size=batch_size)
     texts = by_transformers(judges[form], form)
     assert [text for text, ended in made.answers(IMAGES, PROMPTS) if ended] == texts
     assert len(set(texts)) > 1  # images and prompts differ in it
 
 
-def test_the_score_is_the_number_over_five(judges):
+def test_the_score_is_the_rating_divided_by_five(judges):
     made = scorer(judges["elements"], form="elements")
     found = made(IMAGES, PROMPTS, METADATA)
     digits = [int(text.removeprefix("Final Score: ")) for text, _ in made.answers(IMAGES, PROMPTS)]
@@ -107,7 +107,7 @@ def test_the_axes_are_parts_and_their_mean_is_the_score(judges):
     np.testing.assert_allclose(found, np.mean(list(made.parts.values()), 0), rtol=1e-6)
 
 
-def test_rows_are_filled_up_on_the_left_by_a_token_that_they_have(judges, monkeypatch):
+def test_rows_are_padded_on_the_left_with_an_existing_token(judges, monkeypatch):
     """A checkpoint's penalty on tokens that were there must not know of other rows."""
     made = scorer(judges["final"], form="final")
     asked = watched(made, monkeypatch)
@@ -121,7 +121,7 @@ def test_rows_are_filled_up_on_the_left_by_a_token_that_they_have(judges, monkey
     assert made.model.generation_config.repetition_penalty == 1.05  # the checkpoint's own
 
 
-def test_asked_in_another_order_it_computes_the_same_batches(judges, monkeypatch):
+def test_batches_do_not_depend_on_the_order_of_images(judges, monkeypatch):
     """In BF16 another batch may give another digit, and scores are asked for twice, in reverse."""
     made = scorer(judges["final"], form="final", batch_size=4)
     asked = watched(made, monkeypatch)
@@ -133,7 +133,7 @@ def test_asked_in_another_order_it_computes_the_same_batches(judges, monkeypatch
     assert torch.equal(pixels[1], pixels[3]) and not torch.equal(pixels[0], pixels[1])
 
 
-def test_an_answer_without_a_number_is_no_reward_never_a_zero(judges, monkeypatch):
+def test_an_answer_without_a_number_is_never_a_zero(judges, monkeypatch):
     with pytest.raises(ScorerError, match=r"contains no score: 'Lovely colours'$"):
         scorer(judges["prose"])(IMAGES, PROMPTS, METADATA)
     with pytest.raises(ScorerError, match=r"contains no score: 'Final Score:"):  # cut off
@@ -160,7 +160,7 @@ TOKENS = ("<|im_end|>", "<|image_pad|>", "aa", "aab")
 
 
 @given(st.lists(st.sampled_from([*TOKENS, *"<|>a b"])))
-def test_no_token_is_left_and_no_other_character_changes(words):
+def test_special_tokens_are_removed_from_prompts(words):
     text = "".join(words)
     made = without_tokens(text, TOKENS)
     assert not any(token in made for token in TOKENS)
@@ -168,7 +168,7 @@ def test_no_token_is_left_and_no_other_character_changes(words):
     assert (made == text) == (not any(token in text for token in TOKENS))
 
 
-def test_images_are_shown_with_so_many_pixels_at_most(judges, monkeypatch):
+def test_images_are_reduced_to_max_pixels(judges, monkeypatch):
     wide, patches = np.zeros((1, 3, 112, 224), np.uint8), []
     for most in (8 * 28**2, None):
         made = scorer(judges["final"], form="final", max_pixels=most)
@@ -183,7 +183,7 @@ def test_images_smaller_than_a_token_are_refused(judges):
         scorer(judges["final"], form="final")(IMAGES[:, :, :27], PROMPTS, METADATA)
 
 
-def test_bfloat16_is_what_it_runs_in_unless_told(judges):
+def test_bfloat16_is_the_default_precision(judges):
     settings = {"checkpoint": str(judges["final"]), "form": "final"}
     made: Any = build(ScorerConfig(name="unifiedreward", settings=settings), "cpu")
     assert {each.dtype for each in made.model.parameters()} == {torch.bfloat16}
@@ -207,7 +207,7 @@ def test_bytes_are_known_without_loading(judges, tmp_path):
     assert model_bytes(other) is None
 
 
-def test_the_published_size_is_that_of_the_architecture():
+def test_the_published_size_equals_that_of_the_architecture():
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     # it is Qwen-Image's text encoder too
@@ -272,9 +272,7 @@ def broken(folder: Path, how: str) -> None:
         ("an empty index", r"index.json names no file, which does not exist"),
     ],
 )
-def test_a_directory_that_is_no_checkpoint_is_refused_before_anything_starts(
-    judges, tmp_path, how, said
-):
+def test_an_invalid_checkpoint_directory_is_refused_before_the_start(judges, tmp_path, how, said):
     folder = shutil.copytree(judges["final"], tmp_path / "judge")
     broken(folder, how)
     with pytest.raises(ScorerSetupError, match=said) as caught:
@@ -291,7 +289,7 @@ def test_a_directory_that_is_no_checkpoint_is_refused_before_anything_starts(
         ("lm_head.weight", "1 weights are missing, the first: lm_head.weight"),
     ],
 )
-def test_a_part_that_is_missing_is_said_in_a_line(judges, tmp_path, name, said):
+def test_a_missing_file_of_a_checkpoint_is_one_line(judges, tmp_path, name, said):
     from safetensors.torch import load_file, save_file
 
     folder = shutil.copytree(judges["final"], tmp_path / "judge")

@@ -46,7 +46,7 @@ def test_a_rating_is_read(judge, read):
     np.testing.assert_allclose(found, WANTED, atol=1e-6)
 
 
-def test_what_the_judge_is_told(judge):
+def test_the_judge_gets_the_rubric_and_the_image(judge):
     scorer(judge, rubric="From {low} to {high}: {prompt}", in_flight=1)(IMAGES, PROMPTS, METADATA)
     texts = [told["messages"][0]["content"][1]["text"] for told in judge.requests]
     assert texts[1] == "From 1 to 5: b {low}\n\nAnswer with the number alone."
@@ -90,7 +90,7 @@ def test_the_judge_sees_the_image_to_edit_first(judge):
         ("text", "Score: 6", "writes no number from 1 to 5"),
     ],
 )
-def test_words_are_a_failure_never_a_zero(judge, read, text, said):
+def test_an_answer_in_words_is_a_failure_and_never_zero(judge, read, text, said):
     judge.answers = [text] * 4
     with pytest.raises(ScorerError, match=said) as caught:
         scorer(judge, read=read, after=AFTER[read])(IMAGES, PROMPTS, METADATA)
@@ -120,7 +120,7 @@ def test_votes_are_averaged(judge):
     assert sorted(told["seed"] for told in judge.requests) == [0, 0, 1, 1, 2, 2]
 
 
-def test_most_votes_must_hold_a_rating(judge):
+def test_most_votes_must_contain_a_rating(judge):
     """One of three in words: the mean of the others. Two of three: no rating."""
     judge.answers = ["prose"]
     made = scorer(judge, read="json", votes=3, temperature=1.0, in_flight=1)
@@ -132,7 +132,7 @@ def test_most_votes_must_hold_a_rating(judge):
 
 
 @pytest.mark.parametrize("trouble", [429, 503, (429, {"Retry-After": "0"})])
-def test_what_may_pass_is_tried_again(judge, trouble):
+def test_temporary_failures_are_retried(judge, trouble):
     judge.answers = [trouble] * 3
     found = scorer(judge)(IMAGES, PROMPTS, METADATA)
     np.testing.assert_allclose(found, WANTED, atol=1e-6)
@@ -168,7 +168,7 @@ def test_requests_in_flight_are_limited(judge):
     assert len(judge.requests) == 12 and judge.most == 3
 
 
-def test_what_was_rated_is_not_asked_again_nor_paid_twice(judge):
+def test_cached_ratings_are_not_requested_again(judge):
     made = scorer(judge, price_in=2.0, price_out=10.0)
     twice = np.concatenate([IMAGES, IMAGES[:1]])
     found = made(twice, [*PROMPTS, PROMPTS[0]], [{}] * 5)
@@ -219,7 +219,7 @@ def test_settings_are_checked(settings, said):
         check_settings(ScorerConfig(name="vlm", settings=given))
 
 
-def test_plain_http_reaches_another_machine_only_where_it_may():
+def test_plain_http_to_another_machine_needs_permission():
     given = {"url": "http://judge:8000/v1", "model": "m", "plain_http": True}
     check_settings(ScorerConfig(name="vlm", settings=given))
 
@@ -234,20 +234,20 @@ def test_no_redirect_is_followed(judge, code):
         assert other.requests == [] and len(judge.requests) == 1
 
 
-def test_no_more_of_an_answer_is_read_than_a_rating_takes(judge):
+def test_too_long_ratings_are_refused(judge):
     judge.answers = ["x" * 2**20]
     with pytest.raises(ScorerError, match="answered more than 1048576 bytes"):
         scorer(judge, read="json")(IMAGES[:1], PROMPTS[:1], METADATA[:1])
 
 
-def test_an_answer_that_drips_is_not_waited_for(judge):
+def test_a_slow_answer_times_out(judge):
     """Every byte comes in time, the whole would take seconds."""
     judge.drips = True
     with pytest.raises(ScorerError, match="timed out after 0.3 s"):
         scorer(judge, timeout_s=0.3, retries=0)(IMAGES[:1], PROMPTS[:1], METADATA[:1])
 
 
-def test_images_do_not_pass_a_proxy_in_plain(judge, monkeypatch):
+def test_plain_http_uses_no_proxy(judge, monkeypatch):
     with judging() as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)
         rewards.server._opener.cache_clear()  # it may have looked already
@@ -265,7 +265,7 @@ def test_images_do_not_pass_a_proxy_in_plain(judge, monkeypatch):
         b'{"choices": [1], "usage": {"prompt_tokens": Infinity}}',
     ],
 )
-def test_an_answer_of_another_form_is_no_verdict_and_nothing_else(monkeypatch, body):
+def test_a_malformed_answer_has_no_verdict(monkeypatch, body):
     monkeypatch.setattr(endpoint, "post", lambda *_: body)
     judge = VlmScorer("http://localhost:1/v1", "m")
     with pytest.raises(endpoint.NoVerdict, match="is not a chat completion"):

@@ -35,7 +35,7 @@ def scorer(judge: Judge, **more: object) -> VlmRankScorer:
     return made
 
 
-def test_a_list_of_all_gives_the_whole_order(judge):
+def test_one_list_of_all_images_gives_the_full_order(judge):
     """One request; the order of the images in it is not that in which they came."""
     found = scorer(judge, size=COUNT, rounds=1)(IMAGES, PROMPTS, METADATA)
     assert found.dtype == np.float32 and np.argsort(found).tolist() == list(range(COUNT))
@@ -48,7 +48,7 @@ def test_a_list_of_all_gives_the_whole_order(judge):
     assert (schema["minItems"], schema["items"]["maximum"]) == (COUNT, COUNT)
 
 
-def test_the_image_to_edit_stands_before_the_list(judge):
+def test_the_source_image_precedes_the_list(judge):
     source = np.full((3, 6, 6), 77, np.uint8)
     found = scorer(judge, size=COUNT, rounds=1)(IMAGES, PROMPTS, [{"image": source}] * COUNT)
     assert np.argsort(found).tolist() == list(range(COUNT))
@@ -57,7 +57,7 @@ def test_the_image_to_edit_stands_before_the_list(judge):
     assert pixels(content[1]).mean() == 77
 
 
-def test_short_lists_over_rounds(judge):
+def test_short_lists_cover_all_images_over_rounds(judge):
     made = scorer(judge, size=3, rounds=4)
     found = made(IMAGES, PROMPTS, METADATA)
     assert len(judge.requests) == 3 * 4
@@ -105,7 +105,7 @@ def test_neither_the_order_of_the_images_nor_a_retry_changes_a_score(judge):
         ('{"ranking": 1}', "ranking of 3 images is 1"),
     ],
 )
-def test_what_is_no_ranking_is_a_failure(judge, text, said):
+def test_an_invalid_ranking_is_a_failure(judge, text, said):
     judge.answers = [text]
     with pytest.raises(ScorerError, match=said):
         scorer(judge, size=3, rounds=1)(IMAGES[:3], PROMPTS[:3], METADATA[:3])
@@ -142,7 +142,7 @@ def test_settings_are_checked(settings, said):
         check_settings(ScorerConfig(name="vlm_rank", per="prompt", settings=given))
 
 
-def test_what_compares_must_be_given_all_images_of_a_prompt():
+def test_comparing_scorers_need_all_images_of_a_prompt():
     settings = {"url": "http://localhost:1/v1", "model": "m"}
     with pytest.raises(ScorerSetupError, match="it compares images of a prompt: set per = 'prompt"):
         check_settings(ScorerConfig(name="vlm_rank", settings=settings))
@@ -152,7 +152,7 @@ def test_what_compares_must_be_given_all_images_of_a_prompt():
         check_settings(ScorerConfig(name="http", per=per, settings={"url": settings["url"]}))
 
 
-def test_held_out_images_need_a_scorer_that_does_not_compare():
+def test_held_out_images_need_a_non_comparing_scorer():
     ranks, plain = {"name": "vlm_rank", "per": "prompt"}, {"name": "jpeg_compressibility"}
     for others in ([], [plain | {"weight": 0.0}], [plain | {"required": False}]):
         with pytest.raises(ValueError, match="held-out images have no reward"):
