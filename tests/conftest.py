@@ -121,13 +121,13 @@ def ray_here(tiny_sd3_dir, tmp_path_factory) -> Iterator[None]:
     from tests.cluster.runs import tiny_config
 
     template.start(tiny_config(tiny_sd3_dir, tmp_path_factory.mktemp("template"), "template"))
-    asked = services.get_node
+    requested = services.get_node
 
     def patiently(*arguments: object) -> object:
         deadline = time.monotonic() + START_S
         while True:
             try:
-                return asked(*arguments)
+                return requested(*arguments)
             except RuntimeError:
                 if time.monotonic() > deadline:
                     raise

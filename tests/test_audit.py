@@ -16,7 +16,7 @@ def index():
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
-            asked.extend(queries)
+            requested.extend(queries)
             rows = [{"vulns": [{"id": "PYSEC-1"}, {"id": "GHSA-2"}]}, *[{}] * (len(queries) - 1)]
             self.send_response(200)
             self.end_headers()
@@ -25,9 +25,9 @@ def index():
         def log_message(self, *_):
             pass
 
-    asked: list = []
+    requested: list = []
     server = HTTPServer(("127.0.0.1", 0), Handler)
-    server.asked = asked
+    server.requested = requested
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
     yield server
     server.shutdown()
@@ -39,9 +39,12 @@ def test_known_vulnerabilities_are_listed(index, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(audit, "CONSTRAINTS", tmp_path / "constraints.txt")
     assert audit.main(["--index", f"http://127.0.0.1:{index.server_address[1]}"]) == 1
     out = capsys.readouterr().out
-    assert "2 packages are pinned, 1 are installed in another version" in out
-    assert "numpy 0.1: PYSEC-1, GHSA-2" in out and "constraints.txt says 0.1+cpu" in out
-    assert index.asked[0] == {"package": {"name": "numpy", "ecosystem": "PyPI"}, "version": "0.1"}
+    assert "2 packages are pinned, 1 of them are installed in another version" in out
+    assert "numpy 0.1: PYSEC-1, GHSA-2" in out and "constraints.txt pins 0.1+cpu" in out
+    assert index.requested[0] == {
+        "package": {"name": "numpy", "ecosystem": "PyPI"},
+        "version": "0.1",
+    }
 
 
 def test_an_unreachable_index_is_reported(capsys):
@@ -50,8 +53,8 @@ def test_an_unreachable_index_is_reported(capsys):
 
 
 def test_installed_versions_equal_pinned_ones():
-    wanted = audit.pinned(audit.CONSTRAINTS.read_text())
-    assert len(wanted) > 50 and audit.version_mismatches(wanted) == []
+    expected = audit.pinned(audit.CONSTRAINTS.read_text())
+    assert len(expected) > 50 and audit.version_mismatches(expected) == []
 
 
 def test_a_changed_installed_file_is_found(tmp_path, monkeypatch):

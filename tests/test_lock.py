@@ -17,9 +17,9 @@ A, B, C = (letter * 64 for letter in "abc")
 def test_every_pinned_version_is_locked_once_with_hashes():
     found = [key for packages in FILES.values() for key in packages]
     constraints = pinned((ROOT / "constraints.txt").read_text())
-    wanted = {(re.sub(r"[-_.]+", "-", name).lower(), at) for name, at in constraints.items()}
+    expected = {(re.sub(r"[-_.]+", "-", name).lower(), at) for name, at in constraints.items()}
     assert len(found) == len(set(found))
-    assert set(found) - set(FILES["cuda.txt"]) == wanted
+    assert set(found) - set(FILES["cuda.txt"]) == expected
     assert all(hashes for packages in FILES.values() for hashes in packages.values())
 
 

@@ -100,8 +100,8 @@ def test_every_data_file_is_declared():
 def test_the_wheel_contains_exactly_the_files_of_the_packages(wheel: Path):
     names = zipfile.ZipFile(wheel).namelist()
     held = {name for name in names if ".dist-info/" not in name}
-    wanted = {name for name in tracked() if name.split("/")[0] in PACKAGES}
-    assert held == wanted - LEFT_OUT
+    expected = {name for name in tracked() if name.split("/")[0] in PACKAGES}
+    assert held == expected - LEFT_OUT
     assert {f"{package}/py.typed" for package in PACKAGES} <= held
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 

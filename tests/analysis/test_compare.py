@@ -131,12 +131,12 @@ def test_misleading_comparisons_get_remarks(tmp_path):
         ("d", "d", "no such pair", []),
     ]
     results = summarise(cells, "a")
-    said = "\n".join(remarks(results, "a"))
-    assert "d: refused: no such pair" in said
-    assert "b, seed 1: excluded: failed: said so" in said
-    assert "numbers of updates differ: a 2; b 1; c 2" in said
-    assert "c: its evaluation before training differs from the baseline's" in said
-    assert "b: its evaluation" not in said
+    message = "\n".join(remarks(results, "a"))
+    assert "d: refused: no such pair" in message
+    assert "b, seed 1: excluded: failed: said so" in message
+    assert "numbers of updates differ: a 2; b 1; c 2" in message
+    assert "c: its evaluation before training differs from the baseline's" in message
+    assert "b: its evaluation" not in message
     assert results[1].against[REWARD].count == 1 and tables(results, "a")[0].rows[1][1] == "1 of 2"
     none = summarise([("a", "a", None, [run("z", 0, [-0.1, -0.2])])], "a")
     assert remarks(none, "a") == [

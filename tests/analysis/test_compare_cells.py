@@ -82,7 +82,7 @@ def test_pools_too_small_for_the_selection_are_refused_cell_by_cell():
 
 
 @pytest.mark.parametrize(
-    ("request_", "said"),
+    ("request_", "message"),
     [
         (Request("quickstart", arms=("solrl",)), "--arms solrl: one of"),
         (Request("quickstart", arms=("sol_rl", "sol_rl")), "given twice"),
@@ -103,10 +103,10 @@ def test_pools_too_small_for_the_selection_are_refused_cell_by_cell():
         (Request("quickstart", vary=(f"explore.steps={'[' * 9999}",)), "explore.steps = [[[["),
     ],
 )
-def test_invalid_comparisons_are_refused_before_anything_starts(request_, said):
+def test_invalid_comparisons_are_refused_before_anything_starts(request_, message):
     with pytest.raises(ConfigError) as error:
         read_comparison(request_)
-    assert said in error.value.lines[0]
+    assert message in error.value.lines[0]
 
 
 def test_another_objective_does_not_inherit_settings(tmp_path):

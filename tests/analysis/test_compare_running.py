@@ -53,10 +53,10 @@ ALL = ["sol_rl-seed0", "diffusionnft-seed0", "sol_rl-seed1", "diffusionnft-seed1
 
 def test_every_cell_is_run_with_every_seed_and_only_once(out, capsys):
     assert compare(out) == 0
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     assert calls(out) == ALL  # cells change fastest
-    assert "[4/4] diffusionnft, seed 1: held-out reward 0.5100 -> 0.5400" in said
-    assert "| sol_rl       |         2 | 0.5350 ± 0.0050 (+0.0300 ± 0.0000) |" in said
+    assert "[4/4] diffusionnft, seed 1: held-out reward 0.5100 -> 0.5400" in message
+    assert "| sol_rl       |         2 | 0.5350 ± 0.0050 (+0.0300 ± 0.0000) |" in message
     config = json.loads((out / "diffusionnft-seed1" / "config.json").read_text())["config"]
     assert (config["arm"], config["seed"], config["iterations"], config["name"]) == (
         "diffusionnft",
@@ -188,7 +188,7 @@ def test_two_real_cells_are_trained_and_compared(tmp_path, tiny_sd3_dir):
     """
     file = write_toml(tiny_config(tiny_sd3_dir, tmp_path, "tiny", evaluate__every=1), tmp_path)
     out = tmp_path / "out"
-    code, said, errors = finish(
+    code, message, errors = finish(
         start(
             "compare",
             str(file),
@@ -201,7 +201,7 @@ def test_two_real_cells_are_trained_and_compared(tmp_path, tiny_sd3_dir):
         ),
         seconds=1500,
     )
-    assert code == 0, errors + said
+    assert code == 0, errors + message
     cells = {cell["name"]: cell for cell in json.loads((out / "compare.json").read_text())["cells"]}
     assert set(cells) == {"sol_rl", "diffusionnft"}
     starts = {cell["runs"][0]["scores"]["reward/eval_mean"][0][2] for cell in cells.values()}

@@ -40,14 +40,14 @@ def config(tiny_sd3_dir, tmp_path):
 
 
 def test_full_precision_at_full_steps_is_the_truth_itself(config, tmp_path):
-    said: list[str] = []
+    message: list[str] = []
     out = tmp_path / "out"
     steps = (1, config.regenerate.steps)
     lines = run(
         config,
         Measurement(2, NOISES, steps, ("emulated_nvfp4", "fp32"), threads=1),
         out,
-        said.append,
+        message.append,
     )
     summary = json.loads((out / "fidelity.json").read_text())
     raw = json.loads((out / "rewards.json").read_text())
@@ -59,15 +59,15 @@ def test_full_precision_at_full_steps_is_the_truth_itself(config, tmp_path):
     # a random ranking of 24 seeds has a tau of standard error 0.145 (0.10 over two prompts); NVFP4
     # at full steps is no lottery
     assert 0.3 < rows["emulated_nvfp4", steps[1]]["kendall_tau"]["mean"] < 1
-    assert len(said) == 5 and said[0].startswith("truth: 48 images")
+    assert len(message) == 5 and message[0].startswith("truth: 48 images")
     assert any(re.match(r"\| fp32, 3 steps +\| 1\.000 \[1\.000, 1\.000\]", line) for line in lines)
     ET.fromstring((out / "density.svg").read_text())
 
 
 def test_the_same_command_twice_gives_the_same_numbers(config, tmp_path):
-    wanted = Measurement(2, NOISES, (2,), ("emulated_nvfp4",), threads=1)
+    expected = Measurement(2, NOISES, (2,), ("emulated_nvfp4",), threads=1)
     for name in ("a", "b"):
-        run(config, wanted, tmp_path / name, lambda text: None)
+        run(config, expected, tmp_path / name, lambda text: None)
     assert (tmp_path / "a" / "rewards.json").read_text() == (
         tmp_path / "b" / "rewards.json"
     ).read_text()
@@ -123,7 +123,7 @@ def test_a_trained_policy_is_measured_with_its_own_weights(config, tmp_path, cap
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["fidelity"], "--run DIR"),
         (["fidelity", "quickstart", "--run", "x"], "--run DIR"),
@@ -135,27 +135,27 @@ def test_a_trained_policy_is_measured_with_its_own_weights(config, tmp_path, cap
         ),
     ],
 )
-def test_a_wrong_command_is_one_line(arguments, said, capsys, tmp_path, monkeypatch):
+def test_a_wrong_command_is_one_line(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and said in lines[0]
+    assert len(lines) == 1 and message in lines[0]
     assert not list(tmp_path.iterdir())
 
 
 def test_the_backend_chosen_by_auto_is_named(monkeypatch):
     monkeypatch.setattr("analysis.measuring.device", lambda: torch.device("cpu"))
-    said: list[str] = []
-    assert list(backends(("auto", "fp8", "emulated_nvfp4"), said.append)) == [
+    message: list[str] = []
+    assert list(backends(("auto", "fp8", "emulated_nvfp4"), message.append)) == [
         "emulated_nvfp4",
         "fp8",
     ]
-    (line,) = said
+    (line,) = message
     assert line.startswith("emulated_nvfp4 (auto: there is no NVFP4 kernel for cpu")
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("model.path='/no/such'", "no directory '/no/such'"),
         ("model.family='flux'", "but family 'flux' is a FluxPipeline"),
@@ -166,7 +166,7 @@ def test_the_backend_chosen_by_auto_is_named(monkeypatch):
         ("explore.modules_to_not_convert=['*.nothing']", "'*.nothing' matches no module"),
     ],
 )
-def test_an_invalid_model_is_one_line_before_loading(config, tmp_path, capsys, override, said):
+def test_an_invalid_model_is_one_line_before_loading(config, tmp_path, capsys, override, message):
     file = write_toml(config, tmp_path)
     assert (
         main(
@@ -186,7 +186,7 @@ def test_an_invalid_model_is_one_line_before_loading(config, tmp_path, capsys, o
         == 2
     )
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert said in line and not (tmp_path / "o").exists()
+    assert message in line and not (tmp_path / "o").exists()
 
 
 def test_only_prompts_with_missing_rewards_cause_a_warning():

@@ -55,10 +55,10 @@ def test_a_changed_prompt_file_is_refused_before_anything_starts(
     RunDirectory.of(config).create(config)
     (files / name).write_text("a hen\na fox\n")
     assert main(["train", str(write_toml(config, files)), "--resume"]) == 2
-    said = capsys.readouterr().err
-    assert f"--resume: prompts.{key} = '{name}' changed since" in said and said.count("\n") == 1, (
-        said
-    )
+    message = capsys.readouterr().err
+    assert (
+        f"--resume: prompts.{key} = '{name}' changed since" in message and message.count("\n") == 1
+    ), message
 
 
 def test_runs_with_equal_or_unknown_prompts_continue(files):

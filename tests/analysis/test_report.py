@@ -29,7 +29,7 @@ def page(run: Path) -> Page:
 
 
 def test_the_headline_has_the_result_with_its_errors(page: Page):
-    for said in (
+    for message in (
         "quickstart",
         "finished",
         "0.667",
@@ -44,7 +44,7 @@ def test_the_headline_has_the_result_with_its_errors(page: Page):
         "Arm sol_rl: 96 seeds per prompt explored in emulated_nvfp4 at 6 steps, 24 regenerated in"
         " fp32 at 10 steps",
     ):
-        assert said in page.text, said
+        assert message in page.text, message
 
 
 def test_every_image_is_in_the_page_byte_for_byte_with_its_caption(run: Path, page: Page):
@@ -105,7 +105,7 @@ def test_markup_in_the_data_stays_text(tmp_path: Path):
         (image["src"] or "").startswith("data:image/png;base64,") for image in page.all("img")
     )
     assert not any(key.startswith("on") for _, attributes in page.tags for key in attributes)
-    for said in (
+    for message in (
         '<script>alert("name")</script>',
         "<i>torch",
         "<svg onload=1>",
@@ -113,7 +113,7 @@ def test_markup_in_the_data_stays_text(tmp_path: Path):
         "a red <circle>",
         "two <b>purple</b> & orange",
     ):
-        assert said in page.text, said
+        assert message in page.text, message
 
 
 def test_nothing_is_loaded_from_anywhere(run: Path, page: Page):
@@ -173,7 +173,7 @@ def test_times_add_up(run: Path, page: Page):
 
 
 def test_actors_have_lanes_and_their_events_are_listed(page: Page):
-    for said in (
+    for message in (
         "6 started",
         "2 died",
         "2 replaced",
@@ -184,7 +184,7 @@ def test_actors_have_lanes_and_their_events_are_listed(page: Page):
         "no answer for 900 s: counts as hung",
         "ChunkKey(7, 2, 1, 7)",
     ):
-        assert said in page.text, said
+        assert message in page.text, message
     marks = [
         attributes
         for attributes in page.all("span")
@@ -196,7 +196,7 @@ def test_actors_have_lanes_and_their_events_are_listed(page: Page):
 
 
 def test_configuration_versions_and_quantization_are_there(page: Page):
-    for said in (
+    for message in (
         '"pool_size": 96',
         '"lr": 0.0015',
         "2.13.0+cpu",
@@ -204,7 +204,7 @@ def test_configuration_versions_and_quantization_are_there(page: Page):
         "linear layer of a block",
         "last layer",
     ):
-        assert said in page.text, said
+        assert message in page.text, message
 
 
 def test_the_same_run_gives_the_same_page(run: Path):

@@ -26,14 +26,14 @@ def test_a_run_that_failed_says_why(tmp_path: Path):
 
 def test_a_run_without_iterations_says_so(tmp_path: Path):
     page = page_of(write_run(tmp_path / "r", iterations=0, ending=None))
-    for said in (
+    for message in (
         "No iteration has ended, so there are no curves yet.",
         "no end recorded",
         "0 of 20",
         "The evaluation after training is still to come.",
         "The images after training are still to come.",
     ):
-        assert said in page.text, said
+        assert message in page.text, message
     assert len(page.all("img")) == len(PROMPTS) * 4
 
 
@@ -53,14 +53,14 @@ def test_a_report_of_an_active_run(tmp_path: Path):
 def test_a_report_with_only_a_configuration(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"config": {"name": "early"}}')
     page = page_of(tmp_path)
-    for said in (
+    for message in (
         "early",
         "Held-out prompts have not been scored yet.",
         "No rewards have been recorded yet.",
         "No events were recorded.",
         "No images have been made yet.",
     ):
-        assert said in page.text, said
+        assert message in page.text, message
 
 
 def test_a_report_without_configuration_and_with_damaged_lines(tmp_path: Path):

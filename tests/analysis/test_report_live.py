@@ -96,12 +96,12 @@ def test_best_and_worst_with_their_rewards(tmp_path: Path):
     at = page.text.index("Iteration 9 ")
     assert at < page.text.index("Iteration 4 ") < page.text.index("Iteration 1 ")
     first = page.text[at : page.text.index("Iteration 4 ")]
-    said = (
+    message = (
         "two <b>dots</b> best explored 0.750 seed 5 (regenerated: 0.500)"
         " regenerated 0.875 seed 2 (explored: 0.625)"
         " worst explored 0.250 seed 1 regenerated 0.188 seed 1"
     )
-    assert " ".join(first.split()).removeprefix("Iteration 9 ") == said
+    assert " ".join(first.split()).removeprefix("Iteration 9 ") == message
     assert "3 of 9 iterations" in page.text
     shown = [found for found in page.all("img") if "dots" in str(found["alt"])]
     assert [str(found["src"])[:15] for found in shown[:4]] == 3 * ["data:image/png;"] + [

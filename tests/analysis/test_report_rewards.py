@@ -97,7 +97,7 @@ def test_a_change_within_two_standard_errors_is_not_significant():
 
 
 @pytest.mark.parametrize(
-    ("evaluated", "gain", "said"),
+    ("evaluated", "gain", "message"),
     [
         (
             UP,
@@ -117,7 +117,7 @@ def test_a_change_within_two_standard_errors_is_not_significant():
     ],
 )
 def test_the_held_out_scorer_has_a_conclusion(
-    tmp_path: Path, evaluated: Any, gain: float, said: str
+    tmp_path: Path, evaluated: Any, gain: float, message: str
 ):
     run = read_run(
         learned(
@@ -128,7 +128,7 @@ def test_the_held_out_scorer_has_a_conclusion(
         )
     )
     (found,) = verdicts(run, scores_of(run))
-    assert found.endswith(said)
+    assert found.endswith(message)
 
 
 def test_a_rise_at_the_expense_of_another_scorer_is_reported(tmp_path: Path):

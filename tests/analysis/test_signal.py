@@ -25,7 +25,7 @@ def config(tiny_sd3_dir, tmp_path):
     return tiny_config(tiny_sd3_dir, tmp_path, "signal", explore__pool_size=6, selection__keep=2)
 
 
-def wanted(config, **more) -> Measurement:
+def expected(config, **more) -> Measurement:
     settings = {"backends": ("emulated_nvfp4",), "steps": (1,), "prompts": 1, "batches": 3}
     settings |= {"pools": (2, 6), "threads": 1}
     return Measurement(objectives_of(config, OBJECTIVES), **settings | more)
@@ -35,9 +35,9 @@ def test_every_objective_is_measured_once_per_selection(config, tmp_path, monkey
     """Three objectives, of which one has nothing to select: five rows; the second time nothing is
     made, with one rule more only that one.
     """
-    said: list[str] = []
+    message: list[str] = []
     out = tmp_path / "out"
-    lines = run(config, wanted(config), out, said.append)
+    lines = run(config, expected(config), out, message.append)
     rows = json.loads((out / "signal.json").read_text())["rows"]
     assert [(row["objective"], row["pool"], row["rule"]) for row in rows] == [
         (OBJECTIVES[0], 2, None),
@@ -47,16 +47,16 @@ def test_every_objective_is_measured_once_per_selection(config, tmp_path, monkey
         (OBJECTIVES[2], 2, None),
     ]
     assert all(-1 <= row["cosine"] <= 1 and row["grad_norm"] > 0 for row in rows)
-    assert f"{OBJECTIVES[2]}: one noise per prompt, so nothing can be selected: skipped" in said
+    assert f"{OBJECTIVES[2]}: one noise per prompt, so nothing can be selected: skipped" in message
     assert any("2 unselected" in line for line in lines)
     ET.fromstring((out / "signal.svg").read_text())
     monkeypatch.setattr(
         explore_rewards.ExploreRewards, "_explore", lambda *_: pytest.fail("explored again")
     )
     before = (out / "signal.json").read_text()
-    run(config, wanted(config), out, said.append)
+    run(config, expected(config), out, message.append)
     assert (out / "signal.json").read_text() == before
-    run(config, wanted(config, rules=("random",)), out, said.append)
+    run(config, expected(config, rules=("random",)), out, message.append)
     rows = json.loads((out / "signal.json").read_text())["rows"]
     assert [row["rule"] for row in rows[5:]] == ["random", "random"]
 
@@ -65,7 +65,7 @@ def test_batches_are_the_first_iterations_of_a_run(config, tmp_path):
     """The seeds of ``Exploration.seeds``, and their first ones where nothing is explored."""
     from policy.sampling.noise import stream_seed
 
-    settings = wanted(config)
+    settings = expected(config)
     measuring = measure.GradientMeasurement(config, settings, [], tmp_path, print)
     batch = measuring.batches[2]
     assert measuring._seeds(batch, 0, measure.Choice(2, 2), config)[1] == [
@@ -81,7 +81,7 @@ def test_with_shared_noise_explored_paths_are_selected(config, tmp_path):
         config, ["flow_grpo,shared_noise=true,explore.paths=true", "diffusion_nft"]
     )
     steps = config.regenerate.steps
-    settings = wanted(config, backends=("fp32",), steps=(steps,), pools=(6,))
+    settings = expected(config, backends=("fp32",), steps=(steps,), pools=(6,))
     measuring = measure.GradientMeasurement(
         config, settings, list(backends(("fp32",)).values()), tmp_path, print
     )
@@ -108,7 +108,7 @@ def test_the_chart_has_negative_and_positive_bars():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--batches", "2"], "--batches 2: at least 3"),
         (["--pools", "1"], "--pools 1: selection.keep = 2 seeds are to be selected from it"),
@@ -119,11 +119,11 @@ def test_the_chart_has_negative_and_positive_bars():
         (["--backends", "fp3"], "--backends"),
     ],
 )
-def test_invalid_measurements_are_one_line(config, tmp_path, capsys, options, said):
+def test_invalid_measurements_are_one_line(config, tmp_path, capsys, options, message):
     file = write_toml(config, tmp_path)
     assert main(["signal", str(file), "--out", str(tmp_path / "out"), *options]) == 2
     error = capsys.readouterr().err.strip()
-    assert said in error and "\n" not in error
+    assert message in error and "\n" not in error
 
 
 def test_a_broken_file_is_named(tmp_path):

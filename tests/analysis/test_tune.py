@@ -65,8 +65,8 @@ def test_costs_and_signals_of_known_measurements():
         truth, {kind: truth, early: truth}, {kind: 0.010, early: 0.008}, 0.030, 0.020
     )
     config = load("quickstart")
-    wanted = TuneOptions(prune=(4,))
-    first, second, pruned = make_rows(found, {own: config, less: config}, own, wanted, 0)
+    expected = TuneOptions(prune=(4,))
+    first, second, pruned = make_rows(found, {own: config, less: config}, own, expected, 0)
     whole = 96 * 0.010 + 24 * 0.050
     assert first.cost == 1 and second.cost == pytest.approx((48 * 0.010 + 1.2) / whole)
     assert pruned.cost == pytest.approx((96 * (0.008 + 0.003) + 1.2) / whole)
@@ -150,7 +150,7 @@ def test_the_command_writes_a_configuration_that_loads(tiny_sd3_dir, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--budget", "0"], "--budget 0: must be above 0"),
         (["--ratio", "0.5"], "--ratio 0.5: expected at least 1"),
@@ -174,7 +174,7 @@ def test_the_command_writes_a_configuration_that_loads(tiny_sd3_dir, tmp_path, c
         ),
     ],
 )
-def test_a_wrong_command_is_one_line(arguments, said, capsys, tmp_path):
+def test_a_wrong_command_is_one_line(arguments, message, capsys, tmp_path):
     assert main(["tune", "quickstart", *arguments, "--out", str(tmp_path / "o")]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert said in line and not (tmp_path / "o").exists()
+    assert message in line and not (tmp_path / "o").exists()

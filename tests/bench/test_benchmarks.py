@@ -106,7 +106,7 @@ def test_a_benchmark_gives_its_ratios(request, options, name):
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "count", "available", "store", "said"),
+    ("nbytes", "count", "available", "store", "message"),
     [
         (
             10**9,
@@ -125,8 +125,8 @@ def test_a_benchmark_gives_its_ratios(request, options, name):
         ),
     ],
 )
-def test_too_large_broadcasts_are_skipped_with_the_reason(nbytes, count, available, store, said):
-    assert no_room(nbytes, count, available, store) == said
+def test_too_large_broadcasts_are_skipped_with_the_reason(nbytes, count, available, store, message):
+    assert no_room(nbytes, count, available, store) == message
 
 
 def test_a_plain_process_has_the_threads_of_all_replicas(tiny_sd3_dir, tmp_path):
@@ -239,7 +239,7 @@ def test_a_wrong_configuration_is_one_line(capsys):
 
 def test_processes_of_a_run_by_name():
     ray = "/lib/python3.11/site-packages/ray/"
-    told = {
+    recorded = {
         "driver": (["python", "-m", "cluster"], True),
         "template": (["python", "-c", "from cluster.runtime.template import main; main()"], False),
         "LearnerActor": (["ray::LearnerActor.generate"], False),
@@ -247,4 +247,6 @@ def test_processes_of_a_run_by_name():
         "gcs_server": ([f"{ray}core/src/ray/gcs/gcs_server", f"--log={ray}logs"], False),
         "log_monitor.py": (["python", "-u", f"{ray}_private/log_monitor.py", "--x"], False),
     }
-    assert {name: _name(*given) for name, given in told.items()} == {name: name for name in told}
+    assert {name: _name(*given) for name, given in recorded.items()} == {
+        name: name for name in recorded
+    }

@@ -69,7 +69,7 @@ def test_a_small_model_runs_in_every_precision_of_a_cpu(name):
     torch.cuda.is_available(), reason="a GPU runs other backends, and compiles with Triton"
 )
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--backends", "te_nvfp4"], "--backends: 'te_nvfp4' does not run on cpu here"),
         (
@@ -81,12 +81,12 @@ def test_a_small_model_runs_in_every_precision_of_a_cpu(name):
         ),
     ],
 )
-def test_unsupported_measurements_are_one_line(arguments, said, capsys, monkeypatch):
+def test_unsupported_measurements_are_one_line(arguments, message, capsys, monkeypatch):
     """Nothing else is measured in its place."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert bench_main(["explorer", *arguments]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith(said)
+    assert line.startswith(message)
 
 
 def test_survival_of_known_updates():

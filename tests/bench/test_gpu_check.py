@@ -70,12 +70,12 @@ def checked(tmp_path_factory) -> tuple[Path, str]:
     """(where results are, what was printed) of all sections without a GPU, here; iterations of the
     families of the paper and of one of clips.
     """
-    out, said = tmp_path_factory.mktemp("check"), io.StringIO()
-    with contextlib.redirect_stdout(said), mock.patch.object(iteration, "NEWER", CLIPS):
+    out, message = tmp_path_factory.mktemp("check"), io.StringIO()
+    with contextlib.redirect_stdout(message), mock.patch.object(iteration, "NEWER", CLIPS):
         command.write(
             Results(command.machine(), False, [outcome_of(name) for name in SECTIONS]), out
         )
-    return out, said.getvalue()
+    return out, message.getvalue()
 
 
 def outcome_of(name: str) -> Outcome:
@@ -140,11 +140,11 @@ def test_iterations_of_the_newer_families_without_a_gpu():
 
 
 def test_the_tables_and_the_page_contain_all_findings(checked):
-    out, said = checked
+    out, message = checked
     page = (out / "gpu.html").read_text()
     for section in SECTIONS.values():
         assert section.title in page
-        assert section.title in said or section is SECTIONS["tests"]
+        assert section.title in message or section is SECTIONS["tests"]
     assert "<svg" in page and page.count("not checkable here") >= len(CLAIMS)
 
 
@@ -166,7 +166,7 @@ def results(gpu: str, capability: str, *findings: tuple[str, Finding]) -> Result
     return Results({"gpu": gpu, "capability": capability}, True, list(outcomes.values()))
 
 
-def said(found: Results, start: str) -> str:
+def message(found: Results, start: str) -> str:
     (check,) = (check for text, check in CLAIMS.items() if text.startswith(start))
     return verdict(found, check).said
 
@@ -186,14 +186,14 @@ def step(speed: float, form: str = "by kernels", **beside: float) -> tuple[str, 
 )
 def test_the_goal_of_a_step_is_checked(gpu, speed, verdict_):
     found = results(gpu, "9.0", step(1.1, "packed by torch", bound=1.67), step(speed, bound=1.67))
-    assert said(found, "on H200") == verdict_
+    assert message(found, "on H200") == verdict_
 
 
 def test_predictions_are_compared_with_measurements():
     good, bad = (step(speed, predicted=1.0) for speed in (1.14, 1.16))
-    assert said(results("NVIDIA H100", "9.0", good), "the predicted seconds") == "confirmed"
-    assert said(results("NVIDIA H100", "9.0", good, bad), "the predicted seconds") == "refuted"
-    assert said(results("NVIDIA H100", "9.0"), "the predicted seconds") == "not checkable here"
+    assert message(results("NVIDIA H100", "9.0", good), "the predicted seconds") == "confirmed"
+    assert message(results("NVIDIA H100", "9.0", good, bad), "the predicted seconds") == "refuted"
+    assert message(results("NVIDIA H100", "9.0"), "the predicted seconds") == "not checkable here"
 
 
 @pytest.mark.parametrize(
@@ -204,16 +204,16 @@ def test_tests_settle_claims_on_their_gpu(capability, failed, verdict_):
     file = "tests/policy/test_nvfp4_hardware.py"
     ran = Finding(file, failed, "failed", {"file": file}, {"passed": 30.0}, "test_a")
     found = results("NVIDIA B300", capability, ("tests", ran))
-    assert said(found, "`torch_nvfp4` layers") == verdict_
+    assert message(found, "`torch_nvfp4` layers") == verdict_
 
 
 def test_bits_are_confirmed_by_gpus_and_refuted_by_a_cpu():
     wrong = Finding("fp8", 1e-6, "share", {"kind": "bits"})
     with_gpu = results("NVIDIA H100", "9.0", ("kernels", wrong))
-    assert said(with_gpu, "the Triton kernels") == "refuted"
-    assert said(Results({}, False, with_gpu.outcomes), "the Triton kernels") == "refuted"
+    assert message(with_gpu, "the Triton kernels") == "refuted"
+    assert message(Results({}, False, with_gpu.outcomes), "the Triton kernels") == "refuted"
     right = results("NVIDIA H100", "9.0", ("kernels", Finding("fp8", 0, "", {"kind": "bits"})))
-    assert said(Results({}, False, right.outcomes), "the Triton kernels") == "not checkable here"
+    assert message(Results({}, False, right.outcomes), "the Triton kernels") == "not checkable here"
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_bits_are_confirmed_by_gpus_and_refuted_by_a_cpu():
 def test_learner_passes_are_compared_with_their_goals(regenerating, training, verdict_):
     values = {"regenerating": regenerating, "training": training}
     found = [("lora", Finding(form, value, "x", {"form": form})) for form, value in values.items()]
-    assert said(results("NVIDIA H100", "9.0", *found), "regenerating takes") == verdict_
+    assert message(results("NVIDIA H100", "9.0", *found), "regenerating takes") == verdict_
 
 
 @pytest.mark.parametrize(
@@ -242,9 +242,9 @@ def test_moving_weights_is_compared_with_the_plan(back, left, bits, verdict_):
         for form, value in values.items()
     ]
     with_gpu = results("NVIDIA H100", "9.0", *found)
-    assert said(with_gpu, "weights that leave a GPU") == verdict_
+    assert message(with_gpu, "weights that leave a GPU") == verdict_
     without = Results({}, False, with_gpu.outcomes)
-    assert said(without, "weights that leave a GPU") == (
+    assert message(without, "weights that leave a GPU") == (
         "refuted" if bits else "not checkable here"
     )
 
@@ -255,8 +255,8 @@ def test_cheap_decoding_can_only_be_refuted_without_weights():
         ("decode", Finding("sana, BF16", value, "x FP32", {"form": "bf16"})) for value in (2.0, 0.9)
     )
     start = "decoding proxies in BF16"
-    assert said(results("NVIDIA H100", "9.0", quick), start) == "not checkable here"
-    assert said(results("NVIDIA H100", "9.0", quick, slow), start) == "refuted"
+    assert message(results("NVIDIA H100", "9.0", quick), start) == "not checkable here"
+    assert message(results("NVIDIA H100", "9.0", quick, slow), start) == "refuted"
 
 
 def test_a_family_too_large_for_one_gpu_is_skipped_with_its_bytes():
@@ -312,8 +312,8 @@ def test_unused_time_goes_to_later_sections(monkeypatch):
     for _ in running.run(["kernels", "steps", "tests"], False, 110.0):
         pass
     shares = [SECTIONS[name].share for name in ("kernels", "steps", "tests")]
-    wanted = [110 * shares[0] / sum(shares), 110 * shares[1] / sum(shares[1:]), 110.0]
-    assert given == pytest.approx(wanted, abs=1.0)  # seconds that the test itself takes
+    expected = [110 * shares[0] / sum(shares), 110 * shares[1] / sum(shares[1:]), 110.0]
+    assert given == pytest.approx(expected, abs=1.0)  # seconds that the test itself takes
     late = list(running.run(["kernels"], False, 0.0))
     assert [(each.state, each.why) for each in late] == [("cut short", "no time was left")]
 

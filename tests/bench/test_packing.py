@@ -56,8 +56,8 @@ def test_kernels_move_at_most_five_bytes_per_element():
     assert found["fp8"]["bytes_per_element"] == pytest.approx(2 + 1 + 4 / 3072, abs=1e-4)
     assert found["nvfp4"]["kernels"] == 2
     partial = (1 + 8 * 48) * 256 * 4 / (1024 * 3072)
-    wanted = 2 + 2 + 0.5 + 1 / 16 + partial + 4 / (1024 * 3072)
-    assert found["nvfp4"]["bytes_per_element"] == pytest.approx(wanted, abs=1e-4)
+    expected = 2 + 2 + 0.5 + 1 / 16 + partial + 4 / (1024 * 3072)
+    assert found["nvfp4"]["bytes_per_element"] == pytest.approx(expected, abs=1e-4)
     assert max(form["bytes_per_element"] for form in found.values()) <= 5
 
 
@@ -71,9 +71,9 @@ def test_the_cost_model_uses_the_counted_bytes():
 
 def test_the_printed_plan_contains_its_findings(capsys):
     assert main(["--json"]) == 0
-    said = capsys.readouterr().out
-    assert json.loads(said) == as_json()
+    message = capsys.readouterr().out
+    assert json.loads(message) == as_json()
     assert bench(["packing", "--json"]) == 0
-    assert capsys.readouterr().out == said
+    assert capsys.readouterr().out == message
     assert main([]) == 0
     assert "nvfp4   kernels         2" in capsys.readouterr().out

@@ -83,7 +83,7 @@ def test_the_text_says_the_same(tree, capsys):
     assert "  one importer              2" in lines
 
 
-@pytest.mark.parametrize(("count", "wanted"), [(0, 0), (1, 1), (10, 9), (11, 10), (20, 18)])
-def test_p90(count, wanted):
+@pytest.mark.parametrize(("count", "expected"), [(0, 0), (1, 1), (10, 9), (11, 10), (20, 18)])
+def test_p90(count, expected):
     """Nine tenths of 1 .. count do not exceed it, and no lesser value does."""
-    assert p90(range(1, count + 1)) == wanted
+    assert p90(range(1, count + 1)) == expected

@@ -22,7 +22,7 @@ def config_file(tmp_path, tiny_sd3_dir) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("explore.stepz=3", "did you mean 'steps'"),
         ("selection.keep=10", "10 samples cannot be kept out of explore.pool_size = 8"),
@@ -55,10 +55,10 @@ def config_file(tmp_path, tiny_sd3_dir) -> Path:
         ),
     ],
 )
-def test_bad_configuration_is_one_line_and_exit_code_2(config_file, capsys, override, said):
+def test_bad_configuration_is_one_line_and_exit_code_2(config_file, capsys, override, message):
     assert main(["train", str(config_file), "--set", override]) == 2
     errors = capsys.readouterr().err
-    assert said in errors and errors.count("\n") == 1, errors
+    assert message in errors and errors.count("\n") == 1, errors
     assert not (config_file.parent / "runs").exists()
 
 
@@ -96,10 +96,10 @@ def test_a_run_root_that_cannot_be_written(ray_here, config_file, capsys):
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("address", "message"),
     [("10.0.0.1:6379", "cannot be joined"), ("", "did not start on this machine")],
 )
-def test_a_ray_that_does_not_start_is_one_line(monkeypatch, config_file, capsys, address, said):
+def test_a_ray_that_does_not_start_is_one_line(monkeypatch, config_file, capsys, address, message):
     def late(**how):
         assert how["address"] == ("auto" if address else "local")
         raise Exception("The current node timed out during startup. This could\nhave many causes")
@@ -109,7 +109,7 @@ def test_a_ray_that_does_not_start_is_one_line(monkeypatch, config_file, capsys,
     assert main(["train", str(config_file)]) == 3
     errors = capsys.readouterr().err
     assert errors.startswith("run failed: Ray")
-    assert said in errors
+    assert message in errors
     assert "timed out during startup" in errors
     assert errors.count("\n") == 1
 

@@ -127,7 +127,7 @@ def test_a_configuration_of_another_shape(tmp_path, capsys, command, text):
 
 
 @pytest.mark.parametrize(
-    ("command", "wanted"),
+    ("command", "expected"),
     [
         (["fidelity", "--run", ""], "no readable run"),
         (["plan", "quickstart", "--from", ""], "no readable run"),
@@ -137,11 +137,11 @@ def test_a_configuration_of_another_shape(tmp_path, capsys, command, text):
         (["scale", "--rollout", "2", "--address", f"{'a' * 70}:1"], "no Ray cluster answers there"),
     ],
 )
-def test_invalid_names_are_one_line(command, wanted, capsys, monkeypatch, tmp_path):
+def test_invalid_names_are_one_line(command, expected, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     assert main(command) == 2
-    assert wanted in line(capsys)
+    assert expected in line(capsys)
 
 
 def test_a_prompt_file_with_a_zero_byte(rundir, capsys):
@@ -150,7 +150,7 @@ def test_a_prompt_file_with_a_zero_byte(rundir, capsys):
 
 
 @pytest.mark.parametrize(
-    ("settings", "wanted"),
+    ("settings", "expected"),
     [
         ([f'run_root="{"x" * 5000}"'], "File name too long: set run_root=DIR"),
         (['run_root="/etc/passwd/runs"'], "run root: /etc/passwd is not a directory"),
@@ -160,11 +160,13 @@ def test_a_prompt_file_with_a_zero_byte(rundir, capsys):
         ),
     ],
 )
-def test_the_doctor_reports_invalid_configurations(settings, wanted, capsys):
+def test_the_doctor_reports_invalid_configurations(settings, expected, capsys):
     given = [part for each in settings for part in ("--set", each)]
     assert main(["doctor", "quickstart", *given]) == 2
-    (failed,) = [said for said in capsys.readouterr().out.splitlines() if said[:6] == "failed"]
-    assert wanted in failed
+    (failed,) = [
+        message for message in capsys.readouterr().out.splitlines() if message[:6] == "failed"
+    ]
+    assert expected in failed
 
 
 def test_an_undrawable_report_is_one_line(rundir, capsys, monkeypatch):
@@ -173,8 +175,8 @@ def test_an_undrawable_report_is_one_line(rundir, capsys, monkeypatch):
 
     monkeypatch.setattr("analysis.report.page.render", defect)
     assert main(["report", str(rundir.path)]) == 2
-    said = "the report cannot be drawn from its files (KeyError: 'before')"
-    assert line(capsys) == f"{rundir.path}: {said}"
+    message = "the report cannot be drawn from its files (KeyError: 'before')"
+    assert line(capsys) == f"{rundir.path}: {message}"
 
 
 def test_an_unwritable_report_is_one_line(rundir, capsys):

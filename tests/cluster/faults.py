@@ -116,12 +116,12 @@ class FaultInjector(Progress):
                 self._listen(pool)
             event = self.session.rundir.event
 
-            def told(name: str, **fields: Any) -> None:
+            def recorded(name: str, **fields: Any) -> None:
                 event(name, **fields)
                 if name == "actor_died":
                     self._happened(RECOVERING)
 
-            self.session.rundir.event = told
+            self.session.rundir.event = recorded
 
     def iteration_started(
         self, i: int, groups: int, images: int, totals: Mapping[str, int] | None = None
@@ -137,11 +137,11 @@ class FaultInjector(Progress):
     def _listen(self, pool: Any) -> None:
         perform = pool.perform
 
-        async def told(task: Any, call: Any) -> Any:
+        async def recorded(task: Any, call: Any) -> Any:
             self._happened(call.method)
             return await perform(task, call)
 
-        pool.perform = told
+        pool.perform = recorded
 
     def _happened(self, moment: str) -> None:
         self.seen[self.now, moment] += 1
@@ -200,8 +200,8 @@ class FaultInjector(Progress):
         if fault in self.done:
             return
         self.done.append(fault)
-        told = {"kind": fault.kind, "actor": fault.actor, "way": fault.way, "why": str(fault)}
-        self.session.rundir.event("fault_injected", **told)
+        recorded = {"kind": fault.kind, "actor": fault.actor, "way": fault.way, "why": str(fault)}
+        self.session.rundir.event("fault_injected", **recorded)
         if fault.way == "scale":
             scaled = self.session.scaling.scale({"rollout": int(fault.amount)})
             self.background.append(asyncio.create_task(scaled))

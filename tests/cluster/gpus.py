@@ -54,9 +54,11 @@ async def start(node: str, scratch: Path) -> dict[str, Any]:
     settings = ["services.reward.actors=2", "services.start_deadline_s=30"]
     for kind, share in SHARES[node].items():
         settings += [f"services.{kind}.gpus={share}", f"services.{kind}.labels.home='{node}'"]
-    told: list[dict[str, Any]] = []
+    recorded: list[dict[str, Any]] = []
     config = load("quickstart", settings)
-    services = LoadingServices(config, RunDirectory(scratch), lambda name, **row: told.append(row))
+    services = LoadingServices(
+        config, RunDirectory(scratch), lambda name, **row: recorded.append(row)
+    )
     began = time.monotonic()
     try:
         await services.start()
@@ -64,7 +66,7 @@ async def start(node: str, scratch: Path) -> dict[str, Any]:
     finally:
         await services.stop()
     on: dict[str, list[float]] = {}
-    for row in told:
+    for row in recorded:
         if row["kind"] in SHARES[node]:
             on.setdefault(row["device"], []).append(SHARES[node][row["kind"]])
     return {"seconds": round(seconds, 2), "shares": {gpu: sorted(on[gpu]) for gpu in sorted(on)}}

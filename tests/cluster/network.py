@@ -150,8 +150,8 @@ class RayNodes:
         """SIGKILL to what ``ray start`` started, or to everything in the namespace but one."""
         process = self._processes.pop(name)
         if all_but is not None:
-            said = _ip("netns", "pids", self._network.namespace(name))
-            for pid in map(int, said.split()):
+            message = _ip("netns", "pids", self._network.namespace(name))
+            for pid in map(int, message.split()):
                 if pid not in (all_but, process.pid):
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)

@@ -38,7 +38,7 @@ def chosen(monkeypatch) -> dict[str, str]:
     return allocator.variables() or pytest.skip("Ray brings no jemalloc for this machine")
 
 
-def told(variables: dict[str, str]) -> tuple[str, int]:
+def recorded(variables: dict[str, str]) -> tuple[str, int]:
     run = subprocess.run(
         [sys.executable, "-c", PASSES],
         env=os.environ | variables,
@@ -54,9 +54,9 @@ def test_a_second_pass_reuses_the_pages_of_the_first(chosen):
     """The C library gives them back, so that they come again, one by one or, as a kernel with large
     pages may, up to 16 with a fault; and says its name.
     """
-    name, faults = told(chosen)
+    name, faults = recorded(chosen)
     assert name == "jemalloc" and faults < PAGES / 100
-    name, faults = told({})
+    name, faults = recorded({})
     assert name == in_use() and faults > PAGES / 16
 
 

@@ -218,8 +218,12 @@ def test_nodes_are_requested_replaced_and_released(ray_here, tiny_sd3_dir, tmp_p
         f"waiting up to {WAIT_S} s for nodes: services.rollout: 1 of 1 actors cannot be placed"
         in printed
     )
-    asked = [event["actors"] for event in job.events() if event["event"] == "nodes_asked"]
-    assert asked == [["rollout-1", "rollout-2"], ["rollout-3"], [f"rollout-{added[0]['actor']}"]]
+    requested = [event["actors"] for event in job.events() if event["event"] == "nodes_asked"]
+    assert requested == [
+        ["rollout-1", "rollout-2"],
+        ["rollout-3"],
+        [f"rollout-{added[0]['actor']}"],
+    ]
 
 
 def test_an_autoscaled_pool_grows_to_the_nodes_that_exist(ray_here, tiny_sd3_dir, tmp_path):

@@ -65,14 +65,14 @@ def test_the_grafana_dashboard_uses_only_existing_metrics():
         exported_name(key) + ("" if metric.kind == "gauge" else "_total")
         for key, metric in METRICS.items()
     }
-    asked = {
+    requested = {
         name
         for panel in board["panels"]
         for target in panel["targets"]
         for name in re.findall(r"sol_rl_\w+", target["expr"])
     }
-    assert asked <= known, asked - known
-    wanted = (
+    assert requested <= known, requested - known
+    expected = (
         "reward_train_mean",
         "explore_contrast",
         "audit_kendall_tau",
@@ -81,7 +81,7 @@ def test_the_grafana_dashboard_uses_only_existing_metrics():
         "queue_reward",
         "time_publish_s",
     )
-    assert {f"sol_rl_{name}" for name in wanted} <= asked
+    assert {f"sol_rl_{name}" for name in expected} <= requested
     source = yaml.safe_load(
         (DEPLOY / "grafana/provisioning/datasources/prometheus.yaml").read_text()
     )["datasources"][0]

@@ -39,9 +39,13 @@ class Greedy:
 def test_out_of_memory_names_the_service_and_the_settings_to_lower():
     with pytest.raises(OutOfMemoryError) as error:
         Greedy().explore(torch.OutOfMemoryError("Tried to allocate 2.00 GiB."))
-    said = str(error.value)
-    assert said.startswith("rollout explore: the GPU is out of memory: 2.00 GiB more were requ")
-    assert "lower explore.chunk_size" in said and "services.rollout" in said and "\n" not in said
+    message = str(error.value)
+    assert message.startswith("rollout explore: the GPU is out of memory: 2.00 GiB more were requ")
+    assert (
+        "lower explore.chunk_size" in message
+        and "services.rollout" in message
+        and "\n" not in message
+    )
     with pytest.raises(OutOfMemoryError, match=r"^rollout init: .* 1\.00 GiB"):
         Greedy(at_once=True)
     with pytest.raises(KeyError):
@@ -110,9 +114,9 @@ def told_threads(*args: object, **named: object) -> tuple[dict[str, int], None]:
 
 
 @pytest.mark.parametrize(
-    ("own", "weights", "wanted"), [(2, None, 2), (None, None, 3), (2, "ema", 3), (2, "base", 3)]
+    ("own", "weights", "expected"), [(2, None, 2), (None, None, 3), (2, "ema", 3), (2, "base", 3)]
 )
-def test_a_learner_uses_fewer_threads_while_rollout_actors_explore(own, weights, wanted):
+def test_a_learner_uses_fewer_threads_while_rollout_actors_explore(own, weights, expected):
     """What is held out is made while they wait, or must have the bits that it has when they do."""
     learner = LearnerActor.__new__(LearnerActor)
     learner._service = LearnerService(threads=3, regenerate_threads=own)
@@ -121,7 +125,7 @@ def test_a_learner_uses_fewer_threads_while_rollout_actors_explore(own, weights,
     before = torch.get_num_threads()
     rows = Conditioning({"text": torch.zeros(1, 1)})
     _, _, samples = learner.generate(GenerateRequest((1, 2), 2, None, weights), rows)
-    assert samples == {"threads": wanted}
+    assert samples == {"threads": expected}
     assert torch.get_num_threads() == before
 
 
@@ -141,7 +145,7 @@ class TwoReplicas:
             return Rendezvous("here", 1, 0.0)
         return None
 
-    def event(self, name: str, **told: object) -> None:
+    def event(self, name: str, **recorded: object) -> None:
         pass
 
 
@@ -185,7 +189,7 @@ def test_the_pool_ends_the_run_at_the_first_out_of_memory(monkeypatch):
         raise error
 
     monkeypatch.setattr(Sender, "attempt", lambda sender, *args: attempt(*args))
-    monkeypatch.setattr(Outcomes, "count_failure", lambda *told: counted.append(told))
+    monkeypatch.setattr(Outcomes, "count_failure", lambda *recorded: counted.append(recorded))
     failures: list[Exception] = []
     pending = SimpleNamespace(
         future=SimpleNamespace(done=lambda: False), fail=failures.append, task=None

@@ -44,9 +44,9 @@ def test_simulated_nodes_are_compared_and_the_link_is_timed(tmp_path):
     made = subprocess.run(
         [sys.executable, "-c", NODES, str(tmp_path)], capture_output=True, text=True, timeout=280
     )
-    told = json.loads(made.stdout.splitlines()[-1])
-    checks = {check["name"]: check for check in told["checks"]}
-    assert told["ok"], checks
+    recorded = json.loads(made.stdout.splitlines()[-1])
+    checks = {check["name"]: check for check in recorded["checks"]}
+    assert recorded["ok"], checks
     assert sum(name.startswith("machine") for name in checks) == 3
     assert "MB/s" in checks["bandwidth"]["found"]
     assert checks["shared directory"]["found"] == f"{tmp_path}, seen and written by 3"

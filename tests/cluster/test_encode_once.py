@@ -53,10 +53,10 @@ def test_the_encoder_ends_before_other_actors_start_and_weights_are_unchanged(
 ):
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "once", prompts__encode_once=True))
     assert outcome(run, 3) == outcome(undisturbed, 3)
-    told = [(event["event"], event.get("kind")) for event in run.events()]
-    at = told.index(("actor_removed", "encoder"))
-    started = [kind for name, kind in told[:at] if name == "actor_started"]
-    assert started == ["encoder"] and ("prompts_encoded", None) in told[at:]
+    recorded = [(event["event"], event.get("kind")) for event in run.events()]
+    at = recorded.index(("actor_removed", "encoder"))
+    started = [kind for name, kind in recorded[:at] if name == "actor_started"]
+    assert started == ["encoder"] and ("prompts_encoded", None) in recorded[at:]
     (event,) = [event for event in run.events() if event["event"] == "prompts_encoded"]
     assert event["groups"] == 4 + 2  # the prompts are the same in training and evaluation
 
@@ -68,10 +68,10 @@ class Encoding:
     """Stands for the encoder's pool: of what it makes, the first ``lost`` are ``broken``."""
 
     def __init__(self, lost: int, broken: Any = GONE):
-        self.left, self.broken, self.asked = lost, broken, 0
+        self.left, self.broken, self.requested = lost, broken, 0
 
     async def call_parts(self, task: Any, returns: int, method: Any, groups: Any) -> Any:
-        self.asked += 1
+        self.requested += 1
         found = [asyncio.get_running_loop().create_future() for _ in groups]
         for each, group in zip(found, groups, strict=True):
             if not self.left:
@@ -95,7 +95,7 @@ def filled(monkeypatch: pytest.MonkeyPatch, pool: Any) -> list[Any]:
 
 def test_conditioning_lost_with_the_encoders_node_is_encoded_again(monkeypatch):
     pool = Encoding(2)
-    assert filled(monkeypatch, pool) == [["a"], ["b"]] and pool.asked == 3
+    assert filled(monkeypatch, pool) == [["a"], ["b"]] and pool.requested == 3
 
 
 @pytest.mark.parametrize(("broken", "why"), [(GONE, "ObjectLostError: "), (None, "TimeoutError")])
@@ -147,8 +147,8 @@ def test_conditioning_lost_in_the_object_store_is_encoded_again(
     config = tiny_config(tiny_sd3_dir, tmp_path, "lost", **once)
     run = run_here(config, progress=Losing())
     assert outcome(run, 3) == outcome(undisturbed, 3)
-    told = [row["groups"] for row in run.events() if row["event"] == "prompts_encoded"]
-    assert told == [4 + 2, 4 + 2]
+    recorded = [row["groups"] for row in run.events() if row["event"] == "prompts_encoded"]
+    assert recorded == [4 + 2, 4 + 2]
     (restored,) = [row for row in run.events() if row["event"] == "learner_restored"]
     encoders = [row for row in run.events() if row.get("kind") == "encoder"]
     assert [row["event"] for row in encoders] == [

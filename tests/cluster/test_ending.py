@@ -22,9 +22,9 @@ from cluster.runtime.member import Member
 from records.errors import RunFailed
 from records.rundir import RunDirectory
 from tests.cluster.echo import Pool
+from tests.cluster.recording_learner import RecordingLearner
 from tests.cluster.runs import run_here, tiny_config
 from tests.cluster.test_learner_group import group_of
-from tests.cluster.told import Told
 
 
 def test_cleanup_continues_after_a_failure():
@@ -46,9 +46,9 @@ def test_cleanup_continues_after_a_failure():
     notes: list[str] = []
     asyncio.run(run_cleanup(ends, full, notes.append))
     assert done == ["waited for", "last"]
-    told = [("a", "no way"), ("c", "ZeroDivisionError: division by zero")]
-    assert events == [("end_failed", {"what": what, "why": why}) for what, why in told]
-    assert notes == [f"at the end of the run {what} failed: {why}" for what, why in told]
+    recorded = [("a", "no way"), ("c", "ZeroDivisionError: division by zero")]
+    assert events == [("end_failed", {"what": what, "why": why}) for what, why in recorded]
+    assert notes == [f"at the end of the run {what} failed: {why}" for what, why in recorded]
 
 
 def services_of(model: Path, root: Path, *pools: Any) -> ActorServices:
@@ -89,7 +89,9 @@ def test_replicas_end_although_one_hangs_and_stopping_another_service_fails(
         monkeypatch.setattr(other.pool, "stop", fails)
         stuck.pool._replacements.start(hangs())
         task = Task[Any](("load", "hang"))
-        update = asyncio.create_task(group.client.every_replica.call(task, Told.load, "hang"))
+        update = asyncio.create_task(
+            group.client.every_replica.call(task, RecordingLearner.load, "hang")
+        )
         while not all(member.sent for member in group.pool.members):
             await asyncio.sleep(0.01)
         with pytest.raises(OSError, match="no way"):
@@ -136,8 +138,11 @@ def test_a_failure_during_cleanup_does_not_hide_how_the_run_ended(
     with pytest.raises(RunFailed, match="why it failed"):
         run_here(config)
     run = RunDirectory.of(config)
-    told = [(row["event"], row.get("why")) for row in run.events()]
-    assert told[1:] == [("run_failed", "why it failed"), ("end_failed", "ConnectionError: gone")]
+    recorded = [(row["event"], row.get("why")) for row in run.events()]
+    assert recorded[1:] == [
+        ("run_failed", "why it failed"),
+        ("end_failed", "ConnectionError: gone"),
+    ]
     assert (run.path / "report.html").exists()
 
 
@@ -150,8 +155,8 @@ def test_a_run_finishes_although_its_report_fails(ray_here, tiny_sd3_dir, tmp_pa
     monkeypatch.setattr(Session, "_train", nothing)
     monkeypatch.setattr("cluster.driver.session.build_report", defect)
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "undrawn"))
-    told = [(row["event"], row.get("what"), row.get("why")) for row in run.events()]
-    assert told[1:] == [
+    recorded = [(row["event"], row.get("what"), row.get("why")) for row in run.events()]
+    assert recorded[1:] == [
         ("run_finished", None, None),
         ("end_failed", "report.html", "KeyError: 'before'"),
     ]
@@ -167,5 +172,5 @@ def test_an_unexpected_error_is_recorded_as_the_end_of_the_run(
     config = tiny_config(tiny_sd3_dir, tmp_path, "defect")
     with pytest.raises(KeyError):
         run_here(config)
-    (told,) = [row for row in RunDirectory.of(config).events() if row["event"] == "run_failed"]
-    assert told["why"] == "KeyError: 'rollout'"
+    (recorded,) = [row for row in RunDirectory.of(config).events() if row["event"] == "run_failed"]
+    assert recorded["why"] == "KeyError: 'rollout'"

@@ -275,8 +275,8 @@ def test_explore_ahead_can_be_compared():
     ]
     # an evaluation would hide what is explored meanwhile from the seconds of an iteration
     assert not any(cell.tree["evaluate"]["explore_meanwhile"] for cell in cells)
-    asked = Request("quickstart", overrides=("evaluate.explore_meanwhile=true",))
-    assert all(c.tree["evaluate"]["explore_meanwhile"] for c in read_comparison(asked).cells)
+    requested = Request("quickstart", overrides=("evaluate.explore_meanwhile=true",))
+    assert all(c.tree["evaluate"]["explore_meanwhile"] for c in read_comparison(requested).cells)
     comparison = read_comparison(Request("ahead"))
     assert [cell.tree.get("explore_ahead") for cell in comparison.cells] == [0, 1]
     assert len(comparison.seeds) == 3

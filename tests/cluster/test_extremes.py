@@ -35,10 +35,10 @@ class Fetched:
     """Stands for a reference: counts who asks for it."""
 
     def __init__(self, value: Any):
-        self.value, self.asked = value, 0
+        self.value, self.requested = value, 0
 
     def __await__(self) -> Any:
-        self.asked += 1
+        self.requested += 1
         if isinstance(self.value, Exception):
             raise self.value
         yield from asyncio.sleep(0).__await__()
@@ -95,7 +95,7 @@ def test_only_the_batches_of_the_two_images_are_fetched(tmp_path: Path):
         one.see(it, 1, "explored", (1,), rewards(0.4), untouched := Fetched(batch(99)))
         one.extremes.finished(it)
         await one.extremes.close()
-        assert [chunk.asked for chunk in (*chunks, untouched)] == [1, 0, 1, 0]
+        assert [chunk.requested for chunk in (*chunks, untouched)] == [1, 0, 1, 0]
         return one
 
     one = asyncio.run(go())
@@ -115,7 +115,7 @@ def test_with_zero_prompts_no_image_is_fetched_or_kept(tmp_path: Path):
         one.see(it, 0, "explored", (7, 8), rewards(0.4, 0.1), chunk := Fetched(batch(1, 2)))
         one.extremes.finished(it)
         await one.extremes.close()
-        assert chunk.asked == 0
+        assert chunk.requested == 0
         return one
 
     one = asyncio.run(go())

@@ -121,20 +121,20 @@ CLIPS = {"explore__frames": 1, "rewards__frames": 2, "model__fps": 4}
 @pytest.mark.parametrize("name", GUIDED)
 def test_newer_families_train_two_iterations(ray_here, request, tmp_path, name):
     """With guidance in every stage where the pipeline has it, as asked for here."""
-    directory, asked = request.getfixturevalue(f"tiny_{name}_dir"), GUIDED[name]
-    stages = ("explore", "regenerate", "train", "evaluate") if asked else ()
+    directory, requested = request.getfixturevalue(f"tiny_{name}_dir"), GUIDED[name]
+    stages = ("explore", "regenerate", "train", "evaluate") if requested else ()
     guidance = {f"guidance__{stage}": 3.0 for stage in stages}
-    guidance["guidance__negative_prompt"] = asked.get("negative_prompt", "")
+    guidance["guidance__negative_prompt"] = requested.get("negative_prompt", "")
     run = run_of(name, directory, tmp_path, 2, **guidance, **(CLIPS if name in VIDEO else {}))
     rows = [row for row in run.metrics() if row["kind"] == "iteration"]
     assert [row["iteration"] for row in rows] == [0, 1]
     assert all(row["rewards/failed"] == 0 for row in rows)
     assert rows[1]["weights/version"] == 2 and 0 < rows[1]["weights/codes_changed"] < 1
-    same_as_stock(name, directory, run, tmp_path / "lora", 2, **asked)
+    same_as_stock(name, directory, run, tmp_path / "lora", 2, **requested)
 
 
 def same_as_stock(
-    name: str, directory: Any, run: Any, out: Any, updates: int, **asked: Any
+    name: str, directory: Any, run: Any, out: Any, updates: int, **requested: Any
 ) -> None:
     """Evaluations drew what the stock pipeline draws, before, and with the exported LoRA."""
     config = run.configuration()
@@ -147,7 +147,7 @@ def same_as_stock(
             noise = noise_for(
                 [stream_seed(config.seed, "evaluate", p, n) for n in range(2)], family.latent_shape
             )
-            drawn = stock_call(pipe, config.model, prompt.text, noise, 3, "pil", **asked)
+            drawn = stock_call(pipe, config.model, prompt.text, noise, 3, "pil", **requested)
             images.append(as_array(drawn))
         # of clips, as of those that were kept, the frame in the middle
         images = [one[:, one.shape[1] // 2] if one.ndim == 5 else one for one in images]

@@ -243,9 +243,9 @@ def test_a_killed_driver_is_resumed_with_the_same_results(
         kill_tree(process)
     assert not (run.checkpoints / "step_000003").exists()
     began = time.time()
-    code, said = main_here("train", file, "--resume"), capsys.readouterr()
-    assert code == 0, said.err
-    assert "held-out reward after" in said.out
+    code, message = main_here("train", file, "--resume"), capsys.readouterr()
+    assert code == 0, message.err
+    assert "held-out reward after" in message.out
     assert_as_if_nothing_had_been(run, undisturbed)
     names = [event["event"] for event in run.events() if event["time"] >= began]
     assert names.count("run_resumed") == 1 and names[-1] == "run_finished"

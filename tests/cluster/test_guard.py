@@ -20,7 +20,7 @@ from tests.learner.tiny import tiny_groups, tiny_trainer
 CPU = ("emulated_nvfp4", "fp8", "bf16", "fp32")
 
 
-class Told:
+class RecordingMonitor:
     """A monitor, and what it told."""
 
     def __init__(self, finest: str = "fp32", **settings: Any):
@@ -51,75 +51,80 @@ class Told:
 
 
 def test_without_a_threshold_the_monitor_does_nothing():
-    told = Told()
-    assert told.observe(0, signs=0.0, tau=-1.0) == {}
-    assert not told.events and not told.notes
+    recorded = RecordingMonitor()
+    assert recorded.observe(0, signs=0.0, tau=-1.0) == {}
+    assert not recorded.events and not recorded.notes
 
 
 def test_the_monitor_warns_after_patience_consecutive_iterations():
-    told = Told(min_sign_agreement=0.8, patience=2)
-    below = [told.observe(i, signs=signs) for i, signs in enumerate((0.7, 0.9, 0.7, 0.6, 0.5, 0.8))]
+    recorded = RecordingMonitor(min_sign_agreement=0.8, patience=2)
+    below = [
+        recorded.observe(i, signs=signs) for i, signs in enumerate((0.7, 0.9, 0.7, 0.6, 0.5, 0.8))
+    ]
     assert [row["audit/below"] for row in below] == [1, 0, 1, 2, 1, 0]  # 0.8 itself is enough
-    assert told.events == [
+    assert recorded.events == [
         ("audit_low", {"iteration": 3, "backend": "emulated_nvfp4", "patience": 2, SIGNS: 0.6})
     ]
-    (note,) = told.notes
+    (note,) = recorded.notes
     assert "audit/sign_agreement = 0.600 is below its threshold, 2 iterations in a row" in note
-    assert told.monitor.backend is None
+    assert recorded.monitor.backend is None
 
 
 def test_either_measure_triggers_and_missing_values_do_not_count():
-    told = Told(min_sign_agreement=0.8, min_tau=0.5, random_seeds=4, patience=3)
+    recorded = RecordingMonitor(min_sign_agreement=0.8, min_tau=0.5, random_seeds=4, patience=3)
     for index, (signs, tau) in enumerate([(0.9, 0.4), (None, None), (0.7, None), (None, 0.3)]):
-        told.observe(index, signs=signs, tau=tau)
+        recorded.observe(index, signs=signs, tau=tau)
     assert [
-        (fields["iteration"], fields.get(SIGNS), fields.get(TAU)) for _, fields in told.events
+        (fields["iteration"], fields.get(SIGNS), fields.get(TAU)) for _, fields in recorded.events
     ] == [(3, None, 0.3)]
 
 
 def test_precision_increases_up_to_that_of_regeneration():
-    told = Told(finest="bf16", min_sign_agreement=1.0, patience=1, action="finer_backend")
+    recorded = RecordingMonitor(
+        finest="bf16", min_sign_agreement=1.0, patience=1, action="finer_backend"
+    )
     explored = "emulated_nvfp4"
     for index in range(4):
-        told.observe(index, signs=0.5, explored=explored)
-        explored = told.monitor.backend or explored
+        recorded.observe(index, signs=0.5, explored=explored)
+        explored = recorded.monitor.backend or explored
     moves = [
         (f["iteration"], f["before"], f["after"], f["version"])
-        for name, f in told.events
+        for name, f in recorded.events
         if name == "backend_moved"
     ]
     assert moves == [(0, "emulated_nvfp4", "fp8", 1), (1, "fp8", "bf16", 2)]
-    assert told.names.count("audit_low") == 4
-    assert "bf16 is the finest precision supported here" in told.notes[-1]
+    assert recorded.names.count("audit_low") == 4
+    assert "bf16 is the finest precision supported here" in recorded.notes[-1]
 
 
 def test_iterations_before_a_new_precision_takes_effect_are_not_counted():
     """Exploring ahead, the iteration after the decision was already explored with the coarser
     precision.
     """
-    told = Told(min_sign_agreement=1.0, patience=1, action="finer_backend")
-    told.observe(0, signs=0.5)
-    assert told.monitor.backend == "fp8"
-    assert told.observe(1, signs=0.5, newest="fp8") == {"audit/below": 0}
-    assert told.names == ["audit_low", "backend_moved"]
-    told.observe(2, signs=0.5, explored="fp8")
-    assert told.monitor.backend == "bf16"
+    recorded = RecordingMonitor(min_sign_agreement=1.0, patience=1, action="finer_backend")
+    recorded.observe(0, signs=0.5)
+    assert recorded.monitor.backend == "fp8"
+    assert recorded.observe(1, signs=0.5, newest="fp8") == {"audit/below": 0}
+    assert recorded.names == ["audit_low", "backend_moved"]
+    recorded.observe(2, signs=0.5, explored="fp8")
+    assert recorded.monitor.backend == "bf16"
 
 
 def test_a_checkpoint_restores_the_whole_state_of_the_monitor():
     """The precision of the next version and of the one before, and the count."""
-    told, other = (
-        Told(min_sign_agreement=1.0, patience=2, action="finer_backend") for _ in range(2)
+    recorded, other = (
+        RecordingMonitor(min_sign_agreement=1.0, patience=2, action="finer_backend")
+        for _ in range(2)
     )
     for index in range(3):
-        told.observe(index, signs=0.5, explored="emulated_nvfp4" if index < 2 else "fp8")
-    assert told.monitor.state == {"backend": "fp8", "backend_before": "fp8", "below": 1}
-    other.monitor.restore(told.monitor.state)
-    for each in (told, other):
+        recorded.observe(index, signs=0.5, explored="emulated_nvfp4" if index < 2 else "fp8")
+    assert recorded.monitor.state == {"backend": "fp8", "backend_before": "fp8", "below": 1}
+    other.monitor.restore(recorded.monitor.state)
+    for each in (recorded, other):
         each.observe(3, signs=0.5, explored="fp8")
     assert (
         other.monitor.state
-        == told.monitor.state
+        == recorded.monitor.state
         == {"backend": "bf16", "backend_before": "fp8", "below": 0}
     )
     other.monitor.restore({})

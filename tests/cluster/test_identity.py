@@ -121,8 +121,8 @@ def test_correct_actors_agree_bit_for_bit_and_the_check_changes_nothing(
     checked = play(config_of(tiny_sd3_dir, tmp_path), tmp_path, explorers=2, stop=2)
     assert [row["audit/identity_error"] for row in checked.rows.values()] == [0.0, 0.0]
     assert checked.files() == plain.files() and checked.chosen == plain.chosen
-    told = [e for e in checked.events if e["event"] == "identity_checked"]
-    assert sorted((e["version"], e["actor"]) for e in told) == [
+    recorded = [e for e in checked.events if e["event"] == "identity_checked"]
+    assert sorted((e["version"], e["actor"]) for e in recorded) == [
         (version, actor) for version in (0, 1, 2) for actor in (0, 1)
     ]
     assert "audit/identity_error" not in plain.rows[0]
@@ -131,8 +131,8 @@ def test_correct_actors_agree_bit_for_bit_and_the_check_changes_nothing(
 def test_versions_between_are_not_checked(tiny_sd3_dir, tmp_path):
     config = config_of(tiny_sd3_dir, tmp_path, audit__identity_every=2)
     played = play(config, tmp_path, stop=2)
-    told = [e["version"] for e in played.events if e["event"] == "identity_checked"]
-    assert told == [0, 2]
+    recorded = [e["version"] for e in played.events if e["event"] == "identity_checked"]
+    assert recorded == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,9 @@ def test_compiled_rollout_actors_are_checked_eagerly_and_compiled(
 ):
     """Nothing is fused in the graphs here, so that both have the bits of the learner."""
     played = play(config_of(tiny_sd3_dir, tmp_path, explore__compile=True), tmp_path, stop=2)
-    told = [e for e in played.events if e["event"] == "identity_checked"]
-    assert [(e["error"], e["bound"]) for e in told] == [(0.0, 0.0)] * 3
-    assert all(0 <= e["compiled_error"] < e["compiled_bound"] < 0.1 for e in told)
+    recorded = [e for e in played.events if e["event"] == "identity_checked"]
+    assert [(e["error"], e["bound"]) for e in recorded] == [(0.0, 0.0)] * 3
+    assert all(0 <= e["compiled_error"] < e["compiled_bound"] < 0.1 for e in recorded)
     assert played.files() == plain.files() and graphs
 
 
@@ -224,11 +224,11 @@ def test_another_kind_of_device_may_differ_only_by_rounding(tiny_sd3_dir, tmp_pa
 
     monkeypatch.setattr(local, "RolloutActor", Elsewhere)
     played = play(config_of(tiny_sd3_dir, tmp_path), tmp_path, stop=2)
-    told = [e for e in played.events if e["event"] == "identity_checked"]
-    assert all(0 < e["error"] <= e["bound"] for e in told)
+    recorded = [e for e in played.events if e["event"] == "identity_checked"]
+    assert all(0 < e["error"] <= e["bound"] for e in recorded)
     assert all(
         e["error"] == pytest.approx(relative_distance(b, a))
-        for e, (a, b) in zip(told, seen, strict=True)
+        for e, (a, b) in zip(recorded, seen, strict=True)
     )
 
 

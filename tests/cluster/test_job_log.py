@@ -101,7 +101,7 @@ def test_a_hanging_stream_does_not_hide_the_end_of_the_job(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("state", "code", "wanted"),
+    ("state", "code", "expected"),
     [
         ("SUCCEEDED", 0, 0),
         ("STOPPED", None, 130),
@@ -111,8 +111,8 @@ def test_a_hanging_stream_does_not_hide_the_end_of_the_job(monkeypatch):
         ("FAILED", None, 3),
     ],
 )
-def test_the_exit_code_is_that_of_the_run(state, code, wanted):
-    assert followed(Client([[TEXT]], [state], code)) == (wanted, TEXT, [])
+def test_the_exit_code_is_that_of_the_run(state, code, expected):
+    assert followed(Client([[TEXT]], [state], code)) == (expected, TEXT, [])
 
 
 def test_an_unreachable_dashboard_is_not_a_failed_run(monkeypatch):
@@ -136,7 +136,7 @@ BEFORE = "2026-11-22 INFO job_manager.py:581 -- Runtime env is setting up.\nRunn
 
 
 @pytest.mark.parametrize(
-    ("parts", "wanted"),
+    ("parts", "expected"),
     [
         ([BEFORE, " job raysubmit_1: python -m cl", "uster\n{\n", "}\n"], "{\n}\n"),
         ([BEFORE + " job raysubmit_1: python\n"], ""),
@@ -146,10 +146,10 @@ BEFORE = "2026-11-22 INFO job_manager.py:581 -- Runtime env is setting up.\nRunn
         ),
     ],
 )
-def test_command_output_excludes_the_lines_of_ray(parts, wanted):
+def test_command_output_excludes_the_lines_of_ray(parts, expected):
     shown = []
     assert (
         follow_command_output(Client([parts], ["SUCCEEDED"]), "job-1", shown.append, shown.append)
         == 0
     )
-    assert "".join(shown) == wanted
+    assert "".join(shown) == expected

@@ -25,7 +25,7 @@ def test_the_entrypoint_survives_a_shell():
     line = jobs.entrypoint(
         "my configs/a b.toml", ['name="x y"', "run_root=/data/$HOME"], resume=True
     )
-    wanted = [
+    expected = [
         "python",
         "-m",
         "cluster",
@@ -36,10 +36,10 @@ def test_the_entrypoint_survives_a_shell():
         "--set",
         "run_root=/data/$HOME",
     ]
-    assert shlex.split(line) == [*wanted, "--resume"]
+    assert shlex.split(line) == [*expected, "--resume"]
     options = _parser().parse_args(shlex.split(line)[3:])
     assert (options.config, options.resume, options.overrides) == (
-        wanted[4],
+        expected[4],
         True,
         ['name="x y"', "run_root=/data/$HOME"],
     )

@@ -26,16 +26,16 @@ def test_a_run_trains_with_vision_language_scorers(tiny_sd3_dir, tmp_path, ray_h
     """
     with judging() as judge:
         judge.answers = [503, "prose", (429, {"Retry-After": "0"}), 500]
-        asked = {"url": judge.url, "model": "judge-7b"}
-        rank = {**asked, "size": 3, "rounds": 2}
+        requested = {"url": judge.url, "model": "judge-7b"}
+        rank = {**requested, "size": 3, "rounds": 2}
         scorers = [
-            {"name": "vlm", "settings": {**asked, "votes": 1}},
+            {"name": "vlm", "settings": {**requested, "votes": 1}},
             {"name": "vlm_rank", "per": "prompt", "settings": rank, "weight": 0.5},
         ]
         changes = {"iterations": 2, "rewards__scorers": scorers}
         run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "judged", **changes))
-        asked_for = [json.dumps(told["messages"]) for told in judge.requests]
-    lists = [told for told in asked_for if told.count('"type": "image_url"') > 1]
+        asked_for = [json.dumps(recorded["messages"]) for recorded in judge.requests]
+    lists = [recorded for recorded in asked_for if recorded.count('"type": "image_url"') > 1]
     rows = run.metrics()
     trained = [row for row in rows if row["kind"] == "iteration"]
     assert len(trained) == 2 and all(row["rewards/failed"] == 0 for row in trained)

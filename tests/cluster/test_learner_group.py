@@ -23,15 +23,15 @@ from configs.services import LearnerService
 from records.errors import RunFailed, StateLost
 from records.progress import Progress
 from records.timeline import read_spans
+from tests.cluster.recording_learner import HERE, RecordingLearner
 from tests.cluster.runs import adapters, run_here, selections, tiny_config
-from tests.cluster.told import HERE, Told
 
 # ---- the group, with actors that only tell what they were asked
 
 
 def group_of(replicas: int, events: list[dict[str, Any]], **more: Any) -> LearnerGroup:
     as_fork = runtime_env(load("quickstart"), "learner")
-    remote = ray.remote(Told).options(num_cpus=0, runtime_env=as_fork)
+    remote = ray.remote(RecordingLearner).options(num_cpus=0, runtime_env=as_fork)
     pool = ActorPool(
         "learner",
         lambda name: remote.remote(),
@@ -50,22 +50,30 @@ def test_calls_go_to_the_right_replicas_and_a_loss_is_state_lost(ray_here):
         any_replica, first = group.client.any_replica, group.client.first
 
         def load(path: str) -> Any:
-            return group.client.every_replica.call(Task[Any](("load", path)), Told.load, path)
+            return group.client.every_replica.call(
+                Task[Any](("load", path)), RecordingLearner.load, path
+            )
 
         await group.start()
         try:
             generated = await asyncio.gather(
-                *(any_replica.call(Task[int](("generate", n)), Told.generate, n) for n in range(6))
+                *(
+                    any_replica.call(Task[int](("generate", n)), RecordingLearner.generate, n)
+                    for n in range(6)
+                )
             )
             assert len(set(generated)) == 2  # the one that is free
             assert await load("a") == ((0, 2, HERE), ["a"])
-            assert await first.call(Task[Any](("save", 1)), Told.save, "x") == ((0, 2, HERE), ["a"])
+            assert await first.call(Task[Any](("save", 1)), RecordingLearner.save, "x") == (
+                (0, 2, HERE),
+                ["a"],
+            )
             with pytest.raises(RunFailed, match="ArithmeticError: on [01]"):
                 await load("bad")
             with pytest.raises(StateLost, match="the learner was lost: "):
                 await load("broken")
             with pytest.raises(StateLost):
-                await first.call(Task[Any](("save", 2)), Told.save, "y")
+                await first.call(Task[Any](("save", 2)), RecordingLearner.save, "y")
             died = [event["actor"] for event in events if event["event"] == "actor_died"]
             assert died[0] == 1  # the cause comes first, not the replica that noticed
             await group.renew("lost")
@@ -101,11 +109,11 @@ def test_two_replicas_learn_the_same_as_one_learner(pair, tiny_sd3_dir, tmp_path
     alone, shared = (adapters(run, 1)["adapter.safetensors"] for run in (one, pair))
     row, rows = one.metrics()[1], pair.metrics()[1]
     bound = 2 * 0.05 * 1e-6 * min(1.0, row["grad_norm"]) / STEADY["optimizer__eps"] + 2**-25
-    wanted, found = safetensors.torch.load(alone), safetensors.torch.load(shared)
-    apart = max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+    expected, found = safetensors.torch.load(alone), safetensors.torch.load(shared)
+    apart = max(float((found[name] - expected[name]).abs().max()) for name in expected)
     # from zero
     moved = max(
-        float(wanted[name].abs().max()) for name in wanted if name.endswith("lora_B.weight")
+        float(expected[name].abs().max()) for name in expected if name.endswith("lora_B.weight")
     )
     assert apart < bound < moved / 100
     assert selections(pair)[0] == selections(one)[0]
@@ -130,12 +138,12 @@ def test_two_replicas_can_share_one_prompt(ray_here, tiny_sd3_dir, tmp_path):
             ("split-1", {**split, "services__rollout__actors": 1}),
         )
     )
-    wanted, found = (
+    expected, found = (
         safetensors.torch.load(adapters(run, 1)["adapter.safetensors"]) for run in (alone, first)
     )
     row, rows = alone.metrics()[1], first.metrics()[1]
     bound = 2 * 0.05 * 1e-6 * min(1.0, row["grad_norm"]) / STEADY["optimizer__eps"] + 2**-25
-    assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) < bound
+    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) < bound
     assert selections(first)[0] == selections(alone)[0]
     assert rows["reward/train_mean"] == row["reward/train_mean"]
     assert rows["optimizer/points"] == row["optimizer/points"]
@@ -158,13 +166,13 @@ class Killer(Progress):
         pool = self.session.services.learners.pool
         perform_on = pool.perform_on
 
-        async def told(member: Member, task: Task[Any], call: Call) -> Any:
+        async def recorded(member: Member, task: Task[Any], call: Call) -> Any:
             if task.key == ("update", 1, "replica 0") and not self.killed:
                 self.killed = pool.members[1].info.pid
                 asyncio.get_running_loop().call_later(0.02, os.kill, self.killed, signal.SIGKILL)
             return await perform_on(member, task, call)
 
-        pool.perform_on = told
+        pool.perform_on = recorded
 
 
 @pytest.mark.slow

@@ -20,18 +20,18 @@ ABORT = COUNT + "; import os; os.abort()"
 HANG = "import signal; signal.sigwait([signal.SIGUSR1])"
 
 
-class Told:
+class RecordingReport:
     """What a ``LiveReport`` tells."""
 
     def __init__(self, run: Path, every_s: float, *program: str):
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.notes: list[str] = []
-        self.told = asyncio.Event()
+        self.recorded = asyncio.Event()
         self.live = LiveReport(run, every_s, self.event, self.notes.append, program)
 
     def event(self, name: str, **fields: Any) -> None:
         self.events.append((name, fields))
-        self.told.set()
+        self.recorded.set()
 
 
 @pytest.fixture(autouse=True)
@@ -47,12 +47,12 @@ async def until(file: Path, text: str) -> None:
 
 def test_the_report_is_written_after_evaluations_and_at_intervals(tmp_path: Path):
     async def go() -> None:
-        one = Told(tmp_path, 3600, sys.executable, "-c", COUNT)
+        one = RecordingReport(tmp_path, 3600, sys.executable, "-c", COUNT)
         one.live.begin()
         one.live.due()
         await until(tmp_path / "count", "3600")
         await one.live.close()
-        one = Told(tmp_path, 0.01, sys.executable, "-c", COUNT)
+        one = RecordingReport(tmp_path, 0.01, sys.executable, "-c", COUNT)
         one.live.begin()
         await until(tmp_path / "count", "36000.010.010.01")
         await one.live.close()
@@ -63,7 +63,7 @@ def test_the_report_is_written_after_evaluations_and_at_intervals(tmp_path: Path
 
 def test_interval_zero_disables_the_live_report(tmp_path: Path):
     async def go() -> set[asyncio.Task[Any]]:
-        one = Told(tmp_path, 0, sys.executable, "-c", COUNT)
+        one = RecordingReport(tmp_path, 0, sys.executable, "-c", COUNT)
         one.live.begin()
         one.live.due()
         others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -81,8 +81,8 @@ def test_interval_zero_disables_the_live_report(tmp_path: Path):
     ],
 )
 def test_a_repeated_failure_is_reported_once(tmp_path: Path, program: tuple[str, ...], why: str):
-    async def go() -> Told:
-        one = Told(tmp_path, 0.01, *program)
+    async def go() -> RecordingReport:
+        one = RecordingReport(tmp_path, 0.01, *program)
         one.live.begin()
         await until(tmp_path / "count", 3 * "0.01")
         await one.live.close()
@@ -109,11 +109,11 @@ def test_a_missing_or_slow_report_program_is_a_failure(
 ):
     monkeypatch.setattr(live_report, "LONGEST_S", longest_s)
 
-    async def go() -> Told:
-        one = Told(tmp_path, 0.01, *program)
+    async def go() -> RecordingReport:
+        one = RecordingReport(tmp_path, 0.01, *program)
         one.live.begin()
         async with asyncio.timeout(60):
-            await one.told.wait()
+            await one.recorded.wait()
         await one.live.close()
         return one
 
@@ -121,13 +121,13 @@ def test_a_missing_or_slow_report_program_is_a_failure(
 
 
 def test_the_live_report_continues_after_errors(tmp_path: Path):
-    async def go() -> Told:
-        one = Told(tmp_path, 0.01)
+    async def go() -> RecordingReport:
+        one = RecordingReport(tmp_path, 0.01)
 
         async def write() -> str:
             one.written = getattr(one, "written", 0) + 1
             if one.written > 3:
-                one.told.set()
+                one.recorded.set()
             raise KeyError(one.written)
 
         def full(name: str, **fields: Any) -> None:
@@ -136,19 +136,19 @@ def test_the_live_report_continues_after_errors(tmp_path: Path):
         one.live._write, one.live._event = write, full
         one.live.begin()
         async with asyncio.timeout(60):
-            await one.told.wait()
+            await one.recorded.wait()
         await one.live.close()
         return one
 
-    said = "the report is not updated during the run: KeyError: "
-    assert asyncio.run(go()).notes[:3] == [f"{said}{n}" for n in (1, 2, 3)]
+    message = "the report is not updated during the run: KeyError: "
+    assert asyncio.run(go()).notes[:3] == [f"{message}{n}" for n in (1, 2, 3)]
 
 
 def test_the_program_writes_a_page_that_reloads(tmp_path: Path):
     run = write_run(tmp_path / "r", iterations=3, ending=None)
 
     async def go() -> None:
-        one = Told(run, 40, *PROGRAM)
+        one = RecordingReport(run, 40, *PROGRAM)
         one.live.begin()
         one.live.due()
         await until(run / "report.html", "<!doctype html>")

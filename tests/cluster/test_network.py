@@ -73,14 +73,14 @@ def test_addresses_are_reachable_as_configured(network):
         began = time.monotonic()
         with socket.create_connection(where, timeout=20) as made:
             made.sendall(b"x" * 1000)
-            said = b""
-            while len(said) < 1000:
-                said += made.recv(65536)
-        return time.monotonic() - began, said
+            message = b""
+            while len(message) < 1000:
+                message += made.recv(65536)
+        return time.monotonic() - began, message
 
     network.everywhere(delay_s=0.05, loss=0.01)
-    seconds, said = in_one(network, there_and_back)
-    assert seconds >= 0.2 and said == b"x" * 1000  # a handshake and an echo, 50 ms each way
+    seconds, message = in_one(network, there_and_back)
+    assert seconds >= 0.2 and message == b"x" * 1000  # a handshake and an echo, 50 ms each way
 
     def refused() -> bool:
         with socket.socket() as made:
@@ -90,7 +90,7 @@ def test_addresses_are_reachable_as_configured(network):
     network.between(["one"], ["two"], cut=True)
     assert in_one(network, refused)
     network.everywhere()
-    assert in_one(network, there_and_back)[1] == said
+    assert in_one(network, there_and_back)[1] == message
 
 
 def test_a_partitioned_node_is_lost_and_returns(network):

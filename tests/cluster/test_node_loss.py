@@ -76,7 +76,7 @@ class Nodes:
             gone=self.gone_of,
         )
 
-    def told(self, name: str) -> list[dict[str, Any]]:
+    def recorded(self, name: str) -> list[dict[str, Any]]:
         return [fields for event, fields in self.events if event == name]
 
 
@@ -104,9 +104,9 @@ def test_tasks_of_a_lost_node_are_retried_without_blame():
         return list(await asyncio.gather(*calls))
 
     assert run(pool, work) == ["b", "b"]
-    assert [fields["why"] for fields in nodes.told("actor_died")] == ["silent"]
+    assert [fields["why"] for fields in nodes.recorded("actor_died")] == ["silent"]
     assert nodes.killed[0] == "a"  # it may live on behind a cut cable
-    assert {fields["why"] for fields in nodes.told("chunk_reissued")} == {"silent"}
+    assert {fields["why"] for fields in nodes.recorded("chunk_reissued")} == {"silent"}
 
 
 def test_finished_calls_leave_no_references_to_their_node():
@@ -133,12 +133,12 @@ def test_an_idle_actor_on_a_lost_node_is_replaced_at_once():
 
     async def work() -> str:
         nodes.notice("a")
-        while not nodes.told("actor_replaced"):
+        while not nodes.recorded("actor_replaced"):
             await asyncio.sleep(0.01)
         return await pool.call(Task("x"), Works.work)
 
     assert run(pool, work) == "b"
-    assert len(nodes.told("actor_died")) == 1 and not nodes.told("chunk_reissued")
+    assert len(nodes.recorded("actor_died")) == 1 and not nodes.recorded("chunk_reissued")
 
 
 def test_an_actor_starts_elsewhere_if_its_node_is_lost_meanwhile(monkeypatch):
@@ -158,7 +158,7 @@ def test_an_actor_starts_elsewhere_if_its_node_is_lost_meanwhile(monkeypatch):
         return answer
 
     assert asyncio.run(main()) == "b"
-    assert not nodes.told("actor_died") and nodes.killed == ["a", "b"]
+    assert not nodes.recorded("actor_died") and nodes.killed == ["a", "b"]
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -179,7 +179,7 @@ def test_state_on_a_lost_node_is_lost_at_once(busy):
         return await pool.call(Task("z"), Works.work)
 
     assert run(pool, work) == "b"
-    assert len(nodes.told("actor_died")) == 1
+    assert len(nodes.recorded("actor_died")) == 1
 
 
 def killed_by_ray(nodes: Nodes, method: str, times: int) -> Callable[..., Sequence[Any]]:
@@ -209,8 +209,8 @@ def test_a_kill_by_rays_memory_monitor_counts_as_a_loss(monkeypatch):
 
     assert run(pool, work) == "a"
     why = "Ray killed it because its node is low on memory (RAY_memory_usage_threshold)"
-    assert [fields["why"] for fields in nodes.told("actor_died")] == [why]
-    assert len(nodes.told("actor_replaced")) == 1
+    assert [fields["why"] for fields in nodes.recorded("actor_died")] == [why]
+    assert len(nodes.recorded("actor_replaced")) == 1
 
 
 def test_after_a_kill_by_rays_memory_monitor_state_is_lost_and_a_start_is_retried(monkeypatch):
@@ -227,8 +227,8 @@ def test_after_a_kill_by_rays_memory_monitor_state_is_lost_and_a_start_is_retrie
         return await pool.call(Task("y"), Works.work)
 
     assert run(pool, work) == "a"
-    told = nodes.told("actor_waits")
-    assert [fields["why"].partition(" because")[0] for fields in told] == ["Ray killed it"]
+    recorded = nodes.recorded("actor_waits")
+    assert [fields["why"].partition(" because")[0] for fields in recorded] == ["Ray killed it"]
 
 
 def test_starts_on_a_node_low_on_memory_are_retried_for_a_minute(monkeypatch):
@@ -267,7 +267,7 @@ def test_a_stopped_driver_does_not_blame_actors_for_silence(monkeypatch):
         return await call
 
     assert run(pool, work) == "answer"
-    assert not nodes.told("actor_died")
+    assert not nodes.recorded("actor_died")
 
 
 def test_silence_is_measured_from_the_drivers_return_and_from_each_answer(monkeypatch):

@@ -43,15 +43,15 @@ def test_a_request_that_is_not_granted_in_time_is_an_error_and_is_withdrawn(ray_
             "services.wait_for_nodes_s=1",
         ],
     )
-    told: list[str] = []
+    recorded: list[str] = []
     began = time.monotonic()
     with pytest.raises(
         ConfigError,
         match="services.rollout: 2 of 2 actors cannot be placed.*no node has these labels",
     ):
-        asyncio.run(find_room(config, ["rollout"], told.append))
+        asyncio.run(find_room(config, ["rollout"], recorded.append))
     assert time.monotonic() - began >= 1
-    (line,) = told
+    (line,) = recorded
     assert line.startswith(
         "waiting up to 1 s for nodes: services.rollout: 2 of 2 actors cannot be placed"
     )

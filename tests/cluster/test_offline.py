@@ -81,9 +81,9 @@ def test_a_missing_checkpoint_is_one_line(undisturbed, tmp_path, capsys):
 def test_evaluate_compares_base_and_adapters(undisturbed, tmp_path, capsys):
     run = tmp_path / "copy"
     shutil.copytree(undisturbed.path, run)
-    code, said = main_here("evaluate", run), capsys.readouterr()
-    assert code == 0, said.err
-    lines = said.out.splitlines()
+    code, message = main_here("evaluate", run), capsys.readouterr()
+    assert code == 0, message.err
+    lines = message.out.splitlines()
     assert "step_000003, 4 prompts x 2 seeds" in lines[0]
     assert [line.split()[0] for line in lines[1:]] == ["weights", "base", "current", "old", "ema"]
     saved = json.loads((run / "evaluations" / "compare_step_000003.json").read_text())["weights"]

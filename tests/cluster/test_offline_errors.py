@@ -32,25 +32,25 @@ def nothing_starts(monkeypatch):
         monkeypatch.setattr(module, "join_or_start_ray", lambda config: pytest.fail("started"))
 
 
-def said(capsys) -> str:
+def message(capsys) -> str:
     (line,) = capsys.readouterr().err.strip().splitlines()
     return line
 
 
 @pytest.mark.parametrize(
-    ("change", "wanted"),
+    ("change", "expected"),
     [
         ({"path": "/no/such/model"}, "model.path: no directory '/no/such/model'"),
         ({"family": "flux"}, "but family 'flux' is a FluxPipeline"),
         ({"width": 40}, "model.width: 40 pixels"),
     ],
 )
-def test_evaluate_refuses_a_missing_or_different_model(trained, capsys, change, wanted):
+def test_evaluate_refuses_a_missing_or_different_model(trained, capsys, change, expected):
     body = json.loads(trained.config_file.read_text())
     body["config"]["model"] |= change
     trained.config_file.write_text(json.dumps(body))
     assert main(["evaluate", str(trained.path)]) == 2
-    assert wanted in said(capsys)
+    assert expected in message(capsys)
     assert not (trained.path / "evaluations").exists()
 
 
@@ -67,19 +67,21 @@ def test_an_unreadable_model_is_one_line(trained, tmp_path, nothing_starts, caps
     with as_unprivileged_user():
         assert main(["evaluate", str(trained.path)]) == 2
     closed.chmod(0o755)
-    assert said(capsys).endswith("model_index.json: cannot be read (Permission denied)")
+    assert message(capsys).endswith("model_index.json: cannot be read (Permission denied)")
 
 
 def test_exporting_a_damaged_checkpoint_is_one_line(trained, tmp_path, capsys):
     (trained.checkpoints / "step_000002" / "ema.safetensors").write_bytes(b"junk")
     assert main(["export", str(trained.path), str(tmp_path / "lora")]) == 3
-    assert said(capsys).startswith("run failed: checkpoint ") and not (tmp_path / "lora").exists()
+    assert (
+        message(capsys).startswith("run failed: checkpoint ") and not (tmp_path / "lora").exists()
+    )
 
 
 def test_exporting_to_an_unwritable_path_is_one_line(trained, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["export", str(trained.path), str(tmp_path / "file" / "lora")]) == 2
-    assert said(capsys).endswith(
+    assert message(capsys).endswith(
         "lora: cannot be written (Not a directory): give another directory"
     )
 
@@ -90,7 +92,7 @@ def test_exporting_to_a_read_only_directory_is_one_line(trained, tmp_path, capsy
     open_to_all(tmp_path)
     with as_unprivileged_user():
         assert main(["export", str(trained.path), str(there)]) == 2
-    assert said(capsys).endswith(
+    assert message(capsys).endswith(
         "lora: cannot be written (Permission denied): give another directory"
     )
 
@@ -116,10 +118,10 @@ def test_a_damaged_checkpoint_is_reported_before_ray_starts(
     file.write_bytes(change(file.read_bytes()))
     config = write_toml(trained.configuration(), tmp_path)
     assert main(["train", str(config), "--resume"]) == 3
-    assert said(capsys).startswith("run failed: checkpoint ")
+    assert message(capsys).startswith("run failed: checkpoint ")
     if name != "state.json":
         assert main(["evaluate", str(trained.path)]) == 3
-        assert said(capsys).startswith("run failed: checkpoint ")
+        assert message(capsys).startswith("run failed: checkpoint ")
 
 
 def test_an_unreadable_file_during_a_run_is_named(tiny_sd3_dir, tmp_path, monkeypatch, capsys):
@@ -137,7 +139,9 @@ def test_an_unreadable_file_during_a_run_is_named(tiny_sd3_dir, tmp_path, monkey
     monkeypatch.setattr(train, "Session", Breaks)
     monkeypatch.setattr(train.ray, "shutdown", lambda: None)
     assert main(["train", str(config)]) == 3
-    assert said(capsys).startswith("run failed: /data/source.png: No such file or directory: fix")
+    assert message(capsys).startswith(
+        "run failed: /data/source.png: No such file or directory: fix"
+    )
 
 
 @pytest.mark.parametrize("body", [[1, 2], "x", None, {"train": 3}])
@@ -146,7 +150,7 @@ def test_invalid_prompt_digests_are_one_line(trained, tmp_path, nothing_starts, 
     trained.config_file.write_text(json.dumps(kept | {"prompts": body}))
     config = write_toml(trained.configuration(), tmp_path)
     assert main(["train", str(config), "--resume"]) == 2
-    assert "config.json: 'prompts' does not contain the digests" in said(capsys)
+    assert "config.json: 'prompts' does not contain the digests" in message(capsys)
 
 
 @pytest.mark.parametrize("closed", ["", "step_000002"])
@@ -163,30 +167,30 @@ def test_an_unreadable_checkpoint_directory_does_not_count_as_empty(
     there.chmod(0)
     with as_unprivileged_user():
         assert main(["train", str(config), "--resume"]) == 3
-        assert said(capsys).endswith(" cannot be read (Permission denied)")
+        assert message(capsys).endswith(" cannot be read (Permission denied)")
         for command in (["evaluate", trained.path], ["export", trained.path, tmp_path / "l"]):
             assert main([str(part) for part in command]) == 2
-            assert said(capsys).endswith(" cannot be read (Permission denied)")
+            assert message(capsys).endswith(" cannot be read (Permission denied)")
     there.chmod(0o755)
 
 
 def test_evaluate_refuses_an_unwritable_directory_before_it_starts(trained, nothing_starts, capsys):
     (trained.path / "evaluations").write_text("")
     assert main(["evaluate", str(trained.path)]) == 2
-    assert said(capsys).endswith(
+    assert message(capsys).endswith(
         "evaluations: cannot be written (File exists): evaluate needs to write its results there"
     )
 
 
 @pytest.mark.parametrize(
-    ("error", "wanted"),
+    ("error", "expected"),
     [
         (StateLost("the learner was lost: it died"), "the learner was lost: it died: the eval"),
         (InputsLost("images went with their node"), "images went with their node: the eval"),
         (OSError(28, "No space left on device", "/runs/events.jsonl"), "events.jsonl: No space"),
     ],
 )
-def test_a_failed_evaluation_is_one_line(trained, monkeypatch, capsys, error, wanted):
+def test_a_failed_evaluation_is_one_line(trained, monkeypatch, capsys, error, expected):
     async def breaks(*given):
         raise error
 
@@ -194,7 +198,7 @@ def test_a_failed_evaluation_is_one_line(trained, monkeypatch, capsys, error, wa
     monkeypatch.setattr(offline, "_evaluate_all", breaks)
     monkeypatch.setattr(offline.ray, "shutdown", lambda: None)
     assert main(["evaluate", str(trained.path)]) == 3
-    assert wanted in said(capsys)
+    assert expected in message(capsys)
 
 
 def test_an_unreadable_held_out_evaluation_is_one_line(
@@ -212,7 +216,7 @@ def test_an_unreadable_held_out_evaluation_is_one_line(
     with as_unprivileged_user():
         assert main(["train", str(config), "--resume"]) == 3
     folder.chmod(0o755)
-    assert "step_000000.json cannot be read (PermissionError" in said(capsys)
+    assert "step_000000.json cannot be read (PermissionError" in message(capsys)
 
 
 @pytest.mark.parametrize("body", [b"{", b'{"rewards": [[1.0]]}', b'{"rewards": "x"}'])
@@ -229,4 +233,4 @@ def test_a_damaged_evaluation_is_reported_before_ray_starts(
     file.write_bytes(body)
     config = write_toml(trained.configuration(), tmp_path)
     assert main(["train", str(config), "--resume"]) == 3
-    assert f"{file} cannot be read" in said(capsys)
+    assert f"{file} cannot be read" in message(capsys)

@@ -24,5 +24,5 @@ def test_a_closed_output_is_recorded_as_an_event(tmp_path):
         )
         session.progress.note("one")
         session.progress.note("two")
-    told = [row for row in rundir.events() if row["event"] == "output_closed"]
-    assert [row["why"] for row in told] == ["Broken pipe"]
+    recorded = [row for row in rundir.events() if row["event"] == "output_closed"]
+    assert [row["why"] for row in recorded] == ["Broken pipe"]

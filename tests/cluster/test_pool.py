@@ -172,17 +172,17 @@ def test_the_error_of_a_constructor_is_reported(ray_here):
 
 def test_a_rejected_answer_is_retried_on_another_actor(ray_here):
     harness = Pool(2)
-    asked: list[int] = []
+    requested: list[int] = []
 
     def accept(value: int) -> str | None:
-        asked.append(value)
-        return "again" if len(asked) < 3 else None
+        requested.append(value)
+        return "again" if len(requested) < 3 else None
 
     assert (
         harness.run(lambda pool: pool.call(Task("d", accept=accept, tries=5), Echo.double, 4)) == 8
     )
     actors = [fields["actor"] for name, fields in harness.events if name == "chunk_reissued"]
-    assert len(asked) == 3 and len(actors) == 2 and actors[0] != actors[1]
+    assert len(requested) == 3 and len(actors) == 2 and actors[0] != actors[1]
 
 
 def test_a_rejected_answer_of_the_last_attempt_fails_the_task(ray_here):
@@ -235,18 +235,18 @@ def test_a_member_without_an_actor_does_not_hold_tasks(ray_here, tmp_path):
 
 
 def test_calls_to_all_actors_skip_members_without_an_actor(ray_here, tmp_path):
-    harness, told = Slow(), []
+    harness, recorded = Slow(), []
 
     async def work(pool: ActorPool) -> int:
         empty = await harness.lose_one(tmp_path / "dead")
 
         async def tell(member: Member) -> None:
-            told.append(member.index)
+            recorded.append(member.index)
 
         await asyncio.wait_for(pool.each(tell), 20)
         return empty.index
 
-    assert told == [1 - harness.run(work)]
+    assert recorded == [1 - harness.run(work)]
 
 
 def test_an_actor_can_be_removed_while_it_is_being_replaced(ray_here, tmp_path):

@@ -39,10 +39,10 @@ def test_tasks_put_in_one_loop_turn_are_assigned_by_priority():
 
 def test_a_task_wakes_one_slot_of_a_thousand():
     async def run():
-        queue, asked = TaskQueue(), []
+        queue, requested = TaskQueue(), []
 
         def fits(task):
-            asked.append(task)
+            requested.append(task)
             return True
 
         slots = [asyncio.create_task(queue.take(fits)) for _ in range(1000)]
@@ -50,7 +50,7 @@ def test_a_task_wakes_one_slot_of_a_thousand():
         for number in range(500):
             queue.put(pending(number))
             await settle()
-        assert len(asked) == 500
+        assert len(requested) == 500
         assert [slot.done() for slot in slots] == [True] * 500 + [False] * 500
         for slot in slots[500:]:
             slot.cancel()

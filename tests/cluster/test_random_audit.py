@@ -39,10 +39,12 @@ def test_auditing_the_whole_pool_equals_regenerating_it(tiny_sd3_dir, tmp_path):
     whole = play(
         tiny_config(tiny_sd3_dir, tmp_path, "whole", **changes, selection__keep=8), tmp_path
     )
-    found, wanted = half.rows[0], whole.rows[0]
+    found, expected = half.rows[0], whole.rows[0]
     for name in ("kendall_tau", "spearman_rho", "sign_agreement"):
-        assert found[f"audit/random_{name}"] == pytest.approx(wanted[f"audit/{name}"], abs=1e-12)
-        assert wanted[f"audit/random_{name}"] == pytest.approx(wanted[f"audit/{name}"], abs=1e-12)
+        assert found[f"audit/random_{name}"] == pytest.approx(expected[f"audit/{name}"], abs=1e-12)
+        assert expected[f"audit/random_{name}"] == pytest.approx(
+            expected[f"audit/{name}"], abs=1e-12
+        )
     assert found["audit/kendall_tau"] != pytest.approx(
         found["audit/random_kendall_tau"], abs=1e-3
     ), "or this tells nothing"

@@ -48,8 +48,8 @@ def command():
             text=True,
         )
         started.append(process)
-        told = json.loads(process.stdout.readline())
-        return process, env, told
+        recorded = json.loads(process.stdout.readline())
+        return process, env, recorded
 
     yield start
     for process in started:
@@ -61,46 +61,46 @@ def test_the_template_is_a_fork_of_the_command(command, tmp_path):
     """It shares torch with the command, whose own children get the environment of before. It serves
     the first Ray that asks, and no other, and ends with that Ray.
     """
-    process, env, told = command("seed=3", OMP_NUM_THREADS="5")
-    assert told["arguments"] == ["seed=3"] and told["torch"]
-    assert told["environment"] == env
-    wanted = {"OMP_NUM_THREADS": "1", **allocator.variables()}
-    assert wanted.items() <= told["settled"].items()
-    assert told["jemalloc"] == bool(allocator.variables())
-    made = psutil.Process(told["template"])
+    process, env, recorded = command("seed=3", OMP_NUM_THREADS="5")
+    assert recorded["arguments"] == ["seed=3"] and recorded["torch"]
+    assert recorded["environment"] == env
+    expected = {"OMP_NUM_THREADS": "1", **allocator.variables()}
+    assert expected.items() <= recorded["settled"].items()
+    assert recorded["jemalloc"] == bool(allocator.variables())
+    made = psutil.Process(recorded["template"])
     assert made.ppid() == process.pid
     with subprocess.Popen(["sleep", "600"]) as raylet:
         its = {RAYLET: str(raylet.pid), "RAY_JOB_ID": "01000000"}
         for _ in range(2):
-            worker, errors = launch(tmp_path, told["path"], **its)
+            worker, errors = launch(tmp_path, recorded["path"], **its)
             assert (worker["imported"], worker["parent"], errors) == (["ray"], made.pid, "")
             assert worker["threads"] == 1
-        other, errors = launch(tmp_path, told["path"], **its | {"RAY_JOB_ID": "02000000"})
+        other, errors = launch(tmp_path, recorded["path"], **its | {"RAY_JOB_ID": "02000000"})
         assert other["imported"] == [] and "it ended, or uses another version of Ray" in errors
         raylet.kill()
     deadline = time.monotonic() + 60
     while made.status() != psutil.STATUS_ZOMBIE:  # until the command asks how it ended
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert not os.path.exists(os.path.dirname(told["path"]))
+    assert not os.path.exists(os.path.dirname(recorded["path"]))
     assert process.poll() is None
 
 
 def test_the_template_ends_with_a_killed_command(command):
-    process, _, told = command()
-    made = psutil.Process(told["template"])
+    process, _, recorded = command()
+    made = psutil.Process(recorded["template"])
     process.kill()
     assert psutil.wait_procs([made], 60)[1] == []
-    assert not os.path.exists(os.path.dirname(told["path"]))
+    assert not os.path.exists(os.path.dirname(recorded["path"]))
 
 
 def test_a_command_without_a_template_is_not_re_executed(command):
     """Where it joins a cluster nothing is imported for actors, and where all run on GPUs."""
-    _, env, told = command(RAY_ADDRESS="10.0.0.1:6379")
-    assert told["path"] is None and told["settled"] == told["environment"] == env
+    _, env, recorded = command(RAY_ADDRESS="10.0.0.1:6379")
+    assert recorded["path"] is None and recorded["settled"] == recorded["environment"] == env
     gpus = [f"services.{kind}.gpus=1" for kind in ("encoder", "rollout", "learner")]
-    _, env, told = command(*gpus)
-    assert told["path"] is None and told["environment"] == env
+    _, env, recorded = command(*gpus)
+    assert recorded["path"] is None and recorded["environment"] == env
 
 
 def test_the_command_is_re_executed_once(monkeypatch):

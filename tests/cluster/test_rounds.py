@@ -93,10 +93,10 @@ def test_a_round_has_one_kind_of_call_and_other_replicas_stand_by():
 
 def test_waiting_calls_are_compared_only_if_a_round_has_room(monkeypatch):
     """400 calls over four replicas: one is compared with the first of its round, and no more."""
-    asked, real = [], _Waiting.goes_with
+    requested, real = [], _Waiting.goes_with
 
     def counted(each: _Waiting, other: _Waiting) -> bool:
-        asked.append(each)
+        requested.append(each)
         return real(each, other)
 
     monkeypatch.setattr(_Waiting, "goes_with", counted)
@@ -107,7 +107,7 @@ def test_waiting_calls_are_compared_only_if_a_round_has_room(monkeypatch):
         await asyncio.gather(*(generating(rounds, n) for n in range(400)))
 
     asyncio.run(work())
-    assert [len(one) for one in pool.done] == [100] * 4 and len(asked) == 300
+    assert [len(one) for one in pool.done] == [100] * 4 and len(requested) == 300
 
 
 def test_updates_and_rounds_run_in_one_order():

@@ -87,7 +87,7 @@ class Boss(Progress):
     def __init__(self, sizes: dict[int, int]):
         super().__init__()
         self.sizes, self.now, self.answers = sizes, -1, []
-        self.asked: asyncio.Task[None] | None = None
+        self.requested: asyncio.Task[None] | None = None
 
     def start(self, total_iterations: int, start_iteration: int = 0) -> None:
         super().start(total_iterations, start_iteration)
@@ -100,15 +100,15 @@ class Boss(Progress):
     def advanced(self, stage: str, n: int = 1) -> None:
         super().advanced(stage, n)
         if stage == "explored" and self.now in self.sizes:
-            self.asked = asyncio.create_task(self.ask({"rollout": self.sizes.pop(self.now)}))
+            self.requested = asyncio.create_task(self.ask({"rollout": self.sizes.pop(self.now)}))
 
     def wait_between(self) -> None:
         iteration = self.session.ring.iteration
 
         async def patient(index: int) -> Any:
             result = await iteration(index)
-            if self.asked:
-                await asyncio.wait_for(self.asked, 250)
+            if self.requested:
+                await asyncio.wait_for(self.requested, 250)
             return result
 
         self.session.ring.iteration = patient

@@ -91,13 +91,13 @@ def test_geneval_prompts_train_with_a_detector_end_to_end(ray_here, tmp_path, ca
         lines = [json.dumps({"prompt": f"a {color} circle", **row}) for color in colors]
         (tmp_path / f"{part}.jsonl").write_text("\n".join(lines))
     settings = {"detector": str(tmp_path / "detector"), "clip": "shapes/clip", "threshold": 0.0}
-    told = ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
+    recorded = ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
     run = trained(
         tmp_path,
         capsys,
         {
             "name": "geneval",
-            "rewards.scorers": f'[{{name = "geneval", settings = {{{told}}}}}]',
+            "rewards.scorers": f'[{{name = "geneval", settings = {{{recorded}}}}}]',
             "prompts.train": tmp_path / "train.jsonl",
             "prompts.test": tmp_path / "test.jsonl",
         },
@@ -114,13 +114,13 @@ def test_a_generative_scorer_trains_end_to_end(ray_here, tmp_path, capsys):
     """A Qwen2.5-VL with random weights that writes one of five digits for each image."""
     make_judge(tmp_path / "judge", ("Final Score: ", ANY))
     settings = {"checkpoint": str(tmp_path / "judge"), "form": "final", "dtype": "fp32"}
-    told = ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
+    recorded = ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
     run = trained(
         tmp_path,
         capsys,
         {
             "name": "unifiedreward",
-            "rewards.scorers": f'[{{name = "unifiedreward", settings = {{{told}}}}}]',
+            "rewards.scorers": f'[{{name = "unifiedreward", settings = {{{recorded}}}}}]',
         },
     )
     rows = run.metrics()

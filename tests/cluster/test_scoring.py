@@ -14,18 +14,18 @@ from rewards.combine import Combination
 
 
 def test_a_prompt_is_sent_once_per_batch_of_its_images(monkeypatch):
-    asked: list[str] = []
+    requested: list[str] = []
 
-    def told(prompt: Prompt, model: object) -> dict[str, object]:
-        asked.append(prompt.text)
+    def recorded(prompt: Prompt, model: object) -> dict[str, object]:
+        requested.append(prompt.text)
         return {"of": prompt.text}
 
-    monkeypatch.setattr(Prompt, "scorer_metadata", told)
+    monkeypatch.setattr(Prompt, "scorer_metadata", recorded)
     a, b = Prompt("a"), Prompt("b")
     texts, metadata = RewardService({}, load("quickstart", []).model).scorer_inputs(
         [a] * 24 + [b, a]
     )
-    assert texts == ["a"] * 24 + ["b", "a"] and asked == ["a", "b"]
+    assert texts == ["a"] * 24 + ["b", "a"] and requested == ["a", "b"]
     assert [row["of"] for row in metadata] == texts
 
 

@@ -57,9 +57,9 @@ def test_an_update_is_shared_by_sample():
     objects that hold its rows are named; rewards go to everyone.
     """
     groups = [group_with(p, [f"a{p}", f"b{p}"], [(5,), (0,)]) for p in range(4)]
-    told = all_rewards(groups[::-1])
-    assert told.prompts == (0, 1, 2, 3) and told.counts == (2, 2, 2, 2)
-    assert told.rewards.tolist() == [0, 0, 1, -1, 2, -2, 3, -3]
+    recorded = all_rewards(groups[::-1])
+    assert recorded.prompts == (0, 1, 2, 3) and recorded.counts == (2, 2, 2, 2)
+    assert recorded.rewards.tolist() == [0, 0, 1, -1, 2, -2, 3, -3]
     found = [
         [(part.samples, part.rows) for one in request.portions for part in one.samples]
         for request in share(5, groups[::-1], 3, "samples")
@@ -110,17 +110,17 @@ def test_common_arguments_of_all_replicas_are_sent_once():
         every = EveryReplica(pool)
         client = LearnerClient(every, every, every)
         asyncio.run(client.update(0, groups))
-        (told,) = pool.puts
-        assert [len(rewards) for rewards in told.by_prompt().values()] == [2] * size
-        assert {told for _, told in pool.calls} == {"reference"} and len(pool.calls) == size
+        (recorded,) = pool.puts
+        assert [len(rewards) for rewards in recorded.by_prompt().values()] == [2] * size
+        assert {recorded for _, recorded in pool.calls} == {"reference"} and len(pool.calls) == size
         sizes.append(max(len(pickle.dumps(request)) for request, _ in pool.calls))
     assert sizes[1] < sizes[0] + 10
 
 
 @pytest.mark.parametrize(
-    ("patience_s", "hangs", "told"), [(0.0, True, "of 1"), (None, False, "of 0")]
+    ("patience_s", "hangs", "recorded"), [(0.0, True, "of 1"), (None, False, "of 0")]
 )
-def test_a_failure_waits_a_limited_time_for_the_other_replicas(patience_s, hangs, told):
+def test_a_failure_waits_a_limited_time_for_the_other_replicas(patience_s, hangs, recorded):
     """And it is that of the lowest rank, whichever came first."""
 
     class Failing:
@@ -133,7 +133,7 @@ def test_a_failure_waits_a_limited_time_for_the_other_replicas(patience_s, hangs
 
     every = EveryReplica(Failing(), patience_s)
     calls = every.perform(Task(("load", 0)), Call("load", (), {}))
-    with pytest.raises(RunFailed, match=told):
+    with pytest.raises(RunFailed, match=recorded):
         asyncio.run(asyncio.wait_for(calls, 20))
 
 

@@ -170,7 +170,7 @@ def test_the_seed_ledger_allows_a_repeated_iteration():
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (lambda images: "fine", "returned str, which is not an array of numbers"),
         (lambda images: np.zeros(len(images) + 1), "returned shape [9] for 8 images"),
@@ -179,11 +179,11 @@ def test_the_seed_ledger_allows_a_repeated_iteration():
         (lambda images: None, "returned shape [] for 8 images"),
     ],
 )
-def test_an_invalid_answer_is_never_a_reward(answer, said):
+def test_an_invalid_answer_is_never_a_reward(answer, message):
     scorer = WeightedScorer({"odd": lambda images, prompts, metadata: answer(images)}, {"odd": 1.0})
     images = np.zeros((8, 3, 4, 4), np.uint8)
     made = scorer.attempt(images, [""] * 8, [{}] * 8)
     assert np.isnan(made.scores["odd"]).all()
     with pytest.raises(ScorerError):
         scorer(images, [""] * 8, [{}] * 8)
-    assert said in made.failures[0]
+    assert message in made.failures[0]

@@ -104,11 +104,13 @@ def test_lines_and_summary_of_a_soak():
     assert "DIFFERS: lora" in line_of(bad) and not identical(bad)
     assert "ended after 3.2 s and was resumed" in line_of(bad)
     assert not identical(row(left_over=1)) and "0 of 1 faults" in line_of(row(done=[]))
-    said = summary([row(), bad])
-    assert said[-1].startswith("1 of 2 runs ended identical to the undisturbed one; 2 had a fault,")
-    assert said[-1].endswith(" 1 of them two") and said[-2].startswith("0 of 0 lost nodes")
-    assert "| reward | kill | 1 | 0.2 s | 4.0 s | 5.5 s |" in said
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said]
+    message = summary([row(), bad])
+    assert message[-1].startswith(
+        "1 of 2 runs ended identical to the undisturbed one; 2 had a fault,"
+    )
+    assert message[-1].endswith(" 1 of them two") and message[-2].startswith("0 of 0 lost nodes")
+    assert "| reward | kill | 1 | 0.2 s | 4.0 s | 5.5 s |" in message
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in message]
     assert ["disk", "1", "0", "12 (12)"] in cells and ["kill", "2", "1", "12 (12)"] in cells
     late = {"kind": "reward", "way": "node", "noticed_s": 6.0}
     soon = late | {"noticed_s": 4.0}
@@ -177,9 +179,9 @@ def test_a_stopped_soak_discards_the_current_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Soak, "_train", train)
     (tmp_path / "runs" / "run-0000").mkdir(parents=True)
     assert main(["--runs", "3", "--ways", "kill", "--out", str(tmp_path)]) == 130
-    said = capsys.readouterr().out.splitlines()
-    assert "stopped after 1 of 3 runs" in said[1]
-    assert said[-1].startswith("1 of 1 runs ended identical")
+    message = capsys.readouterr().out.splitlines()
+    assert "stopped after 1 of 3 runs" in message[1]
+    assert message[-1].startswith("1 of 1 runs ended identical")
     assert len((tmp_path / "faults.jsonl").read_text().splitlines()) == 1
     part = ["--first", "1", "--runs", "2", "--ways", "kill", "--out", str(tmp_path)]
     assert main(part) == 130  # run 0 is known, and not among them
@@ -198,15 +200,15 @@ def test_a_soak_of_one_run_and_its_continuation(ray_here, tmp_path, capsys):
     command = ["--seed", "21", "--ways", "kill", "--kinds", "rollout", "--out", str(out)]
     command += ["--variants", "plain"]
     assert main([*command, "--runs", "1"]) == 0
-    said = own_lines(capsys.readouterr().out)
-    assert "   0  identical  plain: SIGKILL to rollout" in said[0]
-    assert said[-1].startswith("1 of 1 runs ended identical")
+    message = own_lines(capsys.readouterr().out)
+    assert "   0  identical  plain: SIGKILL to rollout" in message[0]
+    assert message[-1].startswith("1 of 1 runs ended identical")
     assert not (out / "runs" / "run-0000").exists()
     before = (out / "faults.jsonl").read_text()
     # a kill in the middle of a line
     (out / "faults.jsonl").write_text(before + '{"index": 1, "drawn')
     assert main([*command, "--runs", "1"]) == 0  # nothing is run again
-    assert own_lines(capsys.readouterr().out) == said
+    assert own_lines(capsys.readouterr().out) == message
     with pytest.raises(SystemExit, match="give another --out"):
         main(["--seed", "6", "--out", str(out)])
     assert json.loads(before)["done"]

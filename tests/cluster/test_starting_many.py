@@ -153,9 +153,9 @@ def test_a_new_actor_is_compared_with_one_existing_actor():
 @pytest.mark.parametrize("name", ["FileNotFoundError", "ValueError", "torch.OutOfMemoryError"])
 def test_the_error_line_of_a_constructor_is_found_in_rays_message(name):
     """Ray's message has the frames around it, and one of them begins as an error of files does."""
-    said = f"{name}: model.path: the 'vae' of 'X' lacks 1 of its 74 weights"
+    message = f"{name}: model.path: the 'vae' of 'X' lacks 1 of its 74 weights"
     frames = f"""The actor died because of an error raised in its creation task, ray::RolloutActor
   File "/x/FileError.py", line 236, in _whole
     raise {name}(
-{said}"""
-    assert cause(RuntimeError(frames)) == said
+{message}"""
+    assert cause(RuntimeError(frames)) == message

@@ -26,7 +26,7 @@ class Slow:
     """A transport whose actors load until they are told to end; ``asked`` for, in order."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.loading: list[asyncio.Future[ActorInfo]] = []
 
     def send(self, handle: Any, call: Any) -> Sequence[Any]:
@@ -58,7 +58,7 @@ def made(monkeypatch, tmp_path) -> Any:
             return [node]
 
         def options(name: str, **others: Any) -> Any:
-            transport.asked.append(name.partition("/")[2].rpartition(".")[0])
+            transport.requested.append(name.partition("/")[2].rpartition(".")[0])
             return SimpleNamespace(remote=lambda *args: object())
 
         for look in ("free_nodes", "all_nodes"):
@@ -109,7 +109,7 @@ def test_on_nodes_with_one_gpu_all_services_load_at_once(made):
         services, transport, _ = made(1)
         starting = asyncio.create_task(services.start())
         await settle()
-        assert set(transport.asked) == EVERYONE and not starting.done()
+        assert set(transport.requested) == EVERYONE and not starting.done()
         transport.loaded()
         await starting
         await services.stop()
@@ -125,7 +125,7 @@ def test_on_nodes_with_several_gpus_larger_shares_are_reserved_first(made):
         for gets in ([], ["rollout-0"], ["rollout-1"], ["reward-1", "reward-0"], ["learner-0"]):
             held.update(gets)
             await settle()
-            seen.append(set(transport.asked) - set().union(*seen))
+            seen.append(set(transport.requested) - set().union(*seen))
         assert seen == [
             {"rollout-0", "rollout-1", "selector-0"},
             set(),

@@ -139,7 +139,7 @@ def with_runs(runs: dict[str, Any], work) -> Any:
     return asyncio.run(all_of_it())
 
 
-def said(error: type[Exception], work) -> str:
+def message(error: type[Exception], work) -> str:
     with pytest.raises(error) as caught:
         work()
     return str(caught.value)
@@ -152,8 +152,10 @@ def test_an_address_without_a_listener_is_refused_at_once(command, capsys, monke
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     assert main([*command, "--address", address]) == 2
-    said = capsys.readouterr().err
-    assert f"--address {address}: no Ray cluster answers there" in said and said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert (
+        f"--address {address}: no Ray cluster answers there" in message and message.count("\n") == 1
+    )
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=f"RAY_ADDRESS = {address}: no Ray cluster answers there"):
         join_or_start_ray(load("quickstart"))
@@ -163,10 +165,10 @@ class Refusing(grpc.GenericRpcHandler):
     """A head that answers every request with this code, and notes the requests."""
 
     def __init__(self, code: grpc.StatusCode):
-        self.code, self.asked = code, []
+        self.code, self.requested = code, []
 
     def service(self, handler_call_details):
-        self.asked.append(handler_call_details.method)
+        self.requested.append(handler_call_details.method)
         return grpc.unary_unary_rpc_method_handler(lambda _, to: to.abort(self.code, "no"))
 
 
@@ -177,7 +179,7 @@ def refusing(code: grpc.StatusCode) -> Iterator[tuple[str, list[str]]]:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        yield f"127.0.0.1:{port}", handler.asked
+        yield f"127.0.0.1:{port}", handler.requested
     finally:
         server.stop(None).wait()
 
@@ -186,7 +188,7 @@ def refusing(code: grpc.StatusCode) -> Iterator[tuple[str, list[str]]]:
 def test_a_refused_token_is_reported_after_one_request(command, capsys, monkeypatch):
     """Ray alone would ask twenty times, with a warning for each. Other refusals are left to it."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with refusing(grpc.StatusCode.UNAUTHENTICATED) as (address, asked):
+    with refusing(grpc.StatusCode.UNAUTHENTICATED) as (address, requested):
         assert main([*command, "--address", address]) == 2
         assert capsys.readouterr().err == f"--address {address}: {TOKEN_WANTED}\n"
         monkeypatch.setenv("RAY_ADDRESS", address)
@@ -194,10 +196,10 @@ def test_a_refused_token_is_reported_after_one_request(command, capsys, monkeypa
             ConfigError, match=f"RAY_ADDRESS = {address}: this cluster requires a to"
         ):
             join_or_start_ray(load("quickstart"))
-        assert asked == [CLUSTER_ID] * 2
-    with refusing(grpc.StatusCode.UNIMPLEMENTED) as (address, asked):
+        assert requested == [CLUSTER_ID] * 2
+    with refusing(grpc.StatusCode.UNIMPLEMENTED) as (address, requested):
         require_listener(address)
-        assert asked == [CLUSTER_ID]
+        assert requested == [CLUSTER_ID]
 
 
 def test_losing_the_board_during_a_request_is_one_line(ray_here, monkeypatch):
@@ -206,7 +208,7 @@ def test_losing_the_board_during_a_request_is_one_line(ray_here, monkeypatch):
         return {"a#1": STATE}
 
     monkeypatch.setattr("cluster.jobs.live_runs.run_states", lost)
-    why = said(RunFailed, lambda: scale("a", {"rollout": 2}))
+    why = message(RunFailed, lambda: scale("a", {"rollout": 2}))
     assert why.startswith("the run's board was lost (") and why.endswith("see `sol-rl status`")
 
 
@@ -214,21 +216,21 @@ def test_a_run_is_found_by_name(ray_here):
     runs = {"a#1": ("a", allow), "b#1": ("b", refuse)}
     assert with_runs(runs, lambda: scale("a", {"rollout": 3})) == "now 3"
     assert (
-        with_runs(runs, lambda: said(ConfigError, lambda: scale("b", {"rollout": 9})))
+        with_runs(runs, lambda: message(ConfigError, lambda: scale("b", {"rollout": 9})))
         == "rollout: too many"
     )
     assert (
-        with_runs(runs, lambda: said(ConfigError, lambda: scale(None, {"rollout": 9})))
+        with_runs(runs, lambda: message(ConfigError, lambda: scale(None, {"rollout": 9})))
         == "--run is required, because several runs are active: a, b"
     )
     assert "no run 'c' on this cluster; active runs: a, b" in with_runs(
-        runs, lambda: said(ConfigError, lambda: run_states("c"))
+        runs, lambda: message(ConfigError, lambda: run_states("c"))
     )
     assert with_runs(
         {"a#1": ("a", never)},
-        lambda: said(RunFailed, lambda: scale("a", {"rollout": 2}, timeout_s=0.5)),
+        lambda: message(RunFailed, lambda: scale("a", {"rollout": 2}, timeout_s=0.5)),
     ).startswith("not done")
-    assert "no run on this cluster" in said(ConfigError, lambda: run_states(None))  # they left
+    assert "no run on this cluster" in message(ConfigError, lambda: run_states(None))  # they left
 
 
 def test_a_request_with_a_lost_answer_is_carried_out_once():
@@ -240,18 +242,18 @@ def test_a_request_with_a_lost_answer_is_carried_out_once():
 
     async def exchanges():
         link = Link("a#1", lambda: STATE, act)
-        asked = there.request("a#1", {"rollout": 2})
+        requested = there.request("a#1", {"rollout": 2})
         for _ in range(2):  # the first answer is lost
-            told = there.exchange("a#1", STATE, {})
-            assert told == [(asked, {"rollout": 2})]
-        link._received(told, {})
+            recorded = there.exchange("a#1", STATE, {})
+            assert recorded == [(requested, {"rollout": 2})]
+        link._received(recorded, {})
         link._received(there.exchange("a#1", STATE, {}), {})
         await asyncio.sleep(0)
         outcomes = dict(link._outcomes)
-        assert outcomes == {asked: (True, "so many")}
+        assert outcomes == {requested: (True, "so many")}
         link._received(there.exchange("a#1", STATE, outcomes), outcomes)
         assert there.exchange("a#1", STATE, {}) == [] and link._outcomes == {}
-        return there.outcome(asked)
+        return there.outcome(requested)
 
     assert asyncio.run(exchanges()) == (True, "so many")
     assert done == [{"rollout": 2}]
@@ -263,7 +265,9 @@ def test_a_failure_of_the_board_is_an_event_and_the_run_continues(monkeypatch):
     """A defect in telling the state, a board that is lost, one of another version."""
     events: list[tuple[str, Any]] = []
     lost_thrice = ["lost", "lost", "lost", "answers"]
-    asked = iter(["defect", "answers", *lost_thrice, "lost", "answers", "other", "answers", "end"])
+    requested = iter(
+        ["defect", "answers", *lost_thrice, "lost", "answers", "other", "answers", "end"]
+    )
     over = asyncio.Event()
 
     class Answer:
@@ -279,7 +283,7 @@ def test_a_failure_of_the_board_is_an_event_and_the_run_continues(monkeypatch):
     class Made:
         @property
         def exchange(self) -> Any:
-            self.what = next(asked)
+            self.what = next(requested)
             if self.what == "end":
                 over.set()
             answer: Any = Future()

@@ -55,13 +55,15 @@ class Saving:
     begun and done.
     """
 
-    def __init__(self, seconds: float, error: Exception | None = None, told: Any = lambda: None):
-        self.seconds, self.error, self.told = seconds, error, told
+    def __init__(
+        self, seconds: float, error: Exception | None = None, recorded: Any = lambda: None
+    ):
+        self.seconds, self.error, self.recorded = seconds, error, recorded
         self.begun = self.done = 0
 
     async def __call__(self) -> None:
         self.begun += 1
-        self.told()
+        self.recorded()
         await asyncio.sleep(self.seconds)
         if self.error:
             raise self.error
@@ -86,7 +88,7 @@ def test_a_second_signal_stops_waiting_for_the_checkpoint(monkeypatch):
     def later() -> None:
         asyncio.get_running_loop().call_later(0.3, signalled, "SIGINT")
 
-    stop, save, began = Stopping(asyncio.Lock()), Saving(30, told=later), time.monotonic()
+    stop, save, began = Stopping(asyncio.Lock()), Saving(30, recorded=later), time.monotonic()
     assert stopped(signals_then_sleep("SIGTERM"), stop, save) == "a second signal came"
     assert time.monotonic() - began < 10
     assert (save.begun, save.done, stop.signal) == (1, 0, "SIGINT")
@@ -217,8 +219,8 @@ def test_a_run_whose_actors_still_start_stops_at_once(ray_here, tiny_sd3_dir, tm
 
     with meanwhile((lambda: '"run_started"' in text_of(run.events_file), signal_once)):
         code = main_here("train", write_toml(config, tmp_path))
-    said = "stopped by SIGTERM before iteration 0; continue with --resume\n"
-    assert (code, capsys.readouterr().err) == (130, said)
+    message = "stopped by SIGTERM before iteration 0; continue with --resume\n"
+    assert (code, capsys.readouterr().err) == (130, message)
     assert_stopped_at_once(run, time.monotonic() - signals[0])
 
 
@@ -236,8 +238,8 @@ def test_a_command_whose_actors_still_start_stops_at_once(tiny_sd3_dir, tmp_path
         code, _, errors = finish(process, 90)
     finally:
         kill_tree(process)
-    said = f"stopped by {name} before iteration 0; continue with --resume\n"
-    assert (code, errors) == (130, said)
+    message = f"stopped by {name} before iteration 0; continue with --resume\n"
+    assert (code, errors) == (130, message)
     assert_stopped_at_once(run, time.monotonic() - began)
 
 
@@ -251,9 +253,9 @@ def test_a_run_that_waits_for_nodes_stops_at_once(ray_here, tiny_sd3_dir, tmp_pa
 
     with meanwhile((waits, lambda: signalled("SIGTERM"))):
         code = main_here("train", write_toml(config, tmp_path))
-    said = capsys.readouterr()
-    assert (code, said.err) == (130, "stopped by SIGTERM before any actor started\n")
-    assert "waiting up to 600 s" in said.out
+    message = capsys.readouterr()
+    assert (code, message.err) == (130, "stopped by SIGTERM before any actor started\n")
+    assert "waiting up to 600 s" in message.out
     assert not RunDirectory.of(config).path.exists()
 
 

@@ -51,7 +51,7 @@ def refused() -> Exception:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (
             RuntimeError("Request failed with status code 500: <html>\n<body>no</body>."),
@@ -68,7 +68,7 @@ def refused() -> Exception:
         (refused(), "no connection"),
     ],
 )
-def test_a_refused_job_is_one_line(monkeypatch, capsys, error, said):
+def test_a_refused_job_is_one_line(monkeypatch, capsys, error, message):
     def small(into, source, config):
         (into / "photos").mkdir(parents=True)
         (into / "photos" / "a.bin").write_bytes(bytes(3_000_000))
@@ -77,9 +77,11 @@ def test_a_refused_job_is_one_line(monkeypatch, capsys, error, said):
     monkeypatch.setattr(jobs, "job_client", lambda address: Refusing(error))
     monkeypatch.setattr(jobs, "stage", small)
     assert main(["submit", "quickstart", "--set", "run_root=/data", "--address", HERE]) == 2
-    told = line(capsys)
-    assert told.startswith(f"--address {HERE}: the job was not accepted (") and said in told
-    assert ("'photos' (3 MB)" in told) == isinstance(error, ValueError)
+    recorded = line(capsys)
+    assert (
+        recorded.startswith(f"--address {HERE}: the job was not accepted (") and message in recorded
+    )
+    assert ("'photos' (3 MB)" in recorded) == isinstance(error, ValueError)
 
 
 def test_a_disk_too_full_to_stage_on_is_one_line(monkeypatch, capsys):
@@ -111,8 +113,8 @@ def test_the_address_option_takes_precedence_over_the_environment(monkeypatch, c
     for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
         monkeypatch.setenv(name, other)
         assert main(["submit", "quickstart", "--set", "run_root=/data", "--address", given]) == 2
-        told = line(capsys)
-        assert given in told and other not in told
+        recorded = line(capsys)
+        assert given in recorded and other not in recorded
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS")
     assert main(["submit", "quickstart", "--set", "run_root=/data"]) == 2
     assert f"RAY_ADDRESS = {other}: no Ray dashboard answers" in line(capsys)
@@ -123,11 +125,11 @@ def test_the_address_option_takes_precedence_over_the_environment(monkeypatch, c
 )
 @pytest.mark.parametrize("way", ["environment", "option"])
 def test_status_and_scale_accept_a_dashboard_url(monkeypatch, way, arguments):
-    asked = []
+    requested = []
     monkeypatch.setattr(
         dashboard,
         "ask_through_job",
-        lambda address, given, show, say: asked.append((address, given)) or 0,
+        lambda address, given, show, say: requested.append((address, given)) or 0,
     )
     if way == "environment":
         monkeypatch.setenv("RAY_ADDRESS", HERE)
@@ -135,7 +137,7 @@ def test_status_and_scale_accept_a_dashboard_url(monkeypatch, way, arguments):
     else:
         monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
         assert main([*arguments, "--address", HERE]) == 0
-    assert asked == [(HERE, arguments)]
+    assert requested == [(HERE, arguments)]
 
 
 @pytest.mark.parametrize("given", [[], ["quickstart", "--set", "run_root=/data"]])
@@ -153,8 +155,8 @@ def test_the_doctor_job_gets_the_files_of_a_run(monkeypatch, given):
     monkeypatch.setattr(jobs, "config_errors", lambda *_: nullcontext())
     monkeypatch.setattr(jobs, "follow_command_output", lambda client, job, show, say: 2)
     assert main(["doctor", *given, "--json", "--address", HERE]) == 2
-    wanted = " ".join(["python -m cluster doctor", *given, "--json"])
-    assert submitted == {"entrypoint": wanted, "has": True}
+    expected = " ".join(["python -m cluster doctor", *given, "--json"])
+    assert submitted == {"entrypoint": expected, "has": True}
 
 
 def test_a_refused_status_request_is_one_line(monkeypatch, capsys):
@@ -202,9 +204,9 @@ def test_local_files_that_are_not_sent_are_refused(tmp_path, monkeypatch, capsys
         lambda address: pytest.fail("asked before the configuration was looked at"),
     )
     assert main(["submit", "quickstart", "--set", "run_root=/data", "--set", override]) == 2
-    told = line(capsys)
-    assert told.startswith(key)
-    assert told.endswith("give an absolute path on storage that nodes share")
+    recorded = line(capsys)
+    assert recorded.startswith(key)
+    assert recorded.endswith("give an absolute path on storage that nodes share")
 
 
 @pytest.mark.parametrize(
@@ -311,8 +313,8 @@ def test_a_node_without_the_dependencies_is_reported(tmp_path):
     done = subprocess.run(
         command, cwd=ROOT, env={"HOME": str(tmp_path)}, capture_output=True, text=True
     )
-    (told,) = done.stderr.splitlines()
-    assert done.returncode == 2 and "start Ray on every node from the environment with" in told
+    (recorded,) = done.stderr.splitlines()
+    assert done.returncode == 2 and "start Ray on every node from the environment with" in recorded
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", None])
@@ -325,6 +327,6 @@ def test_a_listener_that_is_not_a_ray_head_is_refused(monkeypatch, capsys, answe
         assert main(["status", "--address", f"127.0.0.1:{port}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"--address 127.0.0.1:{port}: ")
-    said = "what listens there is no head of a Ray cluster", "no Ray cluster answers there"
+    message = "is not the head of a Ray cluster", "no Ray cluster answers there"
     # one that closes at once may do so before it was asked
-    assert any(words in line for words in (said if answer is not None else ["(timed out)"]))
+    assert any(words in line for words in (message if answer is not None else ["(timed out)"]))

@@ -49,17 +49,17 @@ def launch(
             preexec_fn=lambda: os.nice(niceness),
         )
         deadline = time.monotonic() + 60
-        while not (told := (folder / "out").read_text()).endswith("\n"):
+        while not (recorded := (folder / "out").read_text()).endswith("\n"):
             assert time.monotonic() < deadline
-        return json.loads(told), (folder / "err").read_text()
+        return json.loads(recorded), (folder / "err").read_text()
 
 
 def test_a_fork_has_the_requested_process_properties(ray_here, tmp_path):
     """Ray kills a worker with its process group, and lowers its priority before it starts."""
     (made,) = template._running
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    told, errors = launch(tmp_path, made.path, niceness=3)
-    assert told == {
+    recorded, errors = launch(tmp_path, made.path, niceness=3)
+    assert recorded == {
         "arguments": ["--a", "b c"],
         "directory": str(tmp_path),
         "environment": {SOCKET: made.path, "OWN": "1", "LC_ALL": "C.UTF-8"},
@@ -68,16 +68,16 @@ def test_a_fork_has_the_requested_process_properties(ray_here, tmp_path):
         "name": "__main__",
         "imported": ["diffusers", "peft", "ray"],
         "threads": 1,
-        "parent": told["parent"],
+        "parent": recorded["parent"],
         # what nothing on a CPU needs takes no memory, where torch would import it to look
         "mapped": ["libjemalloc"] if allocator.variables() else [],
     }
-    assert errors == "" and psutil.Process(told["parent"]).ppid() == made.pid
+    assert errors == "" and psutil.Process(recorded["parent"]).ppid() == made.pid
 
 
 def test_without_a_template_the_launcher_starts_a_new_process(tmp_path):
-    told, errors = launch(tmp_path, str(tmp_path / "nobody"))
-    assert told["imported"] == [] and told["arguments"] == ["--a", "b c"]
+    recorded, errors = launch(tmp_path, str(tmp_path / "nobody"))
+    assert recorded["imported"] == [] and recorded["arguments"] == ["--a", "b c"]
     assert errors.startswith(f"no fork from {tmp_path}/nobody: ") and errors.count("\n") == 1
 
 
@@ -85,9 +85,9 @@ def test_the_template_ends_with_its_driver(tiny_sd3_dir, tmp_path, monkeypatch):
     """A driver that is killed closes its end of the pipe, too. This one imports nothing first."""
     monkeypatch.setattr(template, "__name__", bare_template.__name__)
     made = Template(tiny_config(tiny_sd3_dir, tmp_path, "template"))
-    told, errors = launch(tmp_path, made.path)
-    assert (told["imported"], errors) == (["ray"], "")
-    own = psutil.Process(told["parent"])
+    recorded, errors = launch(tmp_path, made.path)
+    assert (recorded["imported"], errors) == (["ray"], "")
+    own = psutil.Process(recorded["parent"])
     assert own.ppid() == made.pid
     made.alive.close()
     assert psutil.Process(made.pid).wait(60) == 0
@@ -123,10 +123,10 @@ def test_killed_launchers_do_not_affect_the_template(tiny_sd3_dir, tmp_path, mon
     for each in (b"", whole[:2], whole[: launcher.LENGTH], whole[:-1], whole):
         cut_short(made.path, each)
     for _ in range(2):  # the second one asks the template of its Ray, which the first one began
-        told, errors = launch(tmp_path, made.path)
-        assert (told["imported"], errors) == (["ray"], "")
+        recorded, errors = launch(tmp_path, made.path)
+        assert (recorded["imported"], errors) == (["ray"], "")
         cut_short(f"{os.path.dirname(made.path)}/0", whole[: launcher.LENGTH])
-    own = psutil.Process(told["parent"])
+    own = psutil.Process(recorded["parent"])
     # standard streams that were sent along are closed
     before = descriptors(own.pid)
     cut_short(f"{os.path.dirname(made.path)}/0", whole[:-1])
@@ -155,8 +155,8 @@ def test_a_template_that_cannot_import_leaves_no_folder(tiny_sd3_dir, tmp_path, 
     made = Template(tiny_config(tiny_sd3_dir, tmp_path, "cannot"))
     assert psutil.Process(made.pid).wait(60) == 1
     assert not os.path.exists(os.path.dirname(made.path))
-    told, errors = launch(tmp_path, made.path)
-    assert (told["imported"], errors.count("\n")) == ([], 1)
+    recorded, errors = launch(tmp_path, made.path)
+    assert (recorded["imported"], errors.count("\n")) == ([], 1)
 
 
 def test_each_ray_instance_has_its_own_template(tiny_sd3_dir, tmp_path, monkeypatch):
@@ -171,8 +171,8 @@ def test_each_ray_instance_has_its_own_template(tiny_sd3_dir, tmp_path, monkeypa
         raylet.kill()
     assert psutil.wait_procs([psutil.Process(first), psutil.Process(other)], 60)[1] == []
     assert psutil.Process(made.pid).status() != psutil.STATUS_ZOMBIE
-    told, errors = launch(tmp_path, made.path, **its)
-    assert "no fork from" in errors and told["imported"] == []
+    recorded, errors = launch(tmp_path, made.path, **its)
+    assert "no fork from" in errors and recorded["imported"] == []
 
 
 def test_actors_on_cpus_are_forks(monkeypatch):

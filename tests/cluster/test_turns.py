@@ -107,15 +107,15 @@ def run(scene: Callable[[], Any]) -> Any:
 def test_rollout_actors_and_learner_are_never_on_the_gpu_together(seed):
     async def scene() -> Stand:
         stand, chance = Stand(seed), random.Random(seed)
-        asked = [chance.choice(["explore", "update"]) for _ in range(40)]
+        requested = [chance.choice(["explore", "update"]) for _ in range(40)]
 
         async def late(what: str) -> str:
             for _ in range(chance.randrange(40)):
                 await asyncio.sleep(0)
             return await stand.ask(what)
 
-        assert await asyncio.gather(*map(late, asked)) == asked
-        assert sorted(stand.gpu.log) == sorted(asked)
+        assert await asyncio.gather(*map(late, requested)) == requested
+        assert sorted(stand.gpu.log) == sorted(requested)
         return stand
 
     run(scene)

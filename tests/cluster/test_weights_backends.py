@@ -61,23 +61,23 @@ def checksum(version: int) -> str:
     return assemble([], version, "nvfp4")[0].checksum
 
 
-def learner(asked: list[tuple]) -> Any:
+def learner(requested: list[tuple]) -> Any:
     async def export(version, backend, weights):
-        asked.append((version, backend, weights))
+        requested.append((version, backend, weights))
         return Exported(assemble([], version, "nvfp4")[0], {})
 
     return SimpleNamespace(export=export)
 
 
-def publish(rollout, asked) -> None:
-    asyncio.run(WeightChannel(lambda *args, **fields: None).publish(3, learner(asked), rollout))
+def publish(rollout, requested) -> None:
+    asyncio.run(WeightChannel(lambda *args, **fields: None).publish(3, learner(requested), rollout))
 
 
 def test_the_learner_packs_in_the_rollout_actors_format():
-    asked = []
-    publish(explorers("fp8", "fp8"), asked)
-    publish(explorers(None), asked)
-    assert asked == [(3, "fp8", None), (3, None, None)]
+    requested = []
+    publish(explorers("fp8", "fp8"), requested)
+    publish(explorers(None), requested)
+    assert requested == [(3, "fp8", None), (3, None, None)]
 
 
 def test_the_chosen_backend_is_reported_once():
@@ -102,22 +102,22 @@ def test_a_resumed_run_keeps_its_precision():
     same arithmetic.
     """
 
-    async def run(rollout, asked: list[tuple]) -> list[str]:
+    async def run(rollout, requested: list[tuple]) -> list[str]:
         events: list[str] = []
         channel = WeightChannel(
             lambda name, **fields: events.append(f"{name} {fields.get('why', '')}")
         )
         channel.chosen = "fp8"  # from the checkpoint
         for version in (5, 6):
-            await channel.publish(version, learner(asked), rollout)
+            await channel.publish(version, learner(requested), rollout)
         return events
 
-    asked: list[tuple] = []
+    requested: list[tuple] = []
     rollout = explorers("te_nvfp4", "te_nvfp4", runs=("te_nvfp4", "torch_nvfp4", "fp8", "bf16"))
-    kept, *rest = asyncio.run(run(rollout, asked))
+    kept, *rest = asyncio.run(run(rollout, requested))
     assert kept == "backend_kept as the run began; its rollout actors here would take te_nvfp4"
     assert all(event.startswith("version_published") for event in rest) and len(rest) == 2
-    assert [backend for _, backend, _ in asked] == ["fp8", "fp8"]
+    assert [backend for _, backend, _ in requested] == ["fp8", "fp8"]
     assert [member.weights for member in rollout.members] == [(6, checksum(6), "fp8")] * 2
     with pytest.raises(
         RunFailed,
@@ -127,17 +127,17 @@ def test_a_resumed_run_keeps_its_precision():
             r" continue it"
         ),
     ):
-        asyncio.run(run(explorers("bf16", runs=("fp32", "bf16")), asked))
+        asyncio.run(run(explorers("bf16", runs=("fp32", "bf16")), requested))
 
 
 def test_rollout_actors_with_different_backends_end_the_run_before_publishing():
-    asked = []
+    requested = []
     with pytest.raises(
         RunFailed,
         match=(r"different precision backends \(te_nvfp4 on node0, fp8 on node1\), but a run must"),
     ):
-        publish(explorers("te_nvfp4", "fp8"), asked)
-    assert asked == []
+        publish(explorers("te_nvfp4", "fp8"), requested)
+    assert requested == []
 
 
 def test_a_replacement_on_another_kind_of_gpu_is_refused():
@@ -263,8 +263,8 @@ def test_only_changed_shards_are_fetched_and_sent():
         return f"{version}.{index}"
 
     async def run() -> None:
-        told: list[dict[str, Any]] = []
-        channel = WeightChannel(lambda name, **fields: told.append(fields))
+        recorded: list[dict[str, Any]] = []
+        channel = WeightChannel(lambda name, **fields: recorded.append(fields))
         rollout, client = explorers(None, None), SimpleNamespace(export=export, shard=shard)
         first, second = rollout.members
         acknowledge = rollout.ask
@@ -280,7 +280,7 @@ def test_only_changed_shards_are_fetched_and_sent():
         second.weights = None  # replaced
         await channel.publish(2, client, rollout)
         await channel.publish(7, client, rollout)  # not the next version: all of it is fetched
-        assert [row.get("fetched") for row in told] == [32, 8, 8, 32]
+        assert [row.get("fetched") for row in recorded] == [32, 8, 8, 32]
 
     asyncio.run(run())
     everything = [0, 1, 2, 3]

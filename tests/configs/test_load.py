@@ -92,7 +92,7 @@ def test_a_wrong_value_names_key_value_and_choices():
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("selection.keep=200", "200 samples cannot be kept out of explore.pool_size = 96"),
         ("selection.keep=7", "7 is odd"),
@@ -103,9 +103,9 @@ def test_a_wrong_value_names_key_value_and_choices():
         ("name.x=1", "name is a value, not a table"),
     ],
 )
-def test_impossible_values_are_one_line(override, said):
+def test_impossible_values_are_one_line(override, message):
     (line,) = lines("quickstart", override)
-    assert said in line and "\n" not in line
+    assert message in line and "\n" not in line
 
 
 def test_unknown_preset_file_and_layer(tmp_path):
@@ -195,7 +195,7 @@ DEEP = ".".join("a" * 3000)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("seed = " + "1" * 5000, "not readable as TOML: Exceeds the limit"),
         ("a = " + "[" * 100_000, "not readable as TOML: maximum recursion depth"),
@@ -203,9 +203,9 @@ DEEP = ".".join("a" * 3000)
     ],
     ids=["too many digits", "too deep a value", "too deep a key"],
 )
-def test_what_python_cannot_take_in_is_one_line(tmp_path, text, said):
+def test_what_python_cannot_take_in_is_one_line(tmp_path, text, message):
     (tmp_path / "run.toml").write_text(text)
     for source, overrides in ((str(tmp_path / "run.toml"), []), ("quickstart", [text])):
-        with pytest.raises(ConfigError, match=said) as error:
+        with pytest.raises(ConfigError, match=message) as error:
             load(source, overrides)
         assert len(error.value.lines) == 1

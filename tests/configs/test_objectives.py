@@ -106,9 +106,9 @@ def test_every_objective_has_a_layer(name, tmp_path):
 @pytest.mark.parametrize("name", ["diffusion_nft", "awm"])
 @pytest.mark.parametrize("solver", ["flow_sde", "dance_sde"])
 def test_deterministic_objectives_refuse_stochastic_solvers(name, solver):
-    said = refusal(f"objective.name={name}", f"regenerate.solver={solver}")
-    assert said.startswith(f"regenerate.solver: '{solver}' with objective '{name}'")
-    assert "use dpmpp_2m or euler or unipc" in said
+    message = refusal(f"objective.name={name}", f"regenerate.solver={solver}")
+    assert message.startswith(f"regenerate.solver: '{solver}' with objective '{name}'")
+    assert "use dpmpp_2m or euler or unipc" in message
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ def test_deterministic_objectives_refuse_stochastic_solvers(name, solver):
 )
 def test_objectives_on_paths_accept_only_their_solver(name, own, other):
     for solver in ("dpmpp_2m", "euler", other):
-        said = refusal(f"objective.name={name}", f"regenerate.solver={solver}")
-        assert said.startswith(f"regenerate.solver: '{solver}' with objective '{name}'")
-        assert f"use {own}" in said
+        message = refusal(f"objective.name={name}", f"regenerate.solver={solver}")
+        assert message.startswith(f"regenerate.solver: '{solver}' with objective '{name}'")
+        assert f"use {own}" in message
     assert (
         load("quickstart", [f"objective.name={name}", f"regenerate.solver={own}"]).plan.solver
         == own
@@ -143,8 +143,8 @@ def test_deterministic_objectives_run_in_every_arm(name):
 
 
 def test_shared_noise_is_refused_if_seeds_are_selected():
-    said = refusal("objective.name=dance_grpo", "objective.shared_noise=true")
-    assert said.startswith("objective.shared_noise: arm 'sol_rl' selects among initial noises")
+    message = refusal("objective.name=dance_grpo", "objective.shared_noise=true")
+    assert message.startswith("objective.shared_noise: arm 'sol_rl' selects among initial noises")
     assert (
         load(
             "quickstart",
@@ -158,7 +158,7 @@ def test_shared_noise_is_refused_if_seeds_are_selected():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (
             ["objective.name=awm"],
@@ -193,8 +193,8 @@ def test_shared_noise_is_refused_if_seeds_are_selected():
         ),
     ],
 )
-def test_paths_that_cannot_be_explored_are_refused(overrides, said):
-    assert said in refusal("explore.paths=true", *overrides)
+def test_paths_that_cannot_be_explored_are_refused(overrides, message):
+    assert message in refusal("explore.paths=true", *overrides)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_trained_steps_of_each_objective():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (
             ["objective.name=awmm"],
@@ -243,8 +243,8 @@ def test_trained_steps_of_each_objective():
         (["explore.solver=flow_sde"], "explore.solver = 'flow_sde'"),
     ],
 )
-def test_mistakes_are_reported_in_the_users_spelling(overrides, said):
-    assert refusal(*overrides).startswith(said)
+def test_mistakes_are_reported_in_the_users_spelling(overrides, message):
+    assert refusal(*overrides).startswith(message)
 
 
 def test_the_documentation_lists_every_key():

@@ -33,7 +33,7 @@ def test_text_and_geneval_lines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("a.txt", b"\n \n", "contains no prompt"),
         ("a.txt", b"caf\xe9\n", "not UTF-8 at byte 3"),
@@ -52,11 +52,11 @@ def test_text_and_geneval_lines(tmp_path):
         ),
     ],
 )
-def test_bad_files_are_one_line(tmp_path, name, content, said):
+def test_bad_files_are_one_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError) as error:
         read_prompts(str(tmp_path / name))
-    assert len(error.value.lines) == 1 and said in error.value.lines[0]
+    assert len(error.value.lines) == 1 and message in error.value.lines[0]
 
 
 def test_json_lines_end_at_line_feeds_only(tmp_path):
@@ -116,10 +116,10 @@ def test_the_order_depends_on_the_seed_and_on_the_pass():
 def test_held_out_prompts_are_not_trained_on():
     """Compared as a reader would: without case and repeated spaces."""
     train = [Prompt("A red circle"), Prompt("two cats")]
-    told = Prompts(train="a", test="b")
-    refuse_overlap(told, train, [Prompt("a red square")])
+    recorded = Prompts(train="a", test="b")
+    refuse_overlap(recorded, train, [Prompt("a red square")])
     with pytest.raises(ConfigError, match="1 of 2 held-out prompts are among .*, such as 'a  RED"):
-        refuse_overlap(told, train, [Prompt("a  RED circle "), Prompt("x")])
+        refuse_overlap(recorded, train, [Prompt("a  RED circle "), Prompt("x")])
     refuse_overlap(Prompts(train="a", test="b", allow_overlap=True), train, train)
 
 

@@ -51,10 +51,10 @@ def test_scorers_get_the_source_image_at_the_size_of_the_run(tmp_path):
     pixels = image_file(tmp_path / "a.png", 24, 16)
     prompt = Prompt("x", {"n": 1}, tmp_path / "a.png")
     model = Model(path="m", height=16, width=24)
-    told = prompt.scorer_metadata(model)
-    assert told["n"] == 1 and told["image"].dtype == np.uint8
-    assert np.array_equal(told["image"], pixels.transpose(2, 0, 1))
-    assert prompt.metadata == {"n": 1} and prompt.source(model) is told["image"]
+    recorded = prompt.scorer_metadata(model)
+    assert recorded["n"] == 1 and recorded["image"].dtype == np.uint8
+    assert np.array_equal(recorded["image"], pixels.transpose(2, 0, 1))
+    assert prompt.metadata == {"n": 1} and prompt.source(model) is recorded["image"]
     assert Prompt("x", {"n": 1}).scorer_metadata(model) == {"n": 1}
 
 
@@ -110,9 +110,9 @@ def test_an_unreadable_image_is_reported_before_the_start(tmp_path, damage):
     refuse_unreadable([good, good])
     with pytest.raises(
         ConfigError, match=r"^prompts: .*x.jpg: cannot be read as an image \("
-    ) as told:
+    ) as recorded:
         refuse_unreadable([good, path])
-    assert len(told.value.lines) == 1
+    assert len(recorded.value.lines) == 1
     with pytest.raises(OSError, match="cannot be read as an image"):
         pixels_of(path, 16, 16)
 
@@ -121,10 +121,10 @@ def test_the_same_text_with_another_image_is_another_prompt(tmp_path):
     for name in "ab":
         image_file(tmp_path / f"{name}.png", 16 if name == "a" else 24, 16)
     a, b = (Prompt("Redder", {}, tmp_path / f"{name}.png") for name in "ab")
-    told = Prompts(train="a", test="b")
-    refuse_overlap(told, [a], [b])
+    recorded = Prompts(train="a", test="b")
+    refuse_overlap(recorded, [a], [b])
     with pytest.raises(ConfigError, match="1 of 1 held-out prompts are among"):
-        refuse_overlap(told, [a], [Prompt("redder", {"n": 1}, tmp_path / "x" / ".." / "a.png")])
+        refuse_overlap(recorded, [a], [Prompt("redder", {"n": 1}, tmp_path / "x" / ".." / "a.png")])
 
 
 def test_a_digest_is_of_the_image_not_of_its_name(tmp_path):

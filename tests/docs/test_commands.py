@@ -32,12 +32,12 @@ def sol_rl(command: str) -> list[str]:
 
 def refusal(words: list[str]) -> str:
     """What the parser says about a command; empty: nothing."""
-    said = io.StringIO()
+    message = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        with contextlib.redirect_stderr(message), contextlib.redirect_stdout(message):
             _parser().parse_args(words)
     except SystemExit as stop:
-        return said.getvalue().splitlines()[-1] if stop.code else ""
+        return message.getvalue().splitlines()[-1] if stop.code else ""
     return ""
 
 
@@ -53,7 +53,7 @@ def unknown_options(words: list[str]) -> list[str]:
 def test_every_command_in_a_block_parses(page: Path):
     given = [words for line in text_of(page).commands if (words := sol_rl(line))]
     wrong = {" ".join(words): refusal(words) for words in given if "..." not in words}
-    assert {line: said for line, said in wrong.items() if said} == {}
+    assert {line: message for line, message in wrong.items() if message} == {}
 
 
 @each()
@@ -98,7 +98,7 @@ def impossible(line: str) -> str:
 @each()
 def test_every_configuration_that_a_command_states_is_possible(page: Path):
     wrong = {line: impossible(line) for line in text_of(page).all_code}
-    assert {line: said for line, said in wrong.items() if said} == {}
+    assert {line: message for line, message in wrong.items() if message} == {}
 
 
 def test_an_impossible_configuration_is_found():

@@ -103,10 +103,14 @@ def path_grpo(rng: np.random.Generator, dance: bool) -> dict[str, object]:
     slope = -(a * ratio).reshape(4, 1, 1) * (x_next - mean(v)) / std**2 / 6 * of_v / 4
     gradient = slope * acts + kl * (mean(v) - mean(ref)) / g**2 / 6 * of_v / 4
     given = {"x": x, "x_next": x_next, "current": v, "old": old, "ref": ref}
-    told: dict[str, object] = {name: value.tolist() for name, value in given.items()}
-    told |= {"sigma": now.tolist(), "sigma_next": after.tolist(), "advantages": advantage.tolist()}
-    told |= {"eta": eta, "clip": clip, "kl": kl, "log_prob": log_prob(v).tolist()}
-    return told | {"ratio": ratio.tolist(), "loss": float(loss), "gradient": gradient.tolist()}
+    recorded: dict[str, object] = {name: value.tolist() for name, value in given.items()}
+    recorded |= {
+        "sigma": now.tolist(),
+        "sigma_next": after.tolist(),
+        "advantages": advantage.tolist(),
+    }
+    recorded |= {"eta": eta, "clip": clip, "kl": kl, "log_prob": log_prob(v).tolist()}
+    return recorded | {"ratio": ratio.tolist(), "loss": float(loss), "gradient": gradient.tolist()}
 
 
 def schedules() -> dict[str, object]:
@@ -116,10 +120,10 @@ def schedules() -> dict[str, object]:
     delayed = {s: min(0.0075 * max(s - 75, 0), 0.999) for s in range(1, 601)}
     ema = {s: min((1 + s) / (10 + s), 0.9) for s in range(1, 601)}
     left = math.prod(ema[s] for s in range(1, 11))
-    told: dict[str, object] = {"s": at, "base_left": left}
+    recorded: dict[str, object] = {"s": at, "base_left": left}
     for name, table in {"linear_cap": nft, "delayed_linear_cap": delayed, "ema": ema}.items():
-        told[name] = [table[s] for s in at]
-    return told
+        recorded[name] = [table[s] for s in at]
+    return recorded
 
 
 def spacing() -> dict[str, list[float]]:

@@ -60,11 +60,11 @@ def test_cudnn_attention_is_disabled_in_all_passes_of_an_update(tiny_sd3_dir, re
     assert not any(allowed for _, allowed in seen)
 
 
-@pytest.mark.parametrize(("objective", "wanted"), [("diffusion_nft", True), ("flow_grpo", False)])
+@pytest.mark.parametrize(("objective", "expected"), [("diffusion_nft", True), ("flow_grpo", False)])
 def test_merged_weights_use_any_attention_and_paths_that_of_training(
-    tiny_sd3_dir, objective, wanted
+    tiny_sd3_dir, objective, expected
 ):
     trainer = tiny_trainer(tiny_sd3_dir, objective={"name": objective})
     seen = watched(trainer)
     trainer.generator.generate(tiny_groups(1)[0].cond, [1, 2])
-    assert seen and {allowed for _, allowed in seen} == {wanted}
+    assert seen and {allowed for _, allowed in seen} == {expected}

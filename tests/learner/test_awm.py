@@ -56,14 +56,14 @@ def test_loss_of_known_values(weighting, current, old):
     assert loss.dtype == torch.float64
     assert loss.item() == pytest.approx(-0.5 * ratio + 0.25 + 1.0, rel=1e-12)
     found = {name: value.item() for name, value in metrics.items()}
-    wanted = {
+    expected = {
         "loss/policy": -0.5 * ratio,
         "loss/ratio": ratio,
         "loss/clip_share": 0.0,
         "loss/kl": 1.0,
         "loss/ema": 2.0,
     }
-    assert found == pytest.approx(wanted, rel=1e-12)
+    assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_gradient_at_the_sampling_weights_is_the_advantage_weighted_matching_los
     objective = build_objective(AWMSettings(weighting="uniform", kl=0.0, ema=0.0))
     assert objective.loss(points, made, advantages)[1]["loss/ratio"].item() == 1.0
     target = points.extras["eps"] - points.extras["x0"]
-    wanted = (advantages / 5).reshape(-1, 1, 1) * 2 * (made["current"] - target) / (6 * 4)
+    expected = (advantages / 5).reshape(-1, 1, 1) * 2 * (made["current"] - target) / (6 * 4)
     torch.testing.assert_close(
-        gradient(objective, points, made, advantages), wanted, rtol=1e-12, atol=1e-14
+        gradient(objective, points, made, advantages), expected, rtol=1e-12, atol=1e-14
     )
 
 

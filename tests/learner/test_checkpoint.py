@@ -87,7 +87,7 @@ def test_loading_a_mismatched_checkpoint_changes_nothing(tiny_sd3_dir, tmp_path)
     trainer = tiny_trainer(tiny_sd3_dir)
     trainer.update(0, tiny_groups())
     trainer.save(tmp_path / "step_000001", {})
-    for more, said in (
+    for more, message in (
         (
             {"lora": {"rank": 2, "alpha": 4}},
             (
@@ -100,7 +100,7 @@ def test_loading_a_mismatched_checkpoint_changes_nothing(tiny_sd3_dir, tmp_path)
     ):
         other = tiny_trainer(tiny_sd3_dir, **more)
         before = everything(other)
-        with pytest.raises(CheckpointError, match=said) as caught:
+        with pytest.raises(CheckpointError, match=message) as caught:
             other.load(tmp_path / "step_000001")
         assert identical(before, everything(other))
         assert other.done == 0

@@ -54,16 +54,16 @@ def test_the_assignment_follows_the_settings():
 
 
 @pytest.mark.parametrize(
-    ("prompts", "replicas", "share", "wanted"),
+    ("prompts", "replicas", "share", "expected"),
     [
         (3, 2, "prompts", [0, 0, 1, 1, 0, 0]),
         (3, 4, "samples", [0, 1, 1, 2, 3, 3]),
         (3, 3, "samples", [0, 0, 1, 1, 2, 2]),
     ],
 )
-def test_samples_have_the_owners_of_the_shared_update(prompts, replicas, share, wanted):
+def test_samples_have_the_owners_of_the_shared_update(prompts, replicas, share, expected):
     """As ``tests/cluster/test_sharing.py`` compares with what replicas are sent."""
-    assert owners(prompts, 2, replicas, share).tolist() == wanted
+    assert owners(prompts, 2, replicas, share).tolist() == expected
 
 
 def test_waiting_of_two_replicas_is_known():
@@ -73,8 +73,8 @@ def test_waiting_of_two_replicas_is_known():
     shared, dealing = owners(2, 4, 2, "prompts"), StepAssignment(4)
     dealt = dealing.assign(8, 5)
     steps = [shared[dealt == step] for step in range(4)]
-    wanted = sum(2 if len(set(step)) == 1 else 1 for step in steps)
-    assert dealing.busiest(shared, 5) == wanted
+    expected = sum(2 if len(set(step)) == 1 else 1 for step in steps)
+    assert dealing.busiest(shared, 5) == expected
     mean = np.mean([dealing.busiest(shared, seed) for seed in range(TRIED)])
     assert dealing.slowdown(shared) == pytest.approx(mean / 4) and mean > 4
 

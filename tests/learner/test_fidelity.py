@@ -131,13 +131,13 @@ def test_rows_of_an_uneven_density_sum_to_one():
 
 
 @pytest.mark.parametrize(
-    ("proxy", "truth", "said"),
+    ("proxy", "truth", "message"),
     [
         (np.zeros((2, 8)), np.zeros((2, 9)), "shape|must be"),
         (np.full((2, 96), np.nan), np.zeros((2, 96)), "192 rewards are not finite"),
         (np.zeros((2, 16)), np.zeros((2, 16)), "overlap"),
     ],
 )
-def test_invalid_measurements_are_refused(proxy, truth, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_measurements_are_refused(proxy, truth, message):
+    with pytest.raises(ValueError, match=message):
         per_prompt(proxy, truth)

@@ -34,8 +34,8 @@ def double(value: object) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def close(found: object, wanted: object, rtol: float = 1e-12) -> None:
-    np.testing.assert_allclose(found, wanted, rtol=rtol, atol=rtol)
+def close(found: object, expected: object, rtol: float = 1e-12) -> None:
+    np.testing.assert_allclose(found, expected, rtol=rtol, atol=rtol)
 
 
 def test_selection():
@@ -116,11 +116,11 @@ def test_spacing_and_solvers(spacing):
     """
     shift = {"num_train_timesteps": 1000, "shift": 3.0}
     found = flow_match_sigmas(shift, 6, None, schedule=spacing)
-    wanted = GOLDEN["spacing"][spacing]
-    close(found, wanted, 1e-6)
+    expected = GOLDEN["spacing"][spacing]
+    close(found, expected, 1e-6)
     given = GOLDEN["solver"]
     matrix, bias, start = (double(given[name]) for name in ("matrix", "bias", "start"))
-    grid = torch.tensor(wanted, dtype=torch.float32)
+    grid = torch.tensor(expected, dtype=torch.float32)
     for name in ("dpmpp_2m", "euler"):  # those of the reference
         end = SOLVERS[name](lambda x, s: x @ matrix.T + s.double() * bias, start[None], grid)
         close(end[0], given[spacing][name], 1e-12 if name == "dpmpp_2m" else 1e-7)

@@ -59,8 +59,8 @@ def played(model: Path, out: Path, *scenes: str) -> Path:
     )
     code, codes, errors = finish(replicas, 900)
     del store
-    wanted = "0 -9\n" if "dies" in scenes else "0 0\n"  # it kills the second, and is the last
-    assert (code, codes) == (0, wanted), errors[-4000:]
+    expected = "0 -9\n" if "dies" in scenes else "0 0\n"  # it kills the second, and is the last
+    assert (code, codes) == (0, expected), errors[-4000:]
     return out
 
 
@@ -87,14 +87,14 @@ def test_two_replicas_equal_one_learner_up_to_the_order_of_sums(two, tiny_sd3_di
     """
     alone = trainer_for(tiny_sd3_dir, objective)
     metrics = train(alone)
-    wanted = everything(alone)
+    expected = everything(alone)
     bound = bound_of(objective, metrics)
     start = everything(trainer_for(tiny_sd3_dir, objective))
     notes, states = zip(*(seen(two, objective, rank) for rank in range(2)), strict=True)
     assert identical(*states) and notes[0]["checksum"] == notes[1]["checksum"]
-    weights = [name for name in wanted if name.startswith(("current/", "old/", "ema/"))]
-    apart = max(float((states[0][name] - wanted[name]).abs().max()) for name in weights)
-    moved = max(float((start[name] - wanted[name]).abs().max()) for name in weights)
+    weights = [name for name in expected if name.startswith(("current/", "old/", "ema/"))]
+    apart = max(float((states[0][name] - expected[name]).abs().max()) for name in weights)
+    moved = max(float((start[name] - expected[name]).abs().max()) for name in weights)
     assert apart < bound < moved / 100
     for one, here, there in zip(metrics, notes[0]["metrics"], notes[1]["metrics"], strict=True):
         assert here.keys() - one.keys() == {"time/allreduce_s", "time/replica_wait_s"}
@@ -114,11 +114,11 @@ def test_replicas_that_share_samples_equal_one_learner(two, tiny_sd3_dir):
     """
     alone = trainer_for(tiny_sd3_dir, "diffusion_nft")
     metrics = train(alone)
-    wanted, bound = everything(alone), bound_of("diffusion_nft", metrics)
+    expected, bound = everything(alone), bound_of("diffusion_nft", metrics)
     notes, states = zip(*(seen(two, "halves", rank) for rank in range(2)), strict=True)
     assert identical(*states) and notes[0]["checksum"] == notes[1]["checksum"]
-    weights = [name for name in wanted if name.startswith(("current/", "old/", "ema/"))]
-    apart = max(float((states[0][name] - wanted[name]).abs().max()) for name in weights)
+    weights = [name for name in expected if name.startswith(("current/", "old/", "ema/"))]
+    apart = max(float((states[0][name] - expected[name]).abs().max()) for name in weights)
     assert apart < bound
     for one, here, there in zip(metrics, notes[0]["metrics"], notes[1]["metrics"], strict=True):
         for name in (name for name in one if not name.startswith("time/")):
@@ -169,8 +169,8 @@ def test_failures_with_a_sharded_base_are_reported(two):
     assert lost["said"].startswith("replica 0 of 2 lost the others while training: ")
     assert lost["unchanged"] and not (two / "sharded_dies.1.json").exists()
     for rank in range(2):
-        said = seen(two, "sharded_out_of_step", rank)[0]["said"]
-        assert said.endswith("for different weights: old, merged, ema, merged")
+        message = seen(two, "sharded_out_of_step", rank)[0]["said"]
+        assert message.endswith("for different weights: old, merged, ema, merged")
 
 
 def test_one_replica_alone_learns_something_else(tiny_sd3_dir):
@@ -215,8 +215,8 @@ def test_any_other_failure_names_the_replica(two):
 
 def test_one_bit_of_difference_is_an_error(two):
     for rank in range(2):
-        said = seen(two, "differs", rank)[0]["said"]
-        assert said.startswith(
+        message = seen(two, "differs", rank)[0]["said"]
+        assert message.startswith(
             "the replicas of the learner differ at the start: checksums 0 updates, "
         )
 

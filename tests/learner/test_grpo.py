@@ -50,14 +50,14 @@ def test_a_flow_grpo_step_with_known_values(advantage, policy):
         one_step(1.0, stored=old + 0.25), velocities, torch.tensor([advantage])
     )
     found = {name: value.item() for name, value in metrics.items()}
-    wanted = {
+    expected = {
         "loss/policy": policy,
         "loss/ratio": math.exp(-0.65625),
         "loss/clip_share": 1.0,
         "loss/kl": 0.28125,
     }
     # the stored one is float32
-    assert found == pytest.approx(wanted | {"loss/log_prob_drift": 0.25}, rel=1e-6)
+    assert found == pytest.approx(expected | {"loss/log_prob_drift": 0.25}, rel=1e-6)
     assert loss.dtype == torch.float64
     assert loss.item() == pytest.approx(policy + 0.5 * 0.28125, rel=1e-12)
 
@@ -135,8 +135,8 @@ def test_at_the_sampling_weights_the_gradient_is_the_policy_gradient(settings):
     square = step.std**2 / (now - after)
     of_v = -(1 + square * (1 - now) / (2 * now)) * (now - after)
     score = (points.extras["x_next"] - step.mean) / (step.std**2 * 6)
-    wanted = -advantages.clamp(-5, 5).reshape(-1, 1, 1) * score * of_v / 4
-    torch.testing.assert_close(v.grad, wanted, rtol=1e-9, atol=1e-12)
+    expected = -advantages.clamp(-5, 5).reshape(-1, 1, 1) * score * of_v / 4
+    torch.testing.assert_close(v.grad, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_flow_grpo_trains_on_all_steps_but_the_last():

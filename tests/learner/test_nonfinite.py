@@ -12,10 +12,10 @@ from policy.lora import adapter_state
 from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
 
 
-def assert_all_or_nothing(trainer, failure_dir, groups, said: str) -> NonFiniteTraining:
+def assert_all_or_nothing(trainer, failure_dir, groups, message: str) -> NonFiniteTraining:
     """The update raises, changes nothing, and leaves the data of the iteration."""
     before = everything(trainer)
-    with pytest.raises(NonFiniteTraining, match=said) as caught:
+    with pytest.raises(NonFiniteTraining, match=message) as caught:
         trainer.update(5, groups)
     assert identical(before, everything(trainer)) and trainer.done == 0
     assert "\n" not in str(caught.value)

@@ -97,9 +97,9 @@ def test_averages_can_follow_every_optimizer_step(tiny_sd3_dir, monkeypatch):
     monkeypatch.setattr("learner.averages.blend", move)
     for iteration in (0, 1):
         trainer.update(iteration, tiny_groups())
-    wanted = [("ema", 2 / 11), ("ema", 3 / 12), ("old", 0.2)]
-    wanted += [("ema", 4 / 13), ("ema", 5 / 14), ("old", 0.4)]
-    assert seen == wanted
+    expected = [("ema", 2 / 11), ("ema", 3 / 12), ("old", 0.2)]
+    expected += [("ema", 4 / 13), ("ema", 5 / 14), ("old", 0.4)]
+    assert seen == expected
 
 
 def test_a_failed_second_step_restores_the_averages(tiny_sd3_dir):

@@ -20,8 +20,8 @@ def test_three_gradients_with_known_angles():
     found, root = mean_cosine(rows), math.sqrt(3) / 2
     left = np.array([root, 0, 0.5])
     assert found.mean == pytest.approx((0.5 + root) / 3, abs=1e-7)
-    wanted = math.sqrt(2 / 3 * ((left - left.mean()) ** 2).sum())
-    assert found.stderr == pytest.approx(wanted, abs=1e-7) and found.batches == 3
+    expected = math.sqrt(2 / 3 * ((left - left.mean()) ** 2).sum())
+    assert found.stderr == pytest.approx(expected, abs=1e-7) and found.batches == 3
 
 
 def test_the_cosine_equals_the_signal_share_within_its_error():
@@ -37,19 +37,19 @@ def test_the_cosine_equals_the_signal_share_within_its_error():
     ]
     means = np.array([one.mean for one in found])
     assert means.mean() == pytest.approx(0.2, abs=4 * means.std() / math.sqrt(200) + 0.002)
-    told = np.mean([one.stderr**2 for one in found])
-    assert 0.67 < told / means.var() < 1.5
+    recorded = np.mean([one.stderr**2 for one in found])
+    assert 0.67 < recorded / means.var() < 1.5
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "message"),
     [
         ([torch.ones(2)] * 2, "2 batches: at least 3"),
         ([torch.ones(2), torch.zeros(2), torch.ones(2)], "a gradient is zero"),
     ],
 )
-def test_incomparable_gradients_are_refused(rows, said):
-    with pytest.raises(ValueError, match=said):
+def test_incomparable_gradients_are_refused(rows, message):
+    with pytest.raises(ValueError, match=message):
         mean_cosine(rows)
 
 

@@ -58,8 +58,8 @@ def test_regenerating_and_evaluating_are_compiled_and_training_is_not(tiny_sd3_d
     eager, trainer = regenerating(tiny_sd3_dir)
     for _ in range(2):
         for weights in ("old", "ema", "base"):
-            wanted, found = (latents(t, weights)["latents"] for t in (eager, trainer))
-            np.testing.assert_array_equal(found, wanted)
+            expected, found = (latents(t, weights)["latents"] for t in (eager, trainer))
+            np.testing.assert_array_equal(found, expected)
         assert len(graphs) == 2
         for each in (eager, trainer):
             each.update(each.done, tiny_groups(1))
@@ -73,16 +73,16 @@ def test_on_a_gpu_regenerated_images_are_decoded_by_a_graph(tiny_sd3_dir, graphs
     monkeypatch.setattr(generator, "decoder_on", lambda _, *what: decoder_on(there, *what))
     eager, trainer = regenerating(tiny_sd3_dir)
     cond = tiny_groups(1)[0].cond
-    wanted, found = (each.generator.generate(cond, [1, 2])[1] for each in (eager, trainer))
-    np.testing.assert_array_equal(found, wanted)
+    expected, found = (each.generator.generate(cond, [1, 2])[1] for each in (eager, trainer))
+    np.testing.assert_array_equal(found, expected)
     assert len(graphs) == 3
 
 
 def test_paths_are_compiled_without_merging(tiny_sd3_dir, graphs):
     """Adapters are not merged for them; their density is the policy's that is trained."""
     eager, trainer = regenerating(tiny_sd3_dir, objective=PATHS["flow_grpo"])
-    wanted, found = latents(eager), latents(trainer)
-    assert all(np.array_equal(found[name], rows) for name, rows in wanted.items())
+    expected, found = latents(eager), latents(trainer)
+    assert all(np.array_equal(found[name], rows) for name, rows in expected.items())
     beside = list(graphs)
     latents(trainer, solver="euler")
     merged = graphs[len(beside) :]
@@ -100,13 +100,13 @@ def test_compiled_images_equal_eager_ones_up_to_rounding(tiny_sd3_dir):
     eager, trainer = regenerating(tiny_sd3_dir)
     before = []
     for weights in ("old", "old", "base"):
-        wanted, found = (latents(t, weights)["latents"] for t in (eager, trainer))
+        expected, found = (latents(t, weights)["latents"] for t in (eager, trainer))
         (group,) = tiny_groups(1)
         nudged = _nudged(group.cond, torch.finfo(torch.float32).eps)
         moved = eager.generator.generate(nudged, [1, 2], weights=weights)[0]["latents"]
         roundings = 4 * len(adapted_modules(trainer.transformer))
-        bound = SAFETY * roundings**0.5 * relative_distance(moved, wanted)
-        assert 0 < relative_distance(found, wanted) <= bound
+        bound = SAFETY * roundings**0.5 * relative_distance(moved, expected)
+        assert 0 < relative_distance(found, expected) <= bound
         assert all(relative_distance(found, other) > 100 * bound for other in before)
         before.append(found)
         for each in (eager, trainer):

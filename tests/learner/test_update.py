@@ -60,14 +60,14 @@ def test_accumulated_gradients_equal_those_of_one_batch(tiny_sd3_dir, batch_size
         tiny_sd3_dir, optimizer=optimizer, objective={"times_per_sample": 3, "kl": 0.5}
     )
     groups = tiny_groups()
-    wanted, loss = plain_gradients(trainer, 1, groups)
+    expected, loss = plain_gradients(trainer, 1, groups)
     metrics = trainer.update(1, groups)
     moments = trainer.updater.trained.state()
-    norm = float(torch.stack([g.double().norm() for g in wanted.values()]).norm())
-    idle = {name.rsplit(".lora_")[0] for name, g in wanted.items() if not g.any()}
+    norm = float(torch.stack([g.double().norm() for g in expected.values()]).norm())
+    idle = {name.rsplit(".lora_")[0] for name, g in expected.items() if not g.any()}
     # the last block's text queries go nowhere; all others are reached
     assert idle == {"transformer_blocks.1.attn.add_q_proj"}
-    for name, gradient in wanted.items():
+    for name, gradient in expected.items():
         torch.testing.assert_close(
             moments[f"exp_avg/{name}"], 0.1 * gradient, rtol=0, atol=1e-6 * norm
         )
@@ -91,8 +91,8 @@ def test_the_step_is_adamw_with_clipped_gradients(tiny_sd3_dir):
     )  # norm + 1e-6 inside
     for name, old in before.items():
         g = clipped[name]
-        wanted = old.double() * (1 - 1e-2 * 0.1) - 1e-2 * g / (g.abs() + 1e-5)
-        torch.testing.assert_close(state[f"weight/{name}"].double(), wanted, rtol=0, atol=1e-6)
+        expected = old.double() * (1 - 1e-2 * 0.1) - 1e-2 * g / (g.abs() + 1e-5)
+        torch.testing.assert_close(state[f"weight/{name}"].double(), expected, rtol=0, atol=1e-6)
 
 
 def test_only_the_adapters_change_and_the_averages_follow(tiny_sd3_dir):

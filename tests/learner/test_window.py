@@ -244,7 +244,7 @@ def test_a_window_over_all_steps_trains_the_same_bits(tiny_sd3_dir):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (
             ["objective.name=flow_grpo", "objective.window.size=4", "objective.window.start=7"],
@@ -265,8 +265,8 @@ def test_a_window_over_all_steps_trains_the_same_bits(tiny_sd3_dir):
         ),
     ],
 )
-def test_bad_windows_are_one_line(overrides, said):
+def test_bad_windows_are_one_line(overrides, message):
     with pytest.raises(ConfigError) as error:
         load("quickstart", overrides)
     (line,) = error.value.lines
-    assert line.startswith(said)
+    assert line.startswith(message)

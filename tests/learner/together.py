@@ -176,10 +176,10 @@ def sharded_not_finite(model: Path, join: Callable[[], Replicas]) -> Seen:
     if replicas.rank == replicas.size - 1:
         objective.__dict__["loss"] = loss
     before = everything(trainer)
-    said = raised(lambda: train(trainer, 1), NonFiniteTraining)
+    message = raised(lambda: train(trainer, 1), NonFiniteTraining)
     objective.__dict__.pop("loss", None)
     unchanged = identical(before, everything(trainer))
-    return trainer, {"said": said, "unchanged": unchanged, "metrics": train(trainer, 1)}
+    return trainer, {"said": message, "unchanged": unchanged, "metrics": train(trainer, 1)}
 
 
 def sharded_dies(model: Path, join: Callable[[], Replicas]) -> Seen:
@@ -195,8 +195,8 @@ def sharded_dies(model: Path, join: Callable[[], Replicas]) -> Seen:
 
     list(blocks_of(trainer.transformer))[-1].register_forward_hook(counted)
     before = everything(trainer)
-    said = raised(lambda: train(trainer, 1), GroupBroken)
-    return trainer, {"said": said, "unchanged": identical(before, everything(trainer))}
+    message = raised(lambda: train(trainer, 1), GroupBroken)
+    return trainer, {"said": message, "unchanged": identical(before, everything(trainer))}
 
 
 def sharded_out_of_step(model: Path, join: Callable[[], Replicas]) -> Seen:
@@ -215,12 +215,12 @@ def not_finite(model: Path, join: Callable[[], Replicas], out: Path) -> Seen:
     if replicas.rank == replicas.size - 1:
         groups[0].samples["latents"][0] = np.nan
     before = everything(trainer)
-    said = raised(
+    message = raised(
         lambda: trainer.update(0, groups, {p: groups_rewards(0, p) for p in others(replicas)}),
         NonFiniteTraining,
     )
     return trainer, {
-        "said": said,
+        "said": message,
         "unchanged": identical(before, everything(trainer)),
         "metrics": train(trainer, 1),
     }
@@ -241,11 +241,11 @@ def fails(model: Path, join: Callable[[], Replicas]) -> Seen:
 
         trainer.updater._accumulate = accumulate
     before = everything(trainer)
-    said = raised(
+    message = raised(
         lambda: train(trainer, 1),
         ReplicaFailed if replicas.rank < replicas.size - 1 else ArithmeticError,
     )
-    return trainer, {"said": said, "unchanged": identical(before, everything(trainer))}
+    return trainer, {"said": message, "unchanged": identical(before, everything(trainer))}
 
 
 def differs(model: Path, join: Callable[[], Replicas]) -> Seen:

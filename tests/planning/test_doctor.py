@@ -43,7 +43,7 @@ def test_equal_nodes_pass_the_doctor():
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "outcome", "said"),
+    ("change", "name", "outcome", "message"),
     [
         ({"packages": {**PACKAGES, "torch": "2.12.0"}}, "versions", "failed",
          "torch is 2.13.0 on a, 2.12.0 on b: install the same versions on all nodes"),
@@ -60,10 +60,10 @@ def test_equal_nodes_pass_the_doctor():
         ({"kernels": "Triton is missing"}, "GPUs", "note", "b: Triton is missing"),
     ],
 )  # fmt: skip
-def test_a_node_that_differs_is_named(change, name, outcome, said):
+def test_a_node_that_differs_is_named(change, name, outcome, message):
     found = outcomes([FACTS, replace(OTHER, **change)])
-    assert found[name][0] == outcome and said in found[name][1]
-    assert [key for key, (told, _) in found.items() if told != "ok"] == [name]
+    assert found[name][0] == outcome and message in found[name][1]
+    assert [key for key, (recorded, _) in found.items() if recorded != "ok"] == [name]
 
 
 def test_missing_gpus_are_reported():
@@ -95,11 +95,13 @@ def test_failed_checks_have_exit_code_2_and_advice(tmp_path, capsys):
     ]  # fmt: skip
     words = [word for each in settings for word in ("--set", each)]
     assert main(["doctor", "quickstart", *words, "--json"]) == 2
-    told = json.loads(capsys.readouterr().out)
+    recorded = json.loads(capsys.readouterr().out)
     failed = {
-        check["name"]: check["found"] for check in told["checks"] if check["outcome"] == "failed"
+        check["name"]: check["found"]
+        for check in recorded["checks"]
+        if check["outcome"] == "failed"
     }
-    assert not told["ok"]
+    assert not recorded["ok"]
     assert set(failed) == {"prompts", "model", "scorers", "GPUs", "actors", "free memory"}
     assert "did you mean 'shapes'" in failed["scorers"]
     assert "360 held-out prompts are among" in failed["prompts"]
@@ -117,7 +119,7 @@ def test_a_port_in_use_is_reported():
 
 
 @pytest.mark.parametrize(
-    ("mode", "file", "joined", "outcome", "said"),
+    ("mode", "file", "joined", "outcome", "message"),
     [
         ("token", 0o600, True, "ok", "asked for"),
         ("token", 0o644, True, "note", "chmod 600"),
@@ -125,7 +127,7 @@ def test_a_port_in_use_is_reported():
         ("disabled", None, False, "note", "loopback"),
     ],
 )
-def test_the_token_is_checked(mode, file, joined, outcome, said, tmp_path, monkeypatch):
+def test_the_token_is_checked(mode, file, joined, outcome, message, tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
     if file:
@@ -133,7 +135,7 @@ def test_the_token_is_checked(mode, file, joined, outcome, said, tmp_path, monke
         (tmp_path / ".ray" / "auth_token").write_text("x")
         (tmp_path / ".ray" / "auth_token").chmod(file)
     check = doctor.check_token(joined, tmp_path)
-    assert check.outcome == outcome and said in check.line()
+    assert check.outcome == outcome and message in check.line()
 
 
 def test_a_setting_without_a_configuration_is_refused(capsys):

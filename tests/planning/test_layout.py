@@ -201,17 +201,17 @@ def test_layouts_that_do_not_fit_are_excluded():
 
 
 @pytest.mark.parametrize(
-    ("count", "memory", "said"),
+    ("count", "memory", "message"),
     [
         (1, 60, "8.0 GB short; nearest layout that fits: split on 2 x B200"),
         (8, 20, "15.0 GB short; nearest layout that fits: GPUs of at least 35 GB"),
     ],
 )
-def test_if_nothing_fits_one_line_says_what_is_missing_and_what_would_fit(count, memory, said):
+def test_if_nothing_fits_one_line_says_what_is_missing_and_what_would_fit(count, memory, message):
     with pytest.raises(ConfigError) as error:
         choose(preset("flux1"), [Gpus("B200", count, memory)], costs("flux1"))
     (line,) = error.value.lines
-    assert "black-forest-labs/FLUX.1-dev does not fit on" in line and said in line
+    assert "black-forest-labs/FLUX.1-dev does not fit on" in line and message in line
     assert f"{count} x B200 of {memory} GB" in line
 
 

@@ -147,17 +147,17 @@ def test_the_learner_is_sized_for_the_larger_format_of_mixed_gpus():
 
 def test_a_plan_says_where_replicas_wait_for_each_other():
     """FlowGRPO's presets take two optimizer steps per iteration, dealt evenly."""
-    gpus, seconds, said = [Gpus("B200", 8, 180)], {}, {}
+    gpus, seconds, message = [Gpus("B200", 8, 180)], {}, {}
     for deal in ("random", "even"):
         with preset("flux1-flow_grpo-hpsv2", f"optimizer.deal={deal}") as (config, family):
             choice = choose(config, gpus, costs_of(config, family, gpus, Assumptions()))
             found = choice.best.prediction
             assert found is not None
             outlook = Outlook(gpus, found, choice.bound, found.iteration, {}, choice)
-            seconds[deal], said[deal] = found.iteration, warnings(config, outlook)
-    (line,) = (line for line in said["random"] if line.startswith("waiting"))
+            seconds[deal], message[deal] = found.iteration, warnings(config, outlook)
+    (line,) = (line for line in message["random"] if line.startswith("waiting"))
     assert "an update lasts 1.1" in line and line.endswith("set optimizer.deal = 'even'")
-    assert not [line for line in said["even"] if line.startswith("waiting")]
+    assert not [line for line in message["even"] if line.startswith("waiting")]
     assert seconds["even"] < 0.95 * seconds["random"]
     assert load("flux1-flow_grpo-hpsv2").optimizer.deal == "even"
 
@@ -188,8 +188,8 @@ def test_the_printed_plan_contains_its_findings():
     assert set(tree["arms"]) == set(arms)  # type: ignore[call-overload]
     quicker = replace(arms["naive_scaling"], iteration=found.iteration / 2)
     swift = {"naive_scaling": quicker, "sol_rl": found}
-    said = warnings(config, Outlook(gpus, found, choice.bound, found.iteration, swift, choice))
-    assert any(line.startswith("slower      sol_rl is predicted to take") for line in said)
+    message = warnings(config, Outlook(gpus, found, choice.bound, found.iteration, swift, choice))
+    assert any(line.startswith("slower      sol_rl is predicted to take") for line in message)
 
 
 def test_the_command_prints_one_object_and_draws_it(capsys, tmp_path):
@@ -214,7 +214,7 @@ def test_the_command_prints_one_object_and_draws_it(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             ("flux1-sol_rl-hpsv2", "--gpus", "1", "--gpu-memory-gb", "24"),
@@ -227,13 +227,13 @@ def test_the_command_prints_one_object_and_draws_it(capsys, tmp_path):
         (("quickstart", "--gpus", "2"), "--gpus 2: no service asks for a GPU"),
     ],
 )
-def test_invalid_plans_are_one_line(capsys, monkeypatch, arguments, said):
+def test_invalid_plans_are_one_line(capsys, monkeypatch, arguments, message):
     monkeypatch.setattr(savings, "SAVINGS", savings.SAVINGS[-1:])  # each counts the model anew
     assert main(["plan", *arguments]) == 2
     first, *more = capsys.readouterr().err.splitlines()
-    assert said in first
+    assert message in first
     # of what does not fit, the settings that save memory follow
-    assert bool(more) == ("does not fit" in said) and all(line.startswith("  ") for line in more)
+    assert bool(more) == ("does not fit" in message) and all(line.startswith("  ") for line in more)
 
 
 KEPT = (

@@ -63,8 +63,8 @@ def test_text_encoders_stay_and_encode_once_is_suggested():
     for memory, hint in ((50, True), (43, True), (41, False)):
         with pytest.raises(ConfigError) as error:
             choose(preset("flux1"), [Gpus("B200", 1, memory)], turning())
-        said = f"{53 - memory:.1f} GB short; it fits with prompts.encode_once = true; nearest"
-        assert (said in error.value.lines[0]) == hint
+        message = f"{53 - memory:.1f} GB short; it fits with prompts.encode_once = true; nearest"
+        assert (message in error.value.lines[0]) == hint
     once = replace(turning(), encoder_leaves=True)
     best = choose(preset("flux1"), [Gpus("B200", 1, 43)], once).best
     assert best.numbers.leaves and best.gb == pytest.approx(53 - 11)

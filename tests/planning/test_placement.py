@@ -310,14 +310,14 @@ def test_actors_of_a_lost_node_are_reported_once():
         max_size=12,
     ),
 )
-def test_every_placement_fits(machines, asked):
+def test_every_placement_fits(machines, requested):
     nodes = [
         Node(f"n{i}", c, g, {ACCELERATOR: label} if label else {})
         for i, (c, g, label) in enumerate(machines)
     ]
     needs = [
         Need(f"k-{i}", c, g, B200 if bound else {}, spread)
-        for i, (c, g, bound, spread) in enumerate(asked)
+        for i, (c, g, bound, spread) in enumerate(requested)
     ]
     try:
         chosen = place(needs, nodes)

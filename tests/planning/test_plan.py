@@ -173,13 +173,13 @@ def test_a_broadcast_of_sana_is_nine_bits_in_two_weights(tmp_path):
     path = str(write_configs(published("sana-1.6b"), tmp_path))
     family = family_for(Model(family="sana", path=path, height=1024, width=1024))
     blank, rows, layers = meta.meta_explorer(family, BACKENDS["te_nvfp4"], (), torch.bfloat16)
-    wanted = (8 * 20 + 7.5 * 20) * 2240**2 * 9 / 16 + 4 * 200
-    assert sizes.wire_bytes(rows, layers, (), BACKENDS["te_nvfp4"]) == (wanted, 0)
+    expected = (8 * 20 + 7.5 * 20) * 2240**2 * 9 / 16 + 4 * 200
+    assert sizes.wire_bytes(rows, layers, (), BACKENDS["te_nvfp4"]) == (expected, 0)
     assert published("sana-1.6b")["hub_id"] == load("sana-sol_rl-hpsv2").model.path
 
 
 @pytest.mark.parametrize(
-    ("scorer", "wanted"),
+    ("scorer", "expected"),
     [
         (
             Scorer(name="clipscore", settings={"checkpoint": "x/y"}),
@@ -195,8 +195,8 @@ def test_a_broadcast_of_sana_is_nine_bits_in_two_weights(tmp_path):
         (Scorer(name="mine:Scorer"), None),
     ],
 )
-def test_the_plan_counts_scorers(scorer, wanted):
-    assert model_bytes(scorer) == wanted
+def test_the_plan_counts_scorers(scorer, expected):
+    assert model_bytes(scorer) == expected
 
 
 # ---- the whole plan
@@ -220,8 +220,8 @@ def test_a_plan_on_assumed_gpus(tiny_sd3_dir, tmp_path):
     seconds = {name: stage.seconds(plan.device) for name, stage in plan.stages.items()}
     # the second of two prompts is regenerated when all is explored
     rollouts = max(seconds["explore"] + seconds["regenerate"] / 2, seconds["regenerate"])
-    wanted = rollouts + seconds["update"]
-    assert iteration_seconds(plan, plan.device) == pytest.approx(wanted)
+    expected = rollouts + seconds["update"]
+    assert iteration_seconds(plan, plan.device) == pytest.approx(expected)
     assert plan.outlook is not None and [each.count for each in plan.outlook.gpus] == [3]
     text = "\n".join(lines_of(plan))
     assert (
@@ -290,9 +290,10 @@ def test_the_plan_command_on_cpus(tiny_sana_dir, tmp_path, capsys):
 
 def test_the_plan_uses_the_nodes_of_a_cluster(tiny_sd3_dir, tmp_path, capsys, monkeypatch):
     """With an address the nodes are those that are there; here a stand-in answers for them."""
-    asked: list[str] = []
+    requested: list[str] = []
     monkeypatch.setattr(
-        "cluster.jobs.live_runs.connected", lambda address: asked.append(address) or nullcontext()
+        "cluster.jobs.live_runs.connected",
+        lambda address: requested.append(address) or nullcontext(),
     )
     monkeypatch.setattr(
         "cluster.runtime.nodes.free_nodes",
@@ -301,13 +302,13 @@ def test_the_plan_uses_the_nodes_of_a_cluster(tiny_sd3_dir, tmp_path, capsys, mo
     file = write_toml(run_of("sd3", tiny_sd3_dir, tmp_path), tmp_path)
     assert main(["plan", str(file), "--address", "head:6379"]) == 0
     text = capsys.readouterr().out
-    assert asked == ["head:6379"]
+    assert requested == ["head:6379"]
     assert "node 1 (4 CPU, 0 GPU): " in text
     assert "node 2 (2 CPU, 0 GPU, rack=7): " in text
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--utilisation", "0"), "--utilisation 0: must be above 0"),
         (("--set", "model.path=/no/such/model"), "no directory '/no/such/model'"),
@@ -321,11 +322,11 @@ def test_the_plan_uses_the_nodes_of_a_cluster(tiny_sd3_dir, tmp_path, capsys, mo
         ),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(tiny_sd3_dir, tmp_path, capsys, arguments, said):
+def test_bad_input_is_one_line_and_exit_code_2(tiny_sd3_dir, tmp_path, capsys, arguments, message):
     file = write_toml(run_of("sd3", tiny_sd3_dir, tmp_path), tmp_path)
     assert main(["plan", str(file), *arguments]) == 2
     errors = capsys.readouterr().err
-    assert said in errors and errors.count("\n") == 1, errors
+    assert message in errors and errors.count("\n") == 1, errors
 
 
 def test_the_plan_prints_the_steps_that_auto_uses(tiny_sd3_dir, tmp_path):

@@ -103,21 +103,23 @@ def test_a_run_reports_the_chosen_share(needs, monkeypatch):
     nodes = [Node("one", 96, 8, {ACCELERATOR: "B200"})]
     monkeypatch.setattr(layout, "all_nodes", lambda: nodes)
     monkeypatch.setattr(layout, "free_nodes", lambda: nodes)
-    said: list[str] = []
-    config = layout.choose_cluster_layout(load("flux1-sol_rl-hpsv2", [f"{KEY}=auto"]), said.append)
+    message: list[str] = []
+    config = layout.choose_cluster_layout(
+        load("flux1-sol_rl-hpsv2", [f"{KEY}=auto"]), message.append
+    )
     assert config.optimizer.gradient_checkpointing == 0.25
-    line, *more = said
+    line, *more = message
     assert more == [f"{KEY} = 0.25: the fastest that fits the memory"]
     taken, others = line.split("; others would take: ")
     mine = re.fullmatch(r"layout: shared, the fastest by prediction, ([\d.]+) s per .*", taken)
     assert mine is not None and "8 learner at 0.52 GPU" in taken
-    told = [each.removesuffix(" s").rpartition(" ") for each in others.split(", ")]
-    assert [kind for kind, *_ in told] == [
+    recorded = [each.removesuffix(" s").rpartition(" ") for each in others.split(", ")]
+    assert [kind for kind, *_ in recorded] == [
         "shared exploring ahead",
         "split exploring ahead",
         "split",
     ]
-    seconds = [float(mine[1]), *(float(each) for *_, each in told)]
+    seconds = [float(mine[1]), *(float(each) for *_, each in recorded)]
     assert seconds == sorted(seconds)
 
 

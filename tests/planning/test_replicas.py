@@ -13,7 +13,7 @@ from tests.cluster.runs import tiny_config
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (
             ["services.learner.replicas=3", "prompts.per_iteration=2"],
@@ -52,8 +52,8 @@ from tests.cluster.runs import tiny_config
         ),
     ],
 )
-def test_invalid_replica_groups_are_refused(given, said):
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_replica_groups_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
         load("quickstart", given)
 
 

@@ -69,8 +69,10 @@ def test_the_plan_command_suggests_savings(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "sd35_medium-sol_rl-hpsv2", *where]) == 2
     first, second = capsys.readouterr().err.strip().splitlines()
     # with both sides in host memory between turns; all of it together would be 34.6 GB
-    said = "29.8 GB on a RTX 4090 of 24 GB, 5.8 GB short; it fits with prompts.encode_once = true"
-    assert said in first
+    message = (
+        "29.8 GB on a RTX 4090 of 24 GB, 5.8 GB short; it fits with prompts.encode_once = true"
+    )
+    assert message in first
     assert "22.4 GB, fits, with --set prompts.encode_once=true:" in second
 
 
@@ -83,9 +85,9 @@ def tried_bases(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> list[str]:
         raise DoesNotFit("too large", 99, 75)
 
     monkeypatch.setattr(savings, "layout_of", layout)
-    told = list(savings_lines(load("sd35_large-sol_rl-hpsv2", overrides), ONE))
+    recorded = list(savings_lines(load("sd35_large-sol_rl-hpsv2", overrides), ONE))
     if "int8 False" in tried:
-        (line,) = (line for line in told if "int8" in line)
+        (line,) = (line for line in recorded if "int8" in line)
         assert '--set regenerate.compile=false --set lora.base="int8": ' in line
     return sorted(set(tried))
 
@@ -111,11 +113,11 @@ def test_a_sharded_base_is_the_last_saving_and_replaces_packing(monkeypatch: pyt
     monkeypatch.setattr(savings, "layout_of", layout)
     config = load("flux1-sol_rl-hpsv2")
     four = Assumptions(accelerator="RTX 4090", gpus=4, node_gpus=4, node_cpus=16)
-    said = list(savings_lines(config, four))
+    message = list(savings_lines(config, four))
     assert tried[-1] == ("full", "base") and ("nf4", "none") in tried
-    assert '--set services.learner.shard="base": each learner replica holds a part' in said[-2]
-    said = list(savings_lines(config, ONE))
-    assert tried[-1] == ("full", "base") and "shard" not in said[-2]
+    assert '--set services.learner.shard="base": each learner replica holds a part' in message[-2]
+    message = list(savings_lines(config, ONE))
+    assert tried[-1] == ("full", "base") and "shard" not in message[-2]
     shards = 'services.learner.shard="base"'
     eager = "regenerate.compile=false"
     for other in ("services.learner.replicas=1", "lora.base=nf4"):

@@ -29,9 +29,9 @@ def seconds(images: int, *changes: str, device: Device = DEVICE) -> float:
 
 
 def written(**settings: Any) -> str:
-    told = "".join(f', {name} = "{value}"' if isinstance(value, str) else f", {name} = {value}"
+    recorded = "".join(f', {name} = "{value}"' if isinstance(value, str) else f", {name} = {value}"
                    for name, value in settings.items())  # fmt: skip
-    return f'rewards.scorers=[{{name = "unifiedreward", settings = {{batch_size = 4{told}}}}}]'
+    return f'rewards.scorers=[{{name = "unifiedreward", settings = {{batch_size = 4{recorded}}}}}]'
 
 
 def test_operations_of_a_known_tower():

@@ -53,26 +53,26 @@ def test_early_encoded_prompts_are_in_the_store(config, iterations, ahead, held)
     family = family_for(config.model)
     of_prompt = conditioning_bytes(family, torch.float32, False)
     config = config.model_copy(update={"iterations": iterations, "explore_ahead": ahead})
-    wanted = held * config.prompts.per_iteration * of_prompt
-    assert make_plan(config).store["conditioning"] == wanted
+    expected = held * config.prompts.per_iteration * of_prompt
+    assert make_plan(config).store["conditioning"] == expected
 
 
 @pytest.mark.parametrize(("small", "ahead"), [("a", 0), ("b", 0), ("a", 1)])
 def test_a_too_small_object_store_is_refused_with_the_needed_size(config, small, ahead):
     config = config.model_copy(update={"explore_ahead": ahead})
     sent = published_bytes(config)
-    wanted = sent.total + (1 + ahead) * sent.changing
+    expected = sent.total + (1 + ahead) * sent.changing
     assert versions_held(config) == 2 + ahead and 0 < sent.changing < sent.total
-    enough = {node.id: wanted / SPILLS_AT + 1.0 for node in NODES}
+    enough = {node.id: expected / SPILLS_AT + 1.0 for node in NODES}
     check_store(config, NODES, enough)
     # neither explorers nor the learner live there
     check_store(config, NODES, {**enough, "c" * 32: 0.0})
     with pytest.raises(ConfigError) as error:
-        check_store(config, NODES, {**enough, small * 32: wanted / SPILLS_AT - 1.0})
+        check_store(config, NODES, {**enough, small * 32: expected / SPILLS_AT - 1.0})
     assert str(error.value).count("\n") == 0
     assert f"{2 + ahead} versions of the weights" in str(error.value)
     assert f"node {small * 8} has" in str(error.value)
-    assert f"--object-store-memory={store_size(wanted)}" in str(error.value)
+    assert f"--object-store-memory={store_size(expected)}" in str(error.value)
 
 
 def test_unknown_sizes_are_not_checked(config):

@@ -7,7 +7,7 @@ from planning.layouts.threads import keep_threads, with_threads
 
 
 @pytest.mark.parametrize(
-    ("cores", "changes", "wanted", "regenerating"),
+    ("cores", "changes", "expected", "regenerating"),
     [
         (1, [], 1, 1),
         (2, [], 2, 1),  # two rollout actors explore meanwhile
@@ -25,9 +25,9 @@ from planning.layouts.threads import keep_threads, with_threads
         (8, ["services.learner.gpus=0.5"], 1, None),
     ],
 )
-def test_the_learner_gets_the_cores(cores, changes, wanted, regenerating):
+def test_the_learner_gets_the_cores(cores, changes, expected, regenerating):
     config = with_threads(load("quickstart", changes), cores)
-    assert config.services.learner.threads == wanted
+    assert config.services.learner.threads == expected
     assert config.services.learner.regenerate_threads == regenerating
 
 

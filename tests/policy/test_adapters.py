@@ -84,11 +84,11 @@ def test_adapter_gradients_of_the_shipped_model_are_within_their_bounds(shipped)
         x, g, y = (given[name][part].flatten(0, -2).double() for part in ("x", "g", "y"))
         a, b = (part["current"].weight.detach().double() for part in (layer.lora_A, layer.lora_B))
         s = layer.scaling["current"]
-        wanted = {
+        desired = {
             "A": (s * (g @ b).t() @ x, s * (g.abs() @ b.abs()).t() @ x.abs(), len(b)),
             "B": (s * g.t() @ (x @ a.t()), s * g.abs().t() @ (x.abs() @ a.abs().t()), a.shape[1]),
         }
-        for part, (exact, size, terms) in wanted.items():
+        for part, (exact, size, terms) in desired.items():
             found = getattr(layer, f"lora_{part}")["current"].weight.grad
             assert found.dtype == torch.float32
             bound = (1 + U) ** 3 * (1 + (terms + len(x) + 3) * V) - 1
@@ -177,15 +177,15 @@ def test_the_whole_gradient_is_as_far_from_exact_as_with_float32_adapters(shippe
         for name, parameter in exact.named_parameters():
             parameter.copy_(narrow[name].float())
     backward(family, exact)
-    wanted, peft = gradient(exact), gradient(other)
+    desired, peft = gradient(exact), gradient(other)
 
     def apart(one: torch.Tensor, two: torch.Tensor) -> float:
-        return float((one - two).norm() / wanted.norm())
+        return float((one - two).norm() / desired.norm())
 
-    print(apart(own, wanted), apart(peft, wanted), apart(own, peft))
+    print(apart(own, desired), apart(peft, desired), apart(own, peft))
     expected = U * (2 * 4 * 20) ** 0.5
     assert apart(own, peft) < expected
-    assert apart(own, wanted) < 1.25 * apart(peft, wanted)
+    assert apart(own, desired) < 1.25 * apart(peft, desired)
 
 
 def test_master_weights_stay_float32_and_a_float32_base_equals_peft():

@@ -72,7 +72,7 @@ def gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "engine", "wanted", "why"),
+    ("capability", "engine", "expected", "why"),
     [
         (
             (10, 0),
@@ -94,11 +94,13 @@ def gpu(monkeypatch):
         ((8, 0), None, "bf16", "not fp8: FP8 needs compute capability 8.9, but this GPU has 8.0"),
     ],
 )
-def test_auto_takes_the_best_backend_and_explains_the_others(gpu, capability, engine, wanted, why):
+def test_auto_takes_the_best_backend_and_explains_the_others(
+    gpu, capability, engine, expected, why
+):
     gpu(capability, engine)
     backend, reason = resolve_backend("auto", "cuda")
-    assert backend is BACKENDS[wanted]
-    assert reason.startswith(f"auto: {wanted} is the quickest")
+    assert backend is BACKENDS[expected]
+    assert reason.startswith(f"auto: {expected} is the quickest")
     assert why in reason
     assert "\n" not in reason
 
@@ -151,10 +153,10 @@ def test_auto_takes_no_backend_predicted_to_be_slower(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
     quick = Step(1e14, 0.9e14, 100, 1e9, 1000, 1e10)
     slow = Step(1e14, 0.01e14, 100, 1e10, 1000, 1e10)
-    asked = []
-    step = lambda backend: asked.append(backend.name) or quick  # noqa: E731
+    requested = []
+    step = lambda backend: requested.append(backend.name) or quick  # noqa: E731
     assert resolve_backend("auto", "cuda", step=step)[0].name == "fp8"
-    assert asked == ["fp8"]  # the device has no NVFP4, so nothing was counted for it
+    assert requested == ["fp8"]  # the device has no NVFP4, so nothing was counted for it
     backend, why = resolve_backend("auto", "cuda", step=lambda backend: slow)
     assert backend.name == "bf16"
     assert why.endswith(
@@ -211,8 +213,8 @@ def test_eager_packing_is_reported(gpu, monkeypatch):
     monkeypatch.setattr(
         kernels, "missing", lambda device: None if device.type == "cpu" else "triton is away"
     )
-    said = {name for name, backend in BACKENDS.items() if eager_note(backend, "cuda", False)}
-    assert said == {"torch_nvfp4", "fp8", "te_nvfp4"}
+    message = {name for name, backend in BACKENDS.items() if eager_note(backend, "cuda", False)}
+    assert message == {"torch_nvfp4", "fp8", "te_nvfp4"}
     assert not any(
         eager_note(backend, "cuda", True) or eager_note(backend, "cpu", False)
         for backend in BACKENDS.values()
@@ -245,9 +247,9 @@ def test_an_explorer_reports_its_backend(gpu, monkeypatch, compile, ends):
 def test_a_learner_packs_for_gpus_of_another_kind():
     for name in ("te_nvfp4", "torch_nvfp4"):
         packed = packing_backend(name, "cpu").pack(torch.randn(16, 32), True)
-        wanted = BACKENDS["emulated_nvfp4"].pack(torch.zeros(16, 32), True)
+        expected = BACKENDS["emulated_nvfp4"].pack(torch.zeros(16, 32), True)
         assert {key: (t.dtype, t.shape) for key, t in packed.items()} == {
-            key: (t.dtype, t.shape) for key, t in wanted.items()
+            key: (t.dtype, t.shape) for key, t in expected.items()
         }
         assert packing_backend(name, "cpu").wire_format == "nvfp4"
     assert packing_backend("auto", "cpu").name == "emulated_nvfp4"

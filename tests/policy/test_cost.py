@@ -131,8 +131,8 @@ def test_predicted_steps_use_the_counted_costs(name):
     with case_of(name, 1024, False) as case:
         transformer = case.build("meta", torch.bfloat16)
         found = step_of(case.family, transformer, BACKENDS["torch_nvfp4"], 8)
-    for field, wanted in vars(STEPS[name]).items():  # peak and widest are test_memory's
-        assert getattr(found, field) == pytest.approx(wanted, rel=1e-3), field
+    for field, expected in vars(STEPS[name]).items():  # peak and widest are test_memory's
+        assert getattr(found, field) == pytest.approx(expected, rel=1e-3), field
 
 
 def test_costs_of_a_small_model():

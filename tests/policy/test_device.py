@@ -44,10 +44,10 @@ def test_a_share_of_a_gpu_without_cuda_is_one_line_with_all_versions(machine, mo
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     with pytest.raises(RuntimeError) as error:
         device.device_for("rollout", 0.5)
-    said = str(error.value)
-    assert said.startswith("services.rollout.gpus = 0.5, but torch sees no CUDA device: driver")
-    assert "driver 580.65.06, CUDA toolkit 13.0.1, torch" in said and "for CUDA 12.8" in said
-    assert said.endswith("or set services.rollout.gpus = 0") and "\n" not in said
+    message = str(error.value)
+    assert message.startswith("services.rollout.gpus = 0.5, but torch sees no CUDA device: driver")
+    assert "driver 580.65.06, CUDA toolkit 13.0.1, torch" in message and "for CUDA 12.8" in message
+    assert message.endswith("or set services.rollout.gpus = 0") and "\n" not in message
 
 
 def test_missing_versions_are_reported(monkeypatch, tmp_path):
@@ -71,10 +71,10 @@ def test_memory_is_limited_to_the_share(cuda, gpus, limited, shares):
 
 
 def test_without_a_gpu_share_cuda_is_not_queried(monkeypatch):
-    def asked() -> bool:
+    def requested() -> bool:
         raise AssertionError("is_available")
 
-    monkeypatch.setattr(torch.cuda, "is_available", asked)
+    monkeypatch.setattr(torch.cuda, "is_available", requested)
     assert device.device_for("encoder", 0) == torch.device("cpu")
 
 
@@ -117,5 +117,5 @@ def test_tf32_is_enabled_on_gpus_only(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_processes_on_one_gpu_report_the_same_gpu():
     """``sol-rl plan --from`` puts actors with the same name on one GPU."""
-    told = [device.describe(torch.device("cuda"))["gpu"] for _ in range(2)]
-    assert told[0] == told[1] and len(told[0]) >= 32 and "object at" not in told[0]
+    recorded = [device.describe(torch.device("cuda"))["gpu"] for _ in range(2)]
+    assert recorded[0] == recorded[1] and len(recorded[0]) >= 32 and "object at" not in recorded[0]

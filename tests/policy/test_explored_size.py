@@ -70,7 +70,7 @@ def test_a_smaller_image_starts_from_the_reduced_noise(name, sizes, request):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (["explore.height=16"], "explore.height: only one side is set: set both or neither"),
         (
@@ -87,10 +87,10 @@ def test_a_smaller_image_starts_from_the_reduced_noise(name, sizes, request):
         ),
     ],
 )
-def test_invalid_sizes_are_refused(changes, said):
+def test_invalid_sizes_are_refused(changes, message):
     with pytest.raises(ConfigError) as caught:
         load("quickstart", changes)
-    assert len(caught.value.lines) == 1 and said in caught.value.lines[0]
+    assert len(caught.value.lines) == 1 and message in caught.value.lines[0]
 
 
 def test_an_editor_explores_at_full_size(tiny_flux_kontext_dir):

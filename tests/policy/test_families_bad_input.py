@@ -192,7 +192,7 @@ def test_a_hub_id_without_network_or_cache(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "line", "said"),
+    ("name", "line", "message"),
     [
         ("flux_kontext", {}, "'redder' has no image to edit, which family 'flux_kontext' needs"),
         ("sd3", {"image": "a.png"}, "'redder' has an image, but family 'sd3' edits none: leave"),
@@ -204,7 +204,7 @@ def test_a_hub_id_without_network_or_cache(monkeypatch, tmp_path):
         ),
     ],
 )
-def test_images_to_edit_are_found_before_anything_starts(request, tmp_path, name, line, said):
+def test_images_to_edit_are_found_before_anything_starts(request, tmp_path, name, line, message):
     (tmp_path / "a.png").write_bytes(png_bytes(source_for("redder", 16, 16)))
     (tmp_path / "a.txt").write_text("no image")
     file = tmp_path / "edits.jsonl"
@@ -217,13 +217,13 @@ def test_images_to_edit_are_found_before_anything_starts(request, tmp_path, name
     changes = {"model__family": name, **prompts, **model}
     with pytest.raises(ConfigError) as caught:
         train(tiny_config(directory, tmp_path, "bad", **changes), resume=False)
-    (told,) = caught.value.lines
-    assert re.search(said, told) and "\n" not in told
+    (recorded,) = caught.value.lines
+    assert re.search(message, recorded) and "\n" not in recorded
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"model__path": "nobody/nothing"}, "run `hf download nobody/nothing`"),
         (
@@ -250,12 +250,12 @@ def test_images_to_edit_are_found_before_anything_starts(request, tmp_path, name
     ],
 )
 def test_bad_models_are_found_before_anything_starts(
-    monkeypatch, tiny_sd3_dir, tmp_path, change, said
+    monkeypatch, tiny_sd3_dir, tmp_path, change, message
 ):
     """ConfigError is exit code 2; one line; no run directory and no Ray."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError) as caught:
         train(tiny_config(tiny_sd3_dir, tmp_path, "bad", **change), resume=False)
     (line,) = caught.value.lines
-    assert re.search(said, line) and "\n" not in line
+    assert re.search(message, line) and "\n" not in line
     assert not (tmp_path / "runs").exists()

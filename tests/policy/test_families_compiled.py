@@ -93,9 +93,9 @@ def test_training_has_a_graph_per_policy_and_no_more(name, directory, graphs, mo
         checkpointing, "checkpoint", lambda *a, **more: again.append(a) or real(*a, **more)
     )
     for iteration in (1, 2):
-        wanted = eager.update(iteration, groups_of(eager))
+        expected = eager.update(iteration, groups_of(eager))
         recomputed = len(again)
-        assert trainer.update(iteration, groups_of(trainer)) == wanted
+        assert trainer.update(iteration, groups_of(trainer)) == expected
         assert trainer.checksum() == eager.checksum()
         assert len(again) == 2 * recomputed > 0
         again.clear()

@@ -44,8 +44,8 @@ def spaced(tiny: Tiny, steps: int) -> dict:
     """SANA's pipeline takes the scheduler's own spacing unless told otherwise; the other two are
     called with this one.
     """
-    asked = {"sigmas": np.linspace(1, 1 / steps, steps).tolist()}
-    return asked if tiny.name.startswith("sana") else {}
+    requested = {"sigmas": np.linspace(1, 1 / steps, steps).tolist()}
+    return requested if tiny.name.startswith("sana") else {}
 
 
 def drawn(model: Model) -> tuple[int, ...]:

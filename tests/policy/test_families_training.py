@@ -171,8 +171,8 @@ def test_gradients_by_finite_differences(name, directory, monkeypatch):
             8 * (at(h, direction) - at(-h, direction))
             - (at(2 * h, direction) - at(-2 * h, direction))
         ) / (12 * h)
-        wanted = sum(float((g * d).sum()) for g, d in zip(gradient, direction, strict=True))
-        assert found == pytest.approx(wanted, rel=SLOPE.get(name, 1e-4))
+        expected = sum(float((g * d).sum()) for g, d in zip(gradient, direction, strict=True))
+        assert found == pytest.approx(expected, rel=SLOPE.get(name, 1e-4))
 
 
 @pytest.mark.parametrize("name", one_of_twins(False))

@@ -75,11 +75,11 @@ def test_a_layer_computes_as_a_linear_of_its_unpacked_weight(packing: Any, dtype
     x = torch.randn(2, 5, 128, dtype=dtype)
     mine, twin = x.clone().requires_grad_(), x.clone().requires_grad_()
     y = module(mine)
-    wanted = nn.functional.linear(twin, module.dequantized(), module.bias)
-    assert torch.equal(y, wanted)
-    weights = torch.randn(wanted.shape).to(dtype)
+    expected = nn.functional.linear(twin, module.dequantized(), module.bias)
+    assert torch.equal(y, expected)
+    weights = torch.randn(expected.shape).to(dtype)
     (y * weights).sum().backward()
-    (wanted * weights).sum().backward()
+    (expected * weights).sum().backward()
     assert mine.grad is not None and twin.grad is not None
     assert torch.equal(mine.grad, twin.grad)
 
@@ -108,10 +108,10 @@ def test_gradients_of_adapters_are_those_of_a_base_with_these_weights(family, pa
     # the same products in another order of roundings
     bound = 1e-5 if dtype == torch.float32 else 0.05
     for name, gradient in found[0].items():
-        wanted = found[1][name]
-        if wanted is None or not wanted.abs().max():
+        expected = found[1][name]
+        if expected is None or not expected.abs().max():
             continue
-        assert (gradient - wanted).norm() <= bound * wanted.norm(), name
+        assert (gradient - expected).norm() <= bound * expected.norm(), name
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -123,11 +123,11 @@ def test_bytes_are_those_that_the_plan_counts(family, packing):
     packed = [module for module in layers if isinstance(module, FrozenLinear)]
     assert len(packed) == len(rows) > 4
     held = sum(tensors_in(module.weight) for module in packed)
-    told = packed_bytes(rows, packing)
+    recorded = packed_bytes(rows, packing)
     # nf4: 16 levels and a mean with every tensor, and whole blocks of scales
-    assert told <= held <= told + (0 if packing == "int8" else 600 * len(rows))
+    assert recorded <= held <= recorded + (0 if packing == "int8" else 600 * len(rows))
     saved, widest = sizes.packed_base(family, packing, (), torch.bfloat16)
-    assert saved == 2 * sum(math.prod(row.shape) for row in rows) - told and before > saved > 0
+    assert saved == 2 * sum(math.prod(row.shape) for row in rows) - recorded and before > saved > 0
     assert widest == 2 * max(math.prod(row.shape) for row in rows)
 
 
@@ -157,7 +157,7 @@ def adapted(transformer: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["explore.backend=fp32"], "lora.base: 'int8' with exploring in fp32"),
         (["arm=naive_scaling"], "lora.base: 'int8' with exploring in fp32"),
@@ -169,8 +169,8 @@ def adapted(transformer: nn.Module) -> Any:
         (["optimizer.compile=true"], "lora.base: 'int8' with optimizer.compile"),
     ],
 )
-def test_incompatible_settings_of_a_packed_base_are_one_line(overrides: list[str], said: str):
+def test_incompatible_settings_of_a_packed_base_are_one_line(overrides: list[str], message: str):
     with pytest.raises(ConfigError) as refused:
         load("quickstart", ["lora.base=int8", *overrides])
     (line,) = refused.value.lines
-    assert line.startswith(said)
+    assert line.startswith(message)

@@ -89,13 +89,13 @@ def test_rows_keep_their_negative_prompt(tiny_sd3_dir):
     plain = family.load_text("cpu", torch.float32)
     rows = family.load_text("cpu", torch.float32, NEGATIVE).encode(PROMPTS)
     along, against = rows.rows([1, 0]).split_negative()
-    wanted = plain.encode([PROMPTS[1], PROMPTS[0]])
+    expected = plain.encode([PROMPTS[1], PROMPTS[0]])
     negative = plain.encode([NEGATIVE, NEGATIVE])
-    for name, tensor in wanted.tensors.items():
+    for name, tensor in expected.tensors.items():
         assert torch.equal(along.tensors[name], tensor)
         assert torch.equal(against.tensors[name], negative.tensors[name])
     with pytest.raises(ValueError, match="with a negative prompt"):
-        wanted.split_negative()
+        expected.split_negative()
 
 
 def test_a_negative_prompt_is_encoded_with_the_source_image(tiny_qwen_image_edit_dir):

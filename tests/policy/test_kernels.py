@@ -71,11 +71,11 @@ HOSTILE = (
 def assert_fp8(x: torch.Tensor) -> None:
     x = x.to(DEVICE)
     codes, scales = kernels.fp8_pack(x)
-    wanted = row_scales(x.cpu())  # a GPU's eager division by a number is a product with 1 / 448
-    bits = quantize_rows(x.cpu(), wanted).view(torch.uint8)
-    assert torch.equal(scales.cpu().view(torch.int32), wanted.view(torch.int32)) or bool(
-        (scales.cpu().isnan() == wanted.isnan()).all()
-        and torch.equal(scales.cpu().nan_to_num(1), wanted.nan_to_num(1))
+    expected = row_scales(x.cpu())  # a GPU's eager division by a number is a product with 1 / 448
+    bits = quantize_rows(x.cpu(), expected).view(torch.uint8)
+    assert torch.equal(scales.cpu().view(torch.int32), expected.view(torch.int32)) or bool(
+        (scales.cpu().isnan() == expected.isnan()).all()
+        and torch.equal(scales.cpu().nan_to_num(1), expected.nan_to_num(1))
     )
     found = codes.cpu().view(torch.uint8)
     nan = (bits & 127) == 127  # the sign of a NaN is the processor's choice
@@ -84,14 +84,14 @@ def assert_fp8(x: torch.Tensor) -> None:
 
 def assert_nvfp4(x: torch.Tensor, exact: bool = False) -> None:
     codes, scales, factor = (t.cpu() for t in kernels.nvfp4_pack(x.to(DEVICE), exact))
-    wanted = pack_activation(padded_rows(x), exact)
-    order = swizzled(wanted.scales)
+    expected = pack_activation(padded_rows(x), exact)
+    order = swizzled(expected.scales)
     assert torch.equal(scales & 127, order & 127)
-    if wanted.amax.isnan():  # all that is multiplied is NaN, whatever the codes
+    if expected.amax.isnan():  # all that is multiplied is NaN, whatever the codes
         assert factor.isnan() and bool(((order & 127) == 127).any())
         return
-    assert torch.equal(scales, order) and torch.equal(codes, wanted.codes)
-    assert factor == wanted.amax * SPAN_INVERSE
+    assert torch.equal(scales, order) and torch.equal(codes, expected.codes)
+    assert factor == expected.amax * SPAN_INVERSE
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (3, 48), (2, 4096 + 16)])
@@ -196,8 +196,8 @@ def test_powers_of_two_over_the_whole_range():
     source = bits.to(DEVICE)
     found = torch.empty_like(source)
     each[(1,)](source, found, COUNT=2048)
-    wanted = power_of_two_above(bits.view(torch.float32))
-    assert torch.equal(found.cpu().view(torch.float32), wanted)
+    expected = power_of_two_above(bits.view(torch.float32))
+    assert torch.equal(found.cpu().view(torch.float32), expected)
 
 
 def test_kernels_run_on_supported_devices_only(monkeypatch):

@@ -61,12 +61,12 @@ def test_global_random_state_is_not_changed(family, transformer):
 
 
 def test_only_current_is_trainable_whatever_is_active(adapted):
-    wanted = {id(parameter) for _, parameter in trainable(adapted)}
-    assert len(wanted) == 30
+    desired = {id(parameter) for _, parameter in trainable(adapted)}
+    assert len(desired) == 30
     for name in ("current", "old", "ema", None):
         with use_adapter(adapted, name):
-            assert {id(p) for p in adapted.parameters() if p.requires_grad} == wanted
-    assert {id(p) for p in adapted.parameters() if p.requires_grad} == wanted
+            assert {id(p) for p in adapted.parameters() if p.requires_grad} == desired
+    assert {id(p) for p in adapted.parameters() if p.requires_grad} == desired
 
 
 def test_gradients_survive_the_use_of_another_adapter(family, adapted, cond):

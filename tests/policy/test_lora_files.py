@@ -89,11 +89,11 @@ def test_the_other_families_start_from_their_own_export(name, request, randomise
     add_adapters(
         fresh, Lora(rank=6, alpha=3, targets=targets, init_from=str(tmp_path)), family, seed=9
     )
-    wanted = dict(merged_weights(transformer, "current"))
+    expected = dict(merged_weights(transformer, "current"))
     found = dict(merged_weights(fresh, "old"))
-    assert found.keys() == wanted.keys()
+    assert found.keys() == expected.keys()
     for module, weight in found.items():
-        torch.testing.assert_close(weight, wanted[module], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weight, expected[module], rtol=1e-5, atol=1e-6)
         assert not torch.equal(weight, dict(merged_weights(fresh, None))[module])
 
 
@@ -104,12 +104,12 @@ def test_starting_from_an_existing_lora(
     """Same product s B A in every module, at the same or a larger rank and any alpha."""
     state = randomise(adapted, "current", 6)
     save_diffusers_lora(tmp_path, state, LORA)
-    wanted = dict(merged_weights(adapted, "current"))
+    expected = dict(merged_weights(adapted, "current"))
     fresh = family.load_transformer("cpu", torch.float32)
     add_adapters(fresh, Lora(rank=rank, alpha=alpha, init_from=str(tmp_path)), family, seed=9)
     for name in ("current", "old", "ema"):
         for module, weight in merged_weights(fresh, name):
-            torch.testing.assert_close(weight, wanted[module], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(weight, expected[module], rtol=1e-5, atol=1e-6)
     downs = adapter_state(fresh, "current")["transformer_blocks.0.attn.to_q.lora_A.weight"]
     assert (downs.abs().sum(1) > 0).all()  # added rows can learn
 
@@ -156,9 +156,9 @@ def test_unusable_loras_are_refused(family, adapted, tmp_path, randomise):
 
 
 @pytest.mark.parametrize(
-    ("metadata", "said"),
+    ("metadata", "text_of_error"),
     [
-        ("[]", "is no JSON object"),
+        ("[]", "is not a JSON object"),
         ("1" * 5000, "not a readable safetensors file"),
         ("[" * 100_000, "not a readable safetensors file"),
         ('{"transformer.lora_alpha": "8"}', "lora_alpha is '8', not a number above 0"),
@@ -166,8 +166,8 @@ def test_unusable_loras_are_refused(family, adapted, tmp_path, randomise):
         ('{"transformer.lora_alpha": Infinity}', "lora_alpha is 'inf', not a number above 0"),
     ],
 )
-def test_an_invalid_alpha_in_a_file_is_refused(tmp_path, metadata, said):
+def test_an_invalid_alpha_in_a_file_is_refused(tmp_path, metadata, text_of_error):
     weights = {"transformer.a.lora_A.weight": torch.zeros(2, 3)}
     save_file(weights, tmp_path / FILE, metadata={"lora_adapter_metadata": metadata})
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=text_of_error):
         load_diffusers_lora(tmp_path)

@@ -57,13 +57,13 @@ def test_euler_is_exact_on_a_constant_velocity():
 
 def test_velocity_is_evaluated_at_every_sigma_but_the_last():
     for name, solver in SOLVERS.items():
-        asked = []
+        requested = []
         solver(
-            lambda x, sigma, asked=asked: asked.append(sigma.item()) or x * 0,
+            lambda x, sigma, requested=requested: requested.append(sigma.item()) or x * 0,
             torch.ones(1, 2),
             schedule(4),
         )
-        assert asked == [1.0, 0.75, 0.5, 0.25], name
+        assert requested == [1.0, 0.75, 0.5, 0.25], name
 
 
 def error(solver, steps):

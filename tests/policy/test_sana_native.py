@@ -176,7 +176,7 @@ def test_a_checkpoint_is_loaded_in_the_requested_precision_and_frozen(tiny_sana_
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda w: w.pop("t_block.1.bias"), "it lacks time_embed.linear.bias (1 such problems)"),
         (
@@ -189,13 +189,13 @@ def test_a_checkpoint_is_loaded_in_the_requested_precision_and_frozen(tiny_sana_
         ),
     ],
 )
-def test_another_architecture_is_one_line(tiny_sana_dir, tmp_path, change, said):
+def test_another_architecture_is_one_line(tiny_sana_dir, tmp_path, change, message):
     made = weights()
     change(made)
     torch.save(made, tmp_path / "w.pth")
     with pytest.raises(ValueError, match="model.native_path") as error:
         family(tiny_sana_dir, tmp_path / "w.pth").check_weights()
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_missing_or_damaged_file_is_one_line(tiny_sana_dir, tmp_path):
@@ -207,9 +207,9 @@ def test_a_missing_or_damaged_file_is_one_line(tiny_sana_dir, tmp_path):
 
 
 def test_other_families_refuse_native_files(tiny_sana_video_dir):
-    said = "model.native_path: 'x.pth': family '{}' does not support native files: leave it out"
+    message = "model.native_path: 'x.pth': family '{}' does not support native files: leave it out"
     with pytest.raises(ConfigError) as caught:
         check_model(load("quickstart", ["model.native_path=x.pth"]))
-    assert caught.value.lines == [said.format("sd3")]
-    with pytest.raises(ValueError, match=said.format("sana_video")):
+    assert caught.value.lines == [message.format("sd3")]
+    with pytest.raises(ValueError, match=message.format("sana_video")):
         family_for(tiny_model("sana_video", tiny_sana_video_dir, native_path="x.pth"))

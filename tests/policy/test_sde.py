@@ -258,7 +258,7 @@ def test_sde_samples_are_narrower_than_the_data_by_known_amounts(
     """The least and the most of data with a standard deviation of 0.4 to 1, with and without shift
     3: the table in docs/methods.md, without sampling. Three digits are stated.
     """
-    for (name, eta), wanted in (
+    for (name, eta), desired in (
         (("flow_sde", 1e-9), euler),
         (("flow_sde", 0.7), flow),
         (("dance_sde", 0.3), dance),
@@ -270,7 +270,7 @@ def test_sde_samples_are_narrower_than_the_data_by_known_amounts(
                 even = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
                 grid = shift * even / (1 + (shift - 1) * even)
                 found.append(_final_std(PathSolver(name, eta), grid) / spread - 1)
-        assert (max(found), min(found)) == pytest.approx(wanted, abs=6e-4)
+        assert (max(found), min(found)) == pytest.approx(desired, abs=6e-4)
 
 
 def _final_std(solver: PathSolver, grid: torch.Tensor) -> float:

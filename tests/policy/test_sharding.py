@@ -77,9 +77,9 @@ def assert_same(family: Family, guided: Guided | None = None, checkpointing: boo
     size = held_here(parts)
     shard_base(parts, CPU)
     assert held_here(parts) == size
-    wanted, found = computed(family, whole, guided), computed(family, parts, guided)
-    assert len(found) == len(wanted) == 4 + len(trainable(whole))
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    expected, found = computed(family, whole, guided), computed(family, parts, guided)
+    assert len(found) == len(expected) == 4 + len(trainable(whole))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert not torch.equal(found[0], found[2])  # the adapter does something
     rows = zip(merged_weights(parts, "current"), merged_weights(whole, "current"), strict=True)
     assert all(one == other and torch.equal(a, b) for (one, a), (other, b) in rows)

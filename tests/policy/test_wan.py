@@ -43,19 +43,19 @@ def test_schedule_and_timesteps_of_the_multistep_scheduler(multistep, steps):
     scheduler.set_timesteps(steps)
     sigmas = multistep.family.sigmas(steps)
     assert torch.equal(sigmas, scheduler.sigmas) and sigmas[-1] == 0
-    told = []
+    recorded = []
 
-    class Told:
+    class Recorder:
         patch_embedding = torch.nn.Linear(1, 1)
 
         def __call__(self, hidden_states, timestep, **rest):
-            told.append(timestep.tolist())
+            recorded.append(timestep.tolist())
             return (hidden_states,)
 
     x = noise_for([1, 2], multistep.family.latent_shape)
     for sigma in sigmas[:-1]:
-        multistep.family.velocity(Told(), x, sigma, multistep.encoded)
-    assert told == [[float(t)] * 2 for t in scheduler.timesteps]
+        multistep.family.velocity(Recorder(), x, sigma, multistep.encoded)
+    assert recorded == [[float(t)] * 2 for t in scheduler.timesteps]
     assert multistep.other(shift=5.0).sigmas(4)[1] > multistep.family.sigmas(4)[1]
     assert multistep.other(schedule="uniform").sigmas(2).tolist() == [1.0, 0.5, 0.0]
 
@@ -104,7 +104,7 @@ def test_proxy_clips_are_the_first_frames(tiny_wan_dir):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             {"frames": None},
@@ -114,8 +114,8 @@ def test_proxy_clips_are_the_first_frames(tiny_wan_dir):
         ({"height": 24}, r"model\.height: 24 pixels; this model needs multiples of 16"),
     ],
 )
-def test_unsupported_sizes_are_refused(tiny_wan_dir, changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_unsupported_sizes_are_refused(tiny_wan_dir, changes, message):
+    with pytest.raises(ValueError, match=message):
         family_for(tiny_model("wan", tiny_wan_dir, **changes)).check()
 
 
@@ -142,7 +142,7 @@ def test_frames_are_refused_for_image_models(tiny_sd3_dir, change):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (["explore.frames=5"], "explore.frames: 5 without model.frames: images have no frames"),
         (["model.frames=5", "explore.frames=9"], "explore.frames: 9 is more than model.frames = 5"),
@@ -152,7 +152,7 @@ def test_frames_are_refused_for_image_models(tiny_sd3_dir, change):
         ),
     ],
 )
-def test_invalid_explored_frames_are_refused(changes, said):
+def test_invalid_explored_frames_are_refused(changes, message):
     with pytest.raises(ConfigError) as caught:
         load("quickstart", changes)
-    assert len(caught.value.lines) == 1 and said in caught.value.lines[0]
+    assert len(caught.value.lines) == 1 and message in caught.value.lines[0]

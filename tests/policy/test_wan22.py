@@ -37,16 +37,16 @@ def test_latents_equal_those_of_the_stock_pipeline(tiny, steps, guided):
         ours, more = test_guidance.guided_latents(tiny, False, steps), test_guidance.ASKED["wan"]
     else:
         ours, more = tiny.ours(steps, "euler"), {}
-    told: list[tuple[int, ...]] = []
+    recorded: list[tuple[int, ...]] = []
     hook = tiny.pipe.transformer.register_forward_pre_hook(
-        lambda module, args, named: told.append((*named["timestep"].shape,)), with_kwargs=True
+        lambda module, args, named: recorded.append((*named["timestep"].shape,)), with_kwargs=True
     )
     published = tiny.stock(steps, "latent", **more)
     tiny.pipe.register_to_config(expand_timesteps=False)
     by_clip = tiny.stock(steps, "latent", **more)
     tiny.pipe.register_to_config(expand_timesteps=True)
     hook.remove()
-    assert told == [(3, 2)] * (len(told) // 2) + [(3,)] * (len(told) // 2)
+    assert recorded == [(3, 2)] * (len(recorded) // 2) + [(3,)] * (len(recorded) // 2)
     assert ours.shape == (3, 6, 2, 2, 2) and torch.equal(ours, by_clip)
     size = float(published.abs().max())
     torch.testing.assert_close(ours, published, rtol=0, atol=2e-6 * steps * size)

@@ -87,9 +87,9 @@ def test_guided_latents_equal_those_of_the_stock_pipeline(tiny, low, one_pass):
     ours = sample(tiny.family, tiny.denoiser, rows, SEEDS, 4, "euler", guided=guided)
     noise = noise_for(SEEDS, tiny.family.latent_shape)
     settings = Guidance(evaluate=3.0, low_noise=low, negative_prompt="a blue cross")
-    asked = tiny.family.guidance_arguments(tiny.family.model, settings)
-    assert ("guidance_scale_2" in asked) == (low is not None)
-    theirs = stock_call(tiny.pipe, tiny.family.model, PROMPTS[0], noise, 4, "latent", **asked)
+    requested = tiny.family.guidance_arguments(tiny.family.model, settings)
+    assert ("guidance_scale_2" in requested) == (low is not None)
+    theirs = stock_call(tiny.pipe, tiny.family.model, PROMPTS[0], noise, 4, "latent", **requested)
     if one_pass:  # sums may be grouped otherwise
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4 * float(ours.abs().max()))
     else:
@@ -131,8 +131,8 @@ def test_rows_of_one_pass_go_to_their_own_transformers(tiny, passes):
             tiny.family.velocity(expert, x[only], sigma[only], part.rows(only))
             for part in rows.split_negative()
         )
-        wanted = against + scale * (along - against)
-        torch.testing.assert_close(strong[only], wanted, rtol=0, atol=4e-5)
+        expected = against + scale * (along - against)
+        torch.testing.assert_close(strong[only], expected, rtol=0, atol=4e-5)
 
 
 def test_gradients_go_to_the_evaluated_transformer(tiny):
@@ -245,9 +245,9 @@ def test_a_run_starts_from_its_own_export(tiny, exported):
     transformer, directory = exported
     fresh = tiny.family.load_transformer("cpu", torch.float32)
     add_adapters(fresh, Lora(rank=6, alpha=3, init_from=str(directory)), tiny.family, seed=9)
-    wanted = dict(merged_weights(transformer, "ema"))
+    expected = dict(merged_weights(transformer, "ema"))
     for module, weight in merged_weights(fresh, "current"):
-        torch.testing.assert_close(weight, wanted[module], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weight, expected[module], rtol=1e-5, atol=1e-6)
 
 
 def test_a_lora_of_one_transformer_alone(tiny, randomise, tmp_path):
@@ -322,7 +322,7 @@ def test_incompatible_settings_of_two_transformers_are_refused(tiny_wan_dir, tmp
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             ["guidance.low_noise=3"],
@@ -331,10 +331,10 @@ def test_incompatible_settings_of_two_transformers_are_refused(tiny_wan_dir, tmp
         (["guidance.evaluate=4", "guidance.low_noise=0.5"], "guidance.low_noise"),
     ],
 )
-def test_invalid_guidance_scales_are_refused(changes, said):
+def test_invalid_guidance_scales_are_refused(changes, message):
     with pytest.raises(ConfigError) as caught:
         load("quickstart", changes)
-    assert len(caught.value.lines) == 1 and said in caught.value.lines[0]
+    assert len(caught.value.lines) == 1 and message in caught.value.lines[0]
 
 
 def test_low_noise_is_refused_with_one_transformer():

@@ -33,22 +33,22 @@ def command(*given: str, **streams: int) -> int:
 
 def test_a_closed_terminal_does_not_end_the_display():
     """Its thread writes too, four times a second; both go on."""
-    told: list[str] = []
+    recorded: list[str] = []
     ours, its = pty.openpty()
     with os.fdopen(its, "w") as file:
         progress = Progress(console=Console(file=file, force_terminal=True, width=80))
-        progress.on_closed = told.append
+        progress.on_closed = recorded.append
         assert progress.live
         with progress:
             progress.start(3)
             progress.note("somebody reads this")
             os.close(ours)
             deadline = time.monotonic() + 60
-            while not told:  # by the thread or by a note
+            while not recorded:  # by the thread or by a note
                 assert time.monotonic() < deadline
                 progress.note("nobody reads this")
             progress.note("nor this")
-    assert told == ["Input/output error"]
+    assert recorded == ["Input/output error"]
 
 
 def test_output_errors_before_a_run_has_events_are_ignored(monkeypatch):

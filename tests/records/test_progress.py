@@ -238,13 +238,13 @@ def test_durations_are_formatted(seconds: float, text: str):
 def test_a_closed_output_does_not_end_the_run():
     """As after ``sol-rl train ... | head``; it is said once."""
     reader, writer = os.pipe()
-    told = []
+    recorded = []
     with os.fdopen(writer, "w") as file:
         progress = Progress("run", console=Console(file=file))
-        progress.on_closed = told.append
+        progress.on_closed = recorded.append
         progress.note("one")
         assert os.read(reader, 100) == b"one\n"
         os.close(reader)
         progress.note("two")
         progress.note("three")
-    assert told == ["Broken pipe"]
+    assert recorded == ["Broken pipe"]

@@ -163,5 +163,5 @@ def test_an_invalid_host_is_an_event(host):
     events: list[tuple[str, dict[str, Any]]] = []
     exporter = PrometheusExporter(9, host, lambda name, **more: events.append((name, more)))
     exporter.close()
-    ((name, told),) = events
-    assert name == "metrics_unavailable" and told["address"] == f"{host}:9" and told["why"]
+    ((name, recorded),) = events
+    assert name == "metrics_unavailable" and recorded["address"] == f"{host}:9" and recorded["why"]

@@ -192,9 +192,9 @@ def test_a_missing_package_is_one_line_before_anything_starts(monkeypatch, field
         lambda name, *more: None if name == field else found(name, *more),
     )
     check_sinks(load("quickstart"))
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as recorded:
         check_sinks(load("quickstart", [f"logging.{field}={value}"]))
-    (line,) = told.value.lines
+    (line,) = recorded.value.lines
     assert line.startswith(f"logging.{field} = {value}: there is no module '{field}': pip install")
     assert f".[{field}]" in line
 

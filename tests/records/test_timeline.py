@@ -122,13 +122,13 @@ def test_the_lines_of_a_second_are_written_together(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_ends_the_timeline_and_nothing_else(tmp_path):
-    told: list[str] = []
-    timeline = Timeline(tmp_path / "no such directory" / "timeline.jsonl", told.append)
+    recorded: list[str] = []
+    timeline = Timeline(tmp_path / "no such directory" / "timeline.jsonl", recorded.append)
     timeline.record(span("explore", 1, 2))
     assert timeline.problem and "training continues" in timeline.problem
     timeline.record(span("explore", 1, 2))
     timeline.write()
-    assert told == ["No such file or directory"]
+    assert recorded == ["No such file or directory"]
 
 
 def test_a_pool_records_every_attempt_in_order(ray_here, tmp_path):

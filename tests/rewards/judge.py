@@ -51,9 +51,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         judge = self.server
-        told = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        recorded = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with judge.lock:
-            judge.requests.append(told)
+            judge.requests.append(recorded)
             judge.keys.append(self.headers.get("Authorization"))
             judge.under_way += 1
             judge.most = max(judge.most, judge.under_way)
@@ -69,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        made = completion(told, text if isinstance(text, str) else None)
+        made = completion(recorded, text if isinstance(text, str) else None)
         made["choices"][0]["finish_reason"] = why
         body = json.dumps(made).encode()
         with suppress(OSError):  # nobody need wait for all of it
@@ -89,22 +89,22 @@ def pixels(part: dict[str, Any]) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(data)))
 
 
-def redness(told: dict[str, Any]) -> list[float]:
+def redness(recorded: dict[str, Any]) -> list[float]:
     """Mean of the red channel in [0, 1] of each image in a request but the one to edit."""
-    content = told["messages"][0]["content"]
+    content = recorded["messages"][0]["content"]
     content = content[2:] if content[0].get("text") == EDITED[0] else content
     parts = [part for part in content if part["type"] == "image_url"]
     return [float(pixels(part)[..., 0].mean() / 255) for part in parts]
 
 
-def completion(told: dict[str, Any], text: str | None) -> dict[str, Any]:
+def completion(recorded: dict[str, Any], text: str | None) -> dict[str, Any]:
     """Of one image ratings 1 and 5, with probabilities that have 1 + 4 x redness as their mean; as
     JSON or text that. Of two "1" and "2" with probabilities as their redness; as JSON the ranking
     of all.
     """
-    reds, asks_json = redness(told), "response_format" in told
+    reds, asks_json = redness(recorded), "response_format" in recorded
     red, choice = reds[0] if len(reds) == 1 else reds[0] / (sum(reds[:2]) or 1.0), {}
-    if told.get("logprobs"):
+    if recorded.get("logprobs"):
         first, second = ("5", " 1") if len(reds) == 1 else (" 1", "2")
         words = [(first, red * 0.9), (second, (1 - red) * 0.9), ("The", 0.1)]
         if text is not None:
@@ -114,7 +114,7 @@ def completion(told: dict[str, Any], text: str | None) -> dict[str, Any]:
     if text is not None:
         written = text
     elif len(reds) == 1:
-        score = 1 + 4 * red + told["seed"] * 0.5
+        score = 1 + 4 * red + recorded["seed"] * 0.5
         written = json.dumps({"score": score}) if asks_json else f"Score: {score}"
     else:
         best_first = sorted(range(len(reds)), key=lambda row: -reds[row])

@@ -55,8 +55,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.server.seen += 1
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        told = self.read(body)
-        self.server.requests.append(told)
+        recorded = self.read(body)
+        self.server.requests.append(recorded)
         answer = self.server.answers.pop(0) if self.server.answers else 200
         if answer == "slow":
             time.sleep(self.server.slow_s)
@@ -64,7 +64,9 @@ class Handler(BaseHTTPRequestHandler):
         if answer == "hang up":
             self.connection.shutdown(socket.SHUT_RDWR)
             return
-        scores = json.dumps({"scores": [float(image.mean()) for image in told["images"]]}).encode()
+        scores = json.dumps(
+            {"scores": [float(image.mean()) for image in recorded["images"]]}
+        ).encode()
         self.send_response(answer if isinstance(answer, int) else 200)
         if isinstance(answer, int) and 300 <= answer < 400:
             self.send_header("Location", self.server.location)
@@ -76,15 +78,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def read(self, body: bytes) -> dict:
         if self.headers["Content-Type"] == "application/json":
-            told = json.loads(body)
-            return told | {
-                name: [pixels(text) for text in told[name]]
+            recorded = json.loads(body)
+            return recorded | {
+                name: [pixels(text) for text in recorded[name]]
                 for name in ("images", "sources")
-                if name in told
+                if name in recorded
             }
         arrays = np.load(io.BytesIO(body), allow_pickle=False)
-        told = json.loads(arrays["request"].tobytes())
-        return told | {name: list(arrays[name]) for name in arrays if name != "request"}
+        recorded = json.loads(arrays["request"].tobytes())
+        return recorded | {name: list(arrays[name]) for name in arrays if name != "request"}
 
     def log_message(self, *_: object) -> None:
         pass

@@ -32,9 +32,11 @@ def test_a_directory_with_open_clips_description_needs_no_architecture(settings,
     scorer = build(
         ScorerConfig(name="clipscore", settings={"checkpoint": str(tmp_path)}), device="cpu"
     )
-    told = made(settings, "clipscore")
+    recorded = made(settings, "clipscore")
     assert scorer.mean == mean
-    assert np.abs(scorer(IMAGES, PROMPTS, [{}] * 7) - told(IMAGES, PROMPTS, [{}] * 7)).max() > 1e-3
+    assert (
+        np.abs(scorer(IMAGES, PROMPTS, [{}] * 7) - recorded(IMAGES, PROMPTS, [{}] * 7)).max() > 1e-3
+    )
 
 
 @pytest.fixture
@@ -86,9 +88,9 @@ def test_a_hub_id_uses_its_own_description(hub, settings):
     quick = clip(checkpoint="laion/plain:open_clip_model.safetensors")
     assert np.abs(plain(IMAGES, PROMPTS, [{}] * 7) - quick(IMAGES, PROMPTS, [{}] * 7)).max() > 1e-4
     # an architecture that is given wins; mean and deviation stay the repository's
-    told = clip(architecture=parity.TINY)
-    assert told.mean == half
-    assert np.array_equal(told(IMAGES, PROMPTS, [{}] * 7), plain(IMAGES, PROMPTS, [{}] * 7))
+    recorded = clip(architecture=parity.TINY)
+    assert recorded.mean == half
+    assert np.array_equal(recorded(IMAGES, PROMPTS, [{}] * 7), plain(IMAGES, PROMPTS, [{}] * 7))
 
 
 @pytest.mark.parametrize("name", ["clipscore", "hpsv2"])
@@ -184,10 +186,10 @@ def test_only_the_vocabulary_of_bert_is_accepted(settings, tmp_path):
 def test_hub_ids_name_a_file_of_a_repository(monkeypatch, tmp_path):
     import huggingface_hub
 
-    asked = []
+    requested = []
 
     def download(repo, name):
-        asked.append((repo, name))
+        requested.append((repo, name))
         if name != "b.pt":
             raise OSError("offline\nand more")
         return str(tmp_path / name)
@@ -195,7 +197,7 @@ def test_hub_ids_name_a_file_of_a_repository(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     assert locate("someone/model", ("a.pt", "b.pt")) == tmp_path / "b.pt"
     assert locate("someone/model:b.pt", ("a.pt",)) == tmp_path / "b.pt"
-    assert asked == [
+    assert requested == [
         ("someone/model", "a.pt"),
         ("someone/model", "b.pt"),
         ("someone/model", "b.pt"),

@@ -42,7 +42,7 @@ def clips(frames: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("frames", "wanted", "found"),
+    ("frames", "expected", "found"),
     [
         (5, None, [0, 1, 2, 3, 4]),
         (5, 8, [0, 1, 2, 3, 4]),
@@ -53,8 +53,8 @@ def clips(frames: int) -> np.ndarray:
         (5, 5, [0, 1, 2, 3, 4]),
     ],
 )
-def test_scored_frames_are_the_middles_of_equal_parts(frames, wanted, found):
-    assert scored_frames(frames, wanted) == found
+def test_scored_frames_are_the_middles_of_equal_parts(frames, expected, found):
+    assert scored_frames(frames, expected) == found
 
 
 def test_frames_are_scored_as_images_and_their_mean_counts():
@@ -105,8 +105,8 @@ def test_a_server_scores_whole_clips():
         http = HttpScorer(server.url, clips=True)
         scorer = WeightedScorer({"http": http}, {"http": 1.0}, frames=1)
         assert scorer(clips(3), PROMPTS, ROWS).total.tolist() == [1.0, 101.0]
-    (told,) = server.requests
-    assert np.array_equal(np.stack(told["images"]), clips(3)) and told["prompts"] == PROMPTS
+    (recorded,) = server.requests
+    assert np.array_equal(np.stack(recorded["images"]), clips(3)) and recorded["prompts"] == PROMPTS
     settings = {"url": "http://localhost:1/", "clips": True, "encoding": "json"}
     with pytest.raises(ScorerSetupError, match="clips = true needs encoding = 'npz'"):
         check_settings(Scorer(name="http", settings=settings))

@@ -111,7 +111,7 @@ def test_the_combination_is_read_from_the_configuration():
 
 
 @pytest.mark.parametrize(
-    ("scorers", "said"),
+    ("scorers", "message"),
     [
         (
             [{"name": "shapes"}, {"name": "shapes"}],
@@ -120,8 +120,8 @@ def test_the_combination_is_read_from_the_configuration():
         ([{"name": "shapes", "required": False}], "all are optional"),
     ],
 )
-def test_impossible_combinations_are_refused(scorers, said):
-    with pytest.raises(ValueError, match=said):
+def test_impossible_combinations_are_refused(scorers, message):
+    with pytest.raises(ValueError, match=message):
         Rewards.model_validate({"scorers": scorers})
 
 

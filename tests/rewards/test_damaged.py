@@ -42,24 +42,24 @@ def refused(name: str, **settings: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         (lambda weight: weight * float("nan"), "contains values that are not finite"),
         (lambda weight: weight.to(torch.int8), "'logit_scale' is torch.int8, not torch.float32"),
     ],
     ids=["nan", "int8"],
 )
-def test_non_finite_weights_are_refused(settings, tmp_path, value, said):
+def test_non_finite_weights_are_refused(settings, tmp_path, value, message):
     """Unnoticed they would give no score at all, or that of rounded weights."""
     state = load_file(settings["pickscore"]["checkpoint"])
     state["logit_scale"] = value(state["logit_scale"])
     save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(ScorerSetupError, match=said):
+    with pytest.raises(ScorerSetupError, match=message):
         made(settings, "pickscore", checkpoint=str(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"model_cfg": 3}, "model_cfg = 3: a table is expected"),
         (
@@ -80,11 +80,11 @@ def test_non_finite_weights_are_refused(settings, tmp_path, value, said):
         ),
     ],
 )
-def test_an_invalid_model_description_is_refused(tmp_path, change, said):
+def test_an_invalid_model_description_is_refused(tmp_path, change, message):
     """Neither a traceback nor a model that takes an hour to build, nor an image divided by zero."""
-    told = json.loads((CLIP / DESCRIPTION).read_text()) | change
-    there = another(tmp_path, DESCRIPTION, json.dumps(told).encode())
-    assert said in refused("clipscore", checkpoint=str(there))
+    recorded = json.loads((CLIP / DESCRIPTION).read_text()) | change
+    there = another(tmp_path, DESCRIPTION, json.dumps(recorded).encode())
+    assert message in refused("clipscore", checkpoint=str(there))
 
 
 def test_an_incomplete_tokenizer_is_refused(tmp_path):

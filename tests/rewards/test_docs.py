@@ -71,9 +71,9 @@ def test_every_documented_table_is_a_valid_configuration(text):
 def test_a_served_unifiedreward_gets_the_prompt_of_the_scorer():
     (text,) = (each for each in snippets("toml") if "Coherence" in each)
     (row,) = tomllib.loads(text)["rewards"]["scorers"]
-    told, form = row["settings"], FORMS["axes"]
-    assert told["rubric"] == form.prompt and told["after"] == list(form.marks.values())
-    assert (told["low"], told["high"]) == (form.low, MAX_RATING)
+    recorded, form = row["settings"], FORMS["axes"]
+    assert recorded["rubric"] == form.prompt and recorded["after"] == list(form.marks.values())
+    assert (recorded["low"], recorded["high"]) == (form.low, MAX_RATING)
     check_settings(ScorerConfig(**row))
 
 

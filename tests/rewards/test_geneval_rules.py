@@ -17,7 +17,7 @@ def at(x: float, y: float, size: float = 10.0, score: float = 0.9) -> Detection:
     return Detection((x - half, y - half, x + half, y + half), score)
 
 
-def told(entries, objects, colors=()):
+def recorded(entries, objects, colors=()):
     """(correct, share); objects have ``colors`` in turn."""
     outcome = assess(entries, objects, lambda name, group: list(colors)[: len(group)])
     return outcome.correct, pytest.approx(outcome.share)
@@ -25,9 +25,9 @@ def told(entries, objects, colors=()):
 
 def test_one_object():
     entry = [Requirement("bench", 1)]
-    assert told(entry, {"bench": [at(0, 0)]}) == (True, 1.0)
-    assert told(entry, {"bench": [at(0, 0), at(50, 0)]}) == (True, 1.0)  # more is no fault here
-    assert told(entry, {"cow": [at(0, 0)]}) == (False, 0.0)
+    assert recorded(entry, {"bench": [at(0, 0)]}) == (True, 1.0)
+    assert recorded(entry, {"bench": [at(0, 0), at(50, 0)]}) == (True, 1.0)  # more is no fault here
+    assert recorded(entry, {"cow": [at(0, 0)]}) == (False, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ def test_a_number_of_objects(count, correct, share):
     """As the benchmark writes it: include three, exclude four."""
     row = {"include": [{"class": "cow", "count": 3}], "exclude": [{"class": "cow", "count": 4}]}
     entries = parse_requirements("p", row, CLASSES)
-    assert told(entries, {"cow": [at(20 * i, 0) for i in range(count)]}) == (correct, share)
+    assert recorded(entries, {"cow": [at(20 * i, 0) for i in range(count)]}) == (correct, share)
 
 
 def test_an_excluded_class_must_be_absent():
     row = {"include": [{"class": "dog", "count": 1}], "exclude": [{"class": "cow", "count": 1}]}
     entries = parse_requirements("p", row, CLASSES)
-    assert told(entries, {"dog": [at(0, 0)]}) == (True, 1.0)
-    assert told(entries, {"dog": [at(0, 0)], "cow": [at(50, 0)]}) == (False, 0.5)
+    assert recorded(entries, {"dog": [at(0, 0)]}) == (True, 1.0)
+    assert recorded(entries, {"dog": [at(0, 0)], "cow": [at(50, 0)]}) == (False, 0.5)
 
 
 def test_a_limit_holds_for_every_entry_of_its_class():
@@ -61,7 +61,7 @@ def test_a_limit_holds_for_every_entry_of_its_class():
         "p", {"include": cows, "exclude": [{"class": "cow", "count": 2}]}, CLASSES
     )
     two = {"cow": [at(0, 0), at(50, 0)]}
-    assert told(entries, two, ["red", "red"]) == (False, 0.0)
+    assert recorded(entries, two, ["red", "red"]) == (False, 0.0)
 
 
 def test_a_color_counts_half_of_its_entry():
@@ -77,8 +77,8 @@ def test_a_color_counts_half_of_its_entry():
 def test_only_the_most_certain_detections_count():
     """Two benches, one is asked for: the first one's color decides."""
     objects = {"bench": [at(0, 0), at(50, 0)]}
-    assert told([Requirement("bench", 1, "red")], objects, ["red", "blue"]) == (True, 1.0)
-    assert told([Requirement("bench", 2, "red")], objects, ["red", "blue"]) == (False, 0.5)
+    assert recorded([Requirement("bench", 1, "red")], objects, ["red", "blue"]) == (True, 1.0)
+    assert recorded([Requirement("bench", 2, "red")], objects, ["red", "blue"]) == (False, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -125,13 +125,13 @@ def test_a_position_requires_a_correct_target_entry():
         ]
     }
     entries = parse_requirements("p", row, CLASSES)
-    assert told(entries, {"dog": [at(0, 50)], "tie": [at(0, 0)]}) == (True, 1.0)
-    assert told(entries, {"dog": [at(0, 0)], "tie": [at(0, 50)]}) == (False, 0.75)
-    assert told(entries, {"tie": [at(0, 0)]}) == (False, 0.25)
+    assert recorded(entries, {"dog": [at(0, 50)], "tie": [at(0, 0)]}) == (True, 1.0)
+    assert recorded(entries, {"dog": [at(0, 0)], "tie": [at(0, 50)]}) == (False, 0.75)
+    assert recorded(entries, {"tie": [at(0, 0)]}) == (False, 0.25)
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({}, "has no GenEval metadata"),
         ({"include": [{"class": "unicorn", "count": 1}]}, "not a class with a count"),
@@ -151,6 +151,6 @@ def test_a_position_requires_a_correct_target_entry():
         ),
     ],
 )
-def test_invalid_metadata_is_named(row, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_metadata_is_named(row, message):
+    with pytest.raises(ValueError, match=message):
         parse_requirements("a cow", row, CLASSES)

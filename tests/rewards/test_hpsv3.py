@@ -69,12 +69,12 @@ def test_invalid_settings_are_found_before_loading(checkpoint, tmp_path, monkeyp
     assert model_bytes(ScorerConfig(name="hpsv3", settings={"checkpoint": checkpoint})) == 11
     assert model_bytes(ScorerConfig(name="hpsv3")) is None  # the hub's
     (tmp_path / "x.pth").touch()
-    for settings, said in (
+    for settings, message in (
         ({"checkpoint": str(tmp_path / "x.pth")}, "only safetensors files are read"),
         ({"checkpoint": str(tmp_path / "no.safetensors")}, "checkpoint"),
         ({"batch_size": 0}, "batch_size is 0"),
     ):
-        with pytest.raises(ScorerSetupError, match=said):
+        with pytest.raises(ScorerSetupError, match=message):
             check_settings(ScorerConfig(name="hpsv3", settings=settings))
     monkeypatch.setitem(sys.modules, "hpsv3", None)
     with pytest.raises(ScorerSetupError, match="an environment with hpsv3==1.0.0"):

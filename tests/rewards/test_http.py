@@ -34,10 +34,10 @@ def test_the_server_gets_exact_images_and_prompts(server, encoding):
     scorer = build(ScorerConfig(name="http", settings={"url": server.url, "encoding": encoding}))
     scores = scorer(IMAGES, PROMPTS, METADATA)
     assert scores.dtype == np.float32 and np.allclose(scores, IMAGES.mean((1, 2, 3)))
-    (told,) = server.requests
-    assert np.array_equal(np.stack(told["images"]), IMAGES)
-    assert told["prompts"] == PROMPTS
-    assert told["metadata"] == METADATA
+    (recorded,) = server.requests
+    assert np.array_equal(np.stack(recorded["images"]), IMAGES)
+    assert recorded["prompts"] == PROMPTS
+    assert recorded["metadata"] == METADATA
 
 
 @pytest.mark.parametrize("encoding", ["npz", "json"])
@@ -46,16 +46,16 @@ def test_the_server_gets_each_image_to_edit_once(server, encoding):
     one, other = IMAGES[0] // 2, IMAGES[1] // 3
     metadata = [{"n": 1, "image": other}, {"image": one}, {"image": other}]
     HttpScorer(server.url, encoding)(IMAGES, PROMPTS, metadata)
-    (told,) = server.requests
-    assert told["metadata"] == [{"n": 1, "image": 0}, {"image": 1}, {"image": 0}]
-    assert np.array_equal(np.stack(told["sources"]), np.stack([other, one]))
+    (recorded,) = server.requests
+    assert recorded["metadata"] == [{"n": 1, "image": 0}, {"image": 1}, {"image": 0}]
+    assert np.array_equal(np.stack(recorded["sources"]), np.stack([other, one]))
     assert metadata[1]["image"] is one
 
 
 def test_batches_keep_their_order(server):
     scores = HttpScorer(server.url, batch_size=2)(IMAGES, PROMPTS, METADATA)
     assert np.allclose(scores, IMAGES.mean((1, 2, 3)))
-    assert [len(told["prompts"]) for told in server.requests] == [2, 1]
+    assert [len(recorded["prompts"]) for recorded in server.requests] == [2, 1]
     assert HttpScorer(server.url)(IMAGES[:0], [], []).shape == (0,) and len(server.requests) == 2
 
 
@@ -92,7 +92,7 @@ def test_temporary_failures_are_retried(server, trouble):
 
 
 @pytest.mark.parametrize(
-    ("answers", "said"),
+    ("answers", "text_of_error"),
     [
         ([500] * 3, "answered 500 Internal Server Error, tries: 3"),
         (["slow"] * 3, r"did not answer \(.*timed out.*\), tries: 3"),
@@ -102,9 +102,9 @@ def test_temporary_failures_are_retried(server, trouble):
         ([b'{"scores": [1, 2, "x"]}'], "3 numbers or nulls"),
     ],
 )
-def test_permanent_failures_are_errors_and_never_zero(server, answers, said):
+def test_permanent_failures_are_errors_and_never_zero(server, answers, text_of_error):
     server.answers = list(answers)
-    with pytest.raises(ScorerError, match=said) as caught:
+    with pytest.raises(ScorerError, match=text_of_error) as caught:
         HttpScorer(server.url, timeout_s=0.2)(IMAGES, PROMPTS, METADATA)
     assert "\n" not in str(caught.value)
 
@@ -124,7 +124,7 @@ def test_null_is_a_missing_score():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "text_of_error"),
     [
         ({"url": "localhost:80"}, "give http://"),
         ({"url": "file:///etc/passwd"}, "give http://"),
@@ -136,8 +136,8 @@ def test_null_is_a_missing_score():
         ({"url": "https://x", "plain_http": "yes"}, "plain_http is 'yes': use true or false"),
     ],
 )
-def test_settings_are_checked(settings, said):
-    with pytest.raises(ScorerSetupError, match=said):
+def test_settings_are_checked(settings, text_of_error):
+    with pytest.raises(ScorerSetupError, match=text_of_error):
         build(ScorerConfig(name="http", settings=settings))
 
 

@@ -92,7 +92,7 @@ def test_a_scorer_that_fails_is_named():
 
 
 @pytest.mark.parametrize(
-    ("parts", "kept", "said"),
+    ("parts", "kept", "message"),
     [
         ({"a": 0.5, "b": [1.0, 2.0]}, {"own/b": [1.0, 2.0]}, "has a part 'a' that is no float32"),
         ({"a": [1.0, 2.0, 3.0]}, {}, "has a part 'a' that is not float32 [2]"),
@@ -100,7 +100,7 @@ def test_a_scorer_that_fails_is_named():
         ([1.0, 2.0], {}, "has parts that are list, no dict of float32 [2]"),
     ],
 )
-def test_invalid_parts_are_reported_and_scores_are_kept(parts, kept, said):
+def test_invalid_parts_are_reported_and_scores_are_kept(parts, kept, message):
     """What is logged beside scores must not end a run."""
 
     class Own:
@@ -114,7 +114,7 @@ def test_invalid_parts_are_reported_and_scores_are_kept(parts, kept, said):
     assert made.scores["own"].tolist() == [1.0, 1.0]
     assert {name: values.tolist() for name, values in made.parts.items()} == kept
     (failure,) = made.failures
-    assert failure.startswith(f"scorer 'own' {said}")
+    assert failure.startswith(f"scorer 'own' {message}")
 
 
 def test_parts_are_logged_under_the_scorers_label():

@@ -111,7 +111,7 @@ def test_text_beyond_the_context_is_truncated(settings):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "said"),
+    ("name", "change", "message"),
     [
         (
             "clipscore",
@@ -138,7 +138,7 @@ def test_text_beyond_the_context_is_truncated(settings):
         ),
     ],
 )
-def test_invalid_settings_are_one_line(settings, name, change, said):
-    with pytest.raises(ScorerSetupError, match=said) as caught:
+def test_invalid_settings_are_one_line(settings, name, change, message):
+    with pytest.raises(ScorerSetupError, match=message) as caught:
         made(settings, name, **change)
     assert "\n" not in str(caught.value) and str(caught.value).startswith(f"scorer {name!r}: ")

@@ -55,16 +55,16 @@ def test_the_plan_counts_the_operations_of_a_custom_scorer(tiny_sd3_dir, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"gain": -1}, "'redness': gain is -1: use a positive number"),
         ({"gian": 1}, "unexpected keyword argument 'gian'"),
         ({"table": "/no/such/red.txt"}, "'redness': table: there is no checkpoint"),
     ],
 )
-def test_preflight_uses_the_checks_of_a_custom_scorer(tiny_sd3_dir, tmp_path, settings, said):
+def test_preflight_uses_the_checks_of_a_custom_scorer(tiny_sd3_dir, tmp_path, settings, message):
     check_scorers(configured(tiny_sd3_dir, tmp_path))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         check_scorers(configured(tiny_sd3_dir, tmp_path, **settings))
 
 
@@ -74,8 +74,8 @@ def test_a_new_scorer_must_be_documented():
 
 def test_the_report_describes_a_held_out_custom_scorer(tmp_path):
     run = read_run(learned(tmp_path / "r", {"shapes": UP, "redness": UP}, ["redness"]))
-    (said,) = verdicts(run, scores_of(run))
-    assert "redness, which is never trained on, rose" in said
+    (message,) = verdicts(run, scores_of(run))
+    assert "redness, which is never trained on, rose" in message
 
 
 def test_rules_and_servers_score_without_torch():

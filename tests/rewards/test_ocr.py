@@ -62,7 +62,7 @@ def test_substring_edit_distance_is_the_minimum_over_substrings(piece, text):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "read", "share"),
+    ("expected", "read", "share"),
     [
         (["Hello World"], "HELLO  world", 1.0),
         (["hello"], "say hello there", 1.0),
@@ -72,8 +72,8 @@ def test_substring_edit_distance_is_the_minimum_over_substrings(piece, text):
         (["ab", "cdefgh"], "ab", 0.25),  # two of eight letters
     ],
 )
-def test_the_score_is_the_fraction_that_is_read(wanted, read, share):
-    assert fraction_read(wanted, read) == pytest.approx(share)
+def test_the_score_is_the_fraction_that_is_read(expected, read, share):
+    assert fraction_read(expected, read) == pytest.approx(share)
 
 
 def test_case_and_space_do_not_count():

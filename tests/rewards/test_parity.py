@@ -81,7 +81,7 @@ def test_a_slightly_wrong_scale_is_detected(monkeypatch, capsys):
     monkeypatch.setattr(command, "install", lambda flags: None)
     monkeypatch.setattr("rewards.pickscore.SCALE", 26.001)
     assert command.main(["pickscore"]) == 1
-    said = capsys.readouterr().out
-    assert "NOT met" in said
-    assert "pickscore differs from open_clip by" in said
-    assert "more than 1e-05" in said
+    message = capsys.readouterr().out
+    assert "NOT met" in message
+    assert "pickscore differs from open_clip by" in message
+    assert "more than 1e-05" in message

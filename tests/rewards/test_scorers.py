@@ -61,7 +61,7 @@ def test_settings_reach_the_constructor(own_module):
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "said"),
+    ("name", "settings", "message"),
     [
         ("no_such_module:X", {}, "cannot import 'no_such_module'.*put its directory on PYTHONPATH"),
         ("my_scorers:Constent", {}, "no attribute 'Constent' .did you mean 'Constant'"),
@@ -75,8 +75,8 @@ def test_settings_reach_the_constructor(own_module):
         ("my_scorers:Constant", {"valu": 1}, "raised TypeError.*'valu'"),
     ],
 )
-def test_a_scorer_that_cannot_be_built_is_explained(own_module, name, settings, said):
-    with pytest.raises(ScorerSetupError, match=said) as caught:
+def test_a_scorer_that_cannot_be_built_is_explained(own_module, name, settings, message):
+    with pytest.raises(ScorerSetupError, match=message) as caught:
         build(ScorerConfig(name=name, settings=settings))
     assert "\n" not in str(caught.value)
 
@@ -92,7 +92,7 @@ def test_a_module_with_missing_dependencies_is_explained(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "said"),
+    ("name", "settings", "message"),
     [
         (
             "clipscore",
@@ -181,12 +181,12 @@ def test_a_module_with_missing_dependencies_is_explained(tmp_path, monkeypatch):
         ("imagereward", {"checkpoint": "a/b", "dtype": "half"}, "dtype is 'half'"),
     ],
 )
-def test_invalid_settings_are_found_without_loading(tmp_path, name, settings, said):
+def test_invalid_settings_are_found_without_loading(tmp_path, name, settings, message):
     given = {
         key: value.replace("{here}", str(tmp_path)) if isinstance(value, str) else value
         for key, value in settings.items()
     }
-    with pytest.raises(ScorerSetupError, match=said) as caught:
+    with pytest.raises(ScorerSetupError, match=message) as caught:
         check_settings(ScorerConfig(name=name, settings=given))
     assert "\n" not in str(caught.value)
 

@@ -52,10 +52,10 @@ def scorer(checkpoint: Path, **more: object) -> Any:
 
 def watched(made: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What ``generate`` of its model is called with from now on."""
-    asked: list[dict[str, Any]] = []
+    requested: list[dict[str, Any]] = []
     stock = made.model.generate
-    monkeypatch.setattr(made.model, "generate", lambda **kw: asked.append(kw) or stock(**kw))
-    return asked
+    monkeypatch.setattr(made.model, "generate", lambda **kw: requested.append(kw) or stock(**kw))
+    return requested
 
 
 def by_transformers(checkpoint: Path, form: str) -> list[str]:
@@ -110,25 +110,25 @@ def test_the_axes_are_parts_and_their_mean_is_the_score(judges):
 def test_rows_are_padded_on_the_left_with_an_existing_token(judges, monkeypatch):
     """A checkpoint's penalty on tokens that were there must not know of other rows."""
     made = scorer(judges["final"], form="final")
-    asked = watched(made, monkeypatch)
+    requested = watched(made, monkeypatch)
     made(IMAGES[:2], ["x", "a much longer prompt"], METADATA[:2])
-    (told,) = asked
-    short, long = told["attention_mask"]
+    (recorded,) = requested
+    short, long = recorded["attention_mask"]
     missing = int((1 - short).sum())
     assert missing == len("a much longer prompt") - 1 and long.all() and short[missing:].all()
     start = made.processor.tokenizer.convert_tokens_to_ids("<|im_start|>")
-    assert (told["input_ids"][0, : missing + 1] == start).all()
+    assert (recorded["input_ids"][0, : missing + 1] == start).all()
     assert made.model.generation_config.repetition_penalty == 1.05  # the checkpoint's own
 
 
 def test_batches_do_not_depend_on_the_order_of_images(judges, monkeypatch):
     """In BF16 another batch may give another digit, and scores are asked for twice, in reverse."""
     made = scorer(judges["final"], form="final", batch_size=4)
-    asked = watched(made, monkeypatch)
+    requested = watched(made, monkeypatch)
     first = made(IMAGES, ["x"] * 6, METADATA)
     again = made(IMAGES[::-1], ["x"] * 6, METADATA)
     assert np.array_equal(first, again[::-1])
-    pixels = [told["pixel_values"] for told in asked]
+    pixels = [recorded["pixel_values"] for recorded in requested]
     assert len(pixels) == 4 and torch.equal(pixels[0], pixels[2])
     assert torch.equal(pixels[1], pixels[3]) and not torch.equal(pixels[0], pixels[1])
 
@@ -172,9 +172,9 @@ def test_images_are_reduced_to_max_pixels(judges, monkeypatch):
     wide, patches = np.zeros((1, 3, 112, 224), np.uint8), []
     for most in (8 * 28**2, None):
         made = scorer(judges["final"], form="final", max_pixels=most)
-        asked = watched(made, monkeypatch)
+        requested = watched(made, monkeypatch)
         made(wide, ["x"], [{}])
-        patches += asked[0]["image_grid_thw"].tolist()
+        patches += requested[0]["image_grid_thw"].tolist()
     assert patches == [[1, 4, 8], [1, 8, 16]]  # of 14 pixels
 
 
@@ -219,7 +219,7 @@ def test_the_published_size_equals_that_of_the_architecture():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"form": "stars"}, "form is 'stars': use one of axes, elements, final"),
         ({"max_pixels": 100}, "max_pixels is 100: use a whole number, 3136 or more"),
@@ -231,15 +231,15 @@ def test_the_published_size_equals_that_of_the_architecture():
         ({"checkpoint": "/no/such/place"}, "there is no checkpoint '/no/such/place'"),
     ],
 )
-def test_settings_are_checked(settings, said):
+def test_settings_are_checked(settings, message):
     """Also where a plan asks for its bytes; but a directory may be where the run will be."""
     config = ScorerConfig(name="unifiedreward", settings=settings)
     if settings == {"checkpoint": "/no/such/place"}:
         assert model_bytes(config) is None
     else:
-        with pytest.raises(ScorerSetupError, match=said):
+        with pytest.raises(ScorerSetupError, match=message):
             model_bytes(config)
-    with pytest.raises(ScorerSetupError, match=said) as caught:
+    with pytest.raises(ScorerSetupError, match=message) as caught:
         check_settings(ScorerConfig(name="unifiedreward", settings=settings))
     assert "\n" not in str(caught.value)
 
@@ -262,7 +262,7 @@ def broken(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("another model", r"holds \['Qwen3VLForConditionalGeneration'\], not Qwen2_5_VLFor"),
         ("no config", r"config.json cannot be read: \[Errno 2\]"),
@@ -272,16 +272,18 @@ def broken(folder: Path, how: str) -> None:
         ("an empty index", r"index.json names no file, which does not exist"),
     ],
 )
-def test_an_invalid_checkpoint_directory_is_refused_before_the_start(judges, tmp_path, how, said):
+def test_an_invalid_checkpoint_directory_is_refused_before_the_start(
+    judges, tmp_path, how, message
+):
     folder = shutil.copytree(judges["final"], tmp_path / "judge")
     broken(folder, how)
-    with pytest.raises(ScorerSetupError, match=said) as caught:
+    with pytest.raises(ScorerSetupError, match=message) as caught:
         check_settings(ScorerConfig(name="unifiedreward", settings={"checkpoint": str(folder)}))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("tokenizer.json", "its tokenizer or its chat template is missing"),
         ("chat_template.jinja", "its tokenizer or its chat template is missing"),
@@ -289,7 +291,7 @@ def test_an_invalid_checkpoint_directory_is_refused_before_the_start(judges, tmp
         ("lm_head.weight", "1 weights are missing, the first: lm_head.weight"),
     ],
 )
-def test_a_missing_file_of_a_checkpoint_is_one_line(judges, tmp_path, name, said):
+def test_a_missing_file_of_a_checkpoint_is_one_line(judges, tmp_path, name, message):
     from safetensors.torch import load_file, save_file
 
     folder = shutil.copytree(judges["final"], tmp_path / "judge")
@@ -300,7 +302,7 @@ def test_a_missing_file_of_a_checkpoint_is_one_line(judges, tmp_path, name, said
     else:
         (folder / name).unlink()
     with pytest.raises(
-        ScorerSetupError, match=rf"not a Qwen2_5_VL.* model of transformers \(.*{said}"
+        ScorerSetupError, match=rf"not a Qwen2_5_VL.* model of transformers \(.*{message}"
     ) as caught:
         scorer(folder)
     assert "\n" not in str(caught.value)

@@ -48,7 +48,7 @@ def test_a_rating_is_read(judge, read):
 
 def test_the_judge_gets_the_rubric_and_the_image(judge):
     scorer(judge, rubric="From {low} to {high}: {prompt}", in_flight=1)(IMAGES, PROMPTS, METADATA)
-    texts = [told["messages"][0]["content"][1]["text"] for told in judge.requests]
+    texts = [recorded["messages"][0]["content"][1]["text"] for recorded in judge.requests]
     assert texts[1] == "From 1 to 5: b {low}\n\nAnswer with the number alone."
     first = judge.requests[0]
     assert (first["model"], first["max_tokens"], first["top_logprobs"]) == ("judge-7b", 1, 20)
@@ -66,13 +66,13 @@ def test_the_judge_sees_the_image_to_edit_first(judge):
         found = ask(IMAGES[2:3], ["redder"], [{"image": source}])
         np.testing.assert_allclose(found, WANTED[2:3], atol=1e-6)
     assert len(judge.requests) == 2
-    said, before, then, shown, _ = judge.requests[0]["messages"][0]["content"]
-    assert (said["text"], then["text"]) == EDITED
+    message, before, then, shown, _ = judge.requests[0]["messages"][0]["content"]
+    assert (message["text"], then["text"]) == EDITED
     assert pixels(before).mean() == 10 and np.array_equal(pixels(shown)[..., 0], IMAGES[2, 0])
 
 
 @pytest.mark.parametrize(
-    ("read", "text", "said"),
+    ("read", "text", "message"),
     [
         ("logprobs", "I", "the judge answers 'I' rather than a number: 10% on 1 to 5"),
         ("logprobs", "7", "answers '7' rather than a number"),
@@ -90,9 +90,9 @@ def test_the_judge_sees_the_image_to_edit_first(judge):
         ("text", "Score: 6", "writes no number from 1 to 5"),
     ],
 )
-def test_an_answer_in_words_is_a_failure_and_never_zero(judge, read, text, said):
+def test_an_answer_in_words_is_a_failure_and_never_zero(judge, read, text, message):
     judge.answers = [text] * 4
-    with pytest.raises(ScorerError, match=said) as caught:
+    with pytest.raises(ScorerError, match=message) as caught:
         scorer(judge, read=read, after=AFTER[read])(IMAGES, PROMPTS, METADATA)
     assert "\n" not in str(caught.value)
     judge.answers = [text]
@@ -106,9 +106,9 @@ def test_the_numbers_of_a_text_are_averaged(judge):
     made = scorer(judge, read="text", after=["Fit (1-5):", "Style (1-5):"], in_flight=1, cache=0)
     found = made(IMAGES[:2], PROMPTS[:2], METADATA[:2])
     assert found[0] == np.float32((3.25 - 1) / 4) and np.isnan(found[1])
-    told = judge.requests[0]
-    assert told["max_tokens"] == 512 and "response_format" not in told
-    assert told["messages"][0]["content"][1]["text"].endswith("\n\nPrompt: a")
+    recorded = judge.requests[0]
+    assert recorded["max_tokens"] == 512 and "response_format" not in recorded
+    assert recorded["messages"][0]["content"][1]["text"].endswith("\n\nPrompt: a")
 
 
 def test_votes_are_averaged(judge):
@@ -117,7 +117,7 @@ def test_votes_are_averaged(judge):
     found = made(IMAGES[:2], PROMPTS[:2], METADATA[:2])
     np.testing.assert_allclose(found, WANTED[:2] + 0.125, atol=1e-6)
     np.testing.assert_allclose(made.parts["spread"], np.std([0, 0.125, 0.25]), atol=1e-6)
-    assert sorted(told["seed"] for told in judge.requests) == [0, 0, 1, 1, 2, 2]
+    assert sorted(recorded["seed"] for recorded in judge.requests) == [0, 0, 1, 1, 2, 2]
 
 
 def test_most_votes_must_contain_a_rating(judge):
@@ -195,7 +195,7 @@ def test_the_key_comes_from_the_environment(judge, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"url": "localhost:80"}, "give http://"),
         ({"url": "http://judge:8000/v1"}, "unencrypted: use https://, or set plain_http = true"),
@@ -213,9 +213,9 @@ def test_the_key_comes_from_the_environment(judge, monkeypatch):
         ({"modle": "x"}, "modle"),
     ],
 )
-def test_settings_are_checked(settings, said):
+def test_settings_are_checked(settings, message):
     given = {"url": "https://x/v1", "model": "m", **settings}
-    with pytest.raises(ScorerSetupError, match=said):
+    with pytest.raises(ScorerSetupError, match=message):
         check_settings(ScorerConfig(name="vlm", settings=given))
 
 

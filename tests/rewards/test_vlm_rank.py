@@ -40,11 +40,11 @@ def test_one_list_of_all_images_gives_the_full_order(judge):
     found = scorer(judge, size=COUNT, rounds=1)(IMAGES, PROMPTS, METADATA)
     assert found.dtype == np.float32 and np.argsort(found).tolist() == list(range(COUNT))
     assert found.mean() == pytest.approx(0.5, abs=1e-6)  # by symmetry
-    (told,) = judge.requests
-    content = told["messages"][0]["content"]
+    (recorded,) = judge.requests
+    content = recorded["messages"][0]["content"]
     assert [part["text"] for part in content[:-1:2]] == [f"Image {n}:" for n in range(1, COUNT + 1)]
     assert "Prompt: a {prompt}" in content[-1]["text"]
-    schema = told["response_format"]["json_schema"]["schema"]["properties"]["ranking"]
+    schema = recorded["response_format"]["json_schema"]["schema"]["properties"]["ranking"]
     assert (schema["minItems"], schema["items"]["maximum"]) == (COUNT, COUNT)
 
 
@@ -84,14 +84,14 @@ def test_neither_the_order_of_the_images_nor_a_retry_changes_a_score(judge):
     made, backwards = scorer(judge), slice(None, None, -1)
     judge.answers = ["prose"] * 2
     lame = made(IMAGES[backwards], PROMPTS, METADATA)
-    asked = len(judge.requests)
+    requested = len(judge.requests)
     np.testing.assert_array_equal(made(IMAGES[backwards], PROMPTS, METADATA), first[backwards])
-    assert len(judge.requests) == asked + 2  # the lists that had no verdict, no others
+    assert len(judge.requests) == requested + 2  # the lists that had no verdict, no others
     assert not np.array_equal(lame, first[backwards])
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "The second is best.",
@@ -105,9 +105,9 @@ def test_neither_the_order_of_the_images_nor_a_retry_changes_a_score(judge):
         ('{"ranking": 1}', "ranking of 3 images is 1"),
     ],
 )
-def test_an_invalid_ranking_is_a_failure(judge, text, said):
+def test_an_invalid_ranking_is_a_failure(judge, text, message):
     judge.answers = [text]
-    with pytest.raises(ScorerError, match=said):
+    with pytest.raises(ScorerError, match=message):
         scorer(judge, size=3, rounds=1)(IMAGES[:3], PROMPTS[:3], METADATA[:3])
 
 
@@ -126,7 +126,7 @@ def test_images_of_several_prompts_are_not_compared(judge):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"size": 1}, "size is 1: use a whole number, 2 or more"),
         ({"rounds": 0}, "rounds is 0"),
@@ -136,9 +136,9 @@ def test_images_of_several_prompts_are_not_compared(judge):
         ({"in_flight": 0}, "in_flight is 0"),
     ],
 )
-def test_settings_are_checked(settings, said):
+def test_settings_are_checked(settings, message):
     given = {"url": "http://localhost:1/v1", "model": "m", **settings}
-    with pytest.raises(ScorerSetupError, match=said):
+    with pytest.raises(ScorerSetupError, match=message):
         check_settings(ScorerConfig(name="vlm_rank", per="prompt", settings=given))
 
 

@@ -44,9 +44,9 @@ def recorded(
         for kind, count in actors.items():
             for _ in range(count):
                 actor = numbers[kind] = numbers.get(kind, -1) + 1
-                said = {"device": device, "capability": "9.0", "gpu": f"GPU-{index}"}
-                said = {name: value for name, value in said.items() if name not in without}
-                rundir.event("actor_started", kind=kind, actor=actor, incarnation=0, **said)
+                message = {"device": device, "capability": "9.0", "gpu": f"GPU-{index}"}
+                message = {name: value for name, value in message.items() if name not in without}
+                rundir.event("actor_started", kind=kind, actor=actor, incarnation=0, **message)
     rundir.event("actor_started", kind="selector", actor=0, incarnation=0)
     timeline = Timeline(rundir.timeline_file)
     for span in spans:
@@ -77,7 +77,7 @@ def test_durations_of_calls_alone_are_recovered_from_a_timeline(tmp_path):
     model = measured_on_gpus(rundir, gpus, summing)
     assert model.seconds == pytest.approx(seconds)
     found = model.durations
-    for mine, wanted, count in (
+    for mine, expected, count in (
         (found.explore, DURATIONS.explore, 16),
         (found.explore, DURATIONS.explore, 8),
         (found.generate, DURATIONS.generate, KEEP),
@@ -86,7 +86,7 @@ def test_durations_of_calls_alone_are_recovered_from_a_timeline(tmp_path):
         (found.load, DURATIONS.load, 1),
         (found.export, DURATIONS.export, 1),
     ):
-        assert mine.at(count) == pytest.approx(wanted.at(count), rel=0.03)
+        assert mine.at(count) == pytest.approx(expected.at(count), rel=0.03)
     assert found.summing == summing and found.driver_s < 1e-3
 
 
@@ -139,13 +139,13 @@ def slow_run(tmp_path_factory) -> RunDirectory:
 @pytest.mark.parametrize(("gpus", "overrides"), [(4, ()), (8, ()), (8, ("layout.mode=split",))])
 def test_other_layouts_are_predicted_from_a_run(slow_run, gpus, overrides, capsys):
     """Without being told that calls are slower than counted."""
-    wanted = scenario_on(gpus, *overrides)
-    wanted = run(replace(wanted, durations=slower(wanted.durations, 1.5)), 3)
+    expected = scenario_on(gpus, *overrides)
+    expected = run(replace(expected, durations=slower(expected.durations, 1.5)), 3)
     given = [part for each in overrides for part in ("--set", each)]
     command = ["plan", PRESET, "--from", str(slow_run.path), "--gpus", str(gpus), *given]
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["iteration_s"] == pytest.approx(wanted.iteration, rel=0.03)
+    assert found["iteration_s"] == pytest.approx(expected.iteration, rel=0.03)
     assert found["layout"]["gpus"] == gpus and found["layout"]["kinds"] == {"H200": gpus}
     assert 0.8 * found["iteration_s"] < found["bound_s"] <= found["iteration_s"]
     assert list(found["arms"]) == ["sol_rl"]  # other arms make other calls
@@ -164,17 +164,17 @@ def test_the_plan_prints_the_measured_values(slow_run, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--accelerator", "B200"], "--accelerator B200: the run of --from was on H200"),
         (["--set", "explore.steps=4"], "the run has a different explore.steps"),
         (["--set", "learner.nothing=1"], "learner"),
     ],
 )
-def test_unknown_durations_are_refused_in_one_line(slow_run, capsys, arguments, said):
+def test_unknown_durations_are_refused_in_one_line(slow_run, capsys, arguments, message):
     assert main(["plan", PRESET, "--from", str(slow_run.path), *arguments]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1
 
 
 def test_a_plan_on_cores_from_a_run_on_gpus_is_refused(slow_run, capsys):
@@ -191,8 +191,8 @@ def test_events_without_gpus_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="nothing is known of the GPU 'NVIDIA X1'"):
         gpus_of_run(unknown)
     mixed = recorded(tmp_path / "mixed", ran, laid, [], 1.0)
-    said = {"device": "NVIDIA B200", "capability": "10.0", "gpu": "GPU-9"}
-    mixed.event("actor_added", kind="rollout", actor=1, incarnation=0, **said)
+    message = {"device": "NVIDIA B200", "capability": "10.0", "gpu": "GPU-9"}
+    mixed.event("actor_added", kind="rollout", actor=1, incarnation=0, **message)
     with pytest.raises(
         ConfigError, match="were on NVIDIA B200 and NVIDIA H200: --from supports one kind"
     ):

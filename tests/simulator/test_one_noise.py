@@ -16,7 +16,7 @@ SHARED = {"name": "dance_grpo", "window": {"size": 3}, "shared_noise": True}
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def requested(monkeypatch):
     """Of every task (kind, seeds, start, solver), in the order of being asked."""
     found = []
     for kind, method in ((actors.Rollout, "explore"), (actors.Learner, "generate")):
@@ -41,14 +41,14 @@ def run_of(**more):
     return parse(tree)
 
 
-def test_all_paths_of_a_prompt_start_at_its_first_seed(asked):
+def test_all_paths_of_a_prompt_start_at_its_first_seed(requested):
     explore = {"paths": True, "steps": 6}
     run = run_of(objective=SHARED, explore=explore, audit={"random_seeds": 8})
     simulate(run, HARDWARE, 1)
     firsts = [stream_seed(run.seed, "explore", 0, p, 0) for p in range(PROMPTS)]
     pools = {seed: set() for seed in firsts}
     regenerated = defaultdict(set)
-    for name, seeds, start, solver in asked:
+    for name, seeds, start, solver in requested:
         if start is None:
             assert name == "generate" and solver == "dpmpp_2m"  # held-out images
             continue
@@ -59,15 +59,15 @@ def test_all_paths_of_a_prompt_start_at_its_first_seed(asked):
     assert all(len(some) >= KEEP and some <= pools[first] for first, some in regenerated.items())
 
 
-def test_without_exploring_paths_start_at_the_first_trained_seed(asked):
+def test_without_exploring_paths_start_at_the_first_trained_seed(requested):
     simulate(run_of(objective=SHARED, arm="diffusionnft"), HARDWARE, 1)
-    starts = {start for name, _, start, solver in asked if solver == "dance_sde"}
+    starts = {start for name, _, start, solver in requested if solver == "dance_sde"}
     assert starts == {stream_seed(0, "explore", 0, p, 0) for p in range(PROMPTS)}
 
 
-def test_without_shared_noise_there_is_no_start(asked):
+def test_without_shared_noise_there_is_no_start(requested):
     explore = {"paths": True, "steps": 6}
     objective = {"name": "flow_grpo", "window": {"size": 3}}
     simulate(run_of(objective=objective, explore=explore), HARDWARE, 1)
-    assert {start for _, _, start, _ in asked} == {None}
-    assert {solver for name, _, _, solver in asked if name == "explore"} == {"flow_sde"}
+    assert {start for _, _, start, _ in requested} == {None}
+    assert {solver for name, _, _, solver in requested if name == "explore"} == {"flow_sde"}

@@ -166,12 +166,12 @@ def test_replicas_share_prompts_and_wait_for_each_other():
         GpuAssignment("one", 1, {"rollout": 1, "reward": 1}),
     ]
     summed = replace(DURATIONS, summing=Summing(6, 0.3, 0.01), driver_s=0.001)
-    asked = config(actors=1, replicas=3)
-    found = simulate(asked, Hardware({"one": summed}, laid))
+    requested = config(actors=1, replicas=3)
+    found = simulate(requested, Hardware({"one": summed}, laid))
     # samples of the busiest replica of each of the six steps of this very update
     shared = owners(PROMPTS, KEEP, 3, "prompts")
-    seed = stream_seed(asked.seed, "shuffle", 0)
-    samples = StepAssignment.of(asked.optimizer).busiest(shared, seed)
+    seed = stream_seed(requested.seed, "shuffle", 0)
+    samples = StepAssignment.of(requested.optimizer).busiest(shared, seed)
     assert samples > 2 * KEEP
     sums = 6 * 2 * 2 * (0.1 + 0.01)
     # the three are sent theirs one after the other, a millisecond each
@@ -185,23 +185,23 @@ def test_replicas_that_share_samples_all_work_as_long():
         GpuAssignment("one", 8, {"learner": 1}),
         GpuAssignment("one", 1, {"rollout": 1, "reward": 1}),
     ]
-    asked = config(actors=1)
-    learner = asked.services.learner.model_copy(update={"replicas": 8, "share": "samples"})
-    asked = asked.model_copy(
-        update={"services": asked.services.model_copy(update={"learner": learner})}
+    requested = config(actors=1)
+    learner = requested.services.learner.model_copy(update={"replicas": 8, "share": "samples"})
+    requested = requested.model_copy(
+        update={"services": requested.services.model_copy(update={"learner": learner})}
     )
-    even = asked.optimizer.model_copy(update={"deal": "even"})
-    asked = asked.model_copy(update={"optimizer": even})
+    even = requested.optimizer.model_copy(update={"deal": "even"})
+    requested = requested.model_copy(update={"optimizer": even})
     free_sums = replace(DURATIONS, summing=Summing(hop_s=0.0))
-    found = simulate(asked, Hardware({"one": free_sums}, laid))
+    found = simulate(requested, Hardware({"one": free_sums}, laid))
     # 8 samples in 6 steps: of any 8 that follow each other no step has more than 2
     shared = owners(PROMPTS, KEEP, 8, "samples")
-    samples = StepAssignment.of(even).busiest(shared, stream_seed(asked.seed, "shuffle", 0))
+    samples = StepAssignment.of(even).busiest(shared, stream_seed(requested.seed, "shuffle", 0))
     assert KEEP / 2 < samples <= 12
     assert found.update == pytest.approx(samples * 0.25)
-    two_steps = asked.optimizer.model_copy(update={"steps_per_iteration": 2})
-    asked = asked.model_copy(update={"optimizer": two_steps})
-    found = simulate(asked, Hardware({"one": free_sums}, laid))
+    two_steps = requested.optimizer.model_copy(update={"steps_per_iteration": 2})
+    requested = requested.model_copy(update={"optimizer": two_steps})
+    found = simulate(requested, Hardware({"one": free_sums}, laid))
     assert found.update == pytest.approx(KEEP / 2 * 0.25)
     parts = [span for span in found.spans if span.work == "regenerate"]
     assert sorted(span.unit[1:] for span in parts) == [(p, n) for p in range(4) for n in (0, 1)]
@@ -298,8 +298,8 @@ def test_durations_of_calls_are_recovered_from_a_timeline():
     model = measurements_from_spans(config(), late, [truth.iteration], cores=2)
     for shape in ((1, 1, 0, 16), (3, 1, 0, 8), (2, 2, 0, 16), (1, 1, 1, 16)):
         other = config(*shape)
-        wanted = simulate(other, hardware, 3).iteration
-        assert model.predict(other).iteration == pytest.approx(wanted, rel=0.02), shape
+        expected = simulate(other, hardware, 3).iteration
+        assert model.predict(other).iteration == pytest.approx(expected, rel=0.02), shape
 
 
 def test_a_plan_from_a_run(tmp_path, capsys, monkeypatch):
@@ -318,8 +318,8 @@ def test_a_plan_from_a_run(tmp_path, capsys, monkeypatch):
     command = ["plan", str(write_toml(other, tmp_path)), "--from", str(rundir.path)]
     assert main([*command, "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
-    wanted = simulate(other, hardware, 3).iteration
-    assert tree["iteration_s"] == pytest.approx(wanted, rel=0.02)
+    expected = simulate(other, hardware, 3).iteration
+    assert tree["iteration_s"] == pytest.approx(expected, rel=0.02)
     assert tree["bound_s"] < tree["iteration_s"] and tree["measured_s"] == found.iteration
     assert main([*command, "--set", "explore.steps=7"]) == 2
     error = capsys.readouterr().err

@@ -80,10 +80,10 @@ def test_on_gpus_threads_do_not_matter():
 
 
 @pytest.mark.parametrize(
-    ("cores", "weights", "wanted"),
+    ("cores", "weights", "expected"),
     [(2.0, None, 1.0), (2.0, "ema", None), (2.0, "base", None), (0.0, None, None)],
 )
-def test_evaluations_use_the_training_threads(cores, weights, wanted):
+def test_evaluations_use_the_training_threads(cores, weights, expected):
     async def learner() -> Learner:
         board = Board(Hardware({"any": PLAIN}, cores=cores))
         services = SimulatedServices(threaded(1), board, lambda *args, **fields: None, print)
@@ -92,7 +92,7 @@ def test_evaluations_use_the_training_threads(cores, weights, wanted):
         return made
 
     took = virtually(learner()).generate(GenerateRequest((1, 2), 2, None, weights), None)
-    assert took.seconds == 6.0 and took.wanted == wanted
+    assert took.seconds == 6.0 and took.wanted == expected
 
 
 def span(service: str, work: str, started: float, ended: float) -> Span:
@@ -112,8 +112,8 @@ def test_a_timeline_is_analyzed_with_the_threads_of_each_call(again, beside, aud
     done = uncontended_work(
         spans, lambda _: "cores", lambda each: cores_of(ran, each, 2.0), 2.0, TOGETHER
     )
-    wanted = [beside, beside, audited, 8.0, 8.0]
-    assert [done[each] for each in spans] == pytest.approx(wanted)
+    expected = [beside, beside, audited, 8.0, 8.0]
+    assert [done[each] for each in spans] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("audited", [0, 4])
@@ -135,8 +135,8 @@ def test_durations_of_calls_are_recovered_from_a_timeline(cores, threads, again,
     model = measurements_from_spans(ran, late.timeline, [late.iteration], cores)
     for shape in ({"actors": 1}, {"actors": 3, "chunk": 8}, {"replicas": 2}):
         other = threaded(again, threads, **shape)
-        wanted = simulate(other, hardware, 3).iteration
-        assert model.predict(other).iteration == pytest.approx(wanted, rel=0.02), shape
+        expected = simulate(other, hardware, 3).iteration
+        assert model.predict(other).iteration == pytest.approx(expected, rel=0.02), shape
 
 
 @pytest.mark.parametrize("shape", [{"actors": 1}, {"actors": 3, "chunk": 8}, {"replicas": 2}])
@@ -147,8 +147,8 @@ def test_predictions_from_runs_with_busy_cores(shape):
     model = measurements_from_spans(threaded(2), late.timeline, [late.iteration], 2)
     assert model.hardware.together < 0.7
     other = threaded(2, **shape)
-    wanted = simulate(other, hardware, 3).iteration
-    assert model.predict(other).iteration == pytest.approx(wanted, rel=0.03)
+    expected = simulate(other, hardware, 3).iteration
+    assert model.predict(other).iteration == pytest.approx(expected, rel=0.03)
 
 
 def test_a_plan_from_a_run_keeps_its_threads(tmp_path, capsys, monkeypatch):

@@ -1,4 +1,7 @@
-"""A learner that only tells what it was asked. It imports what forks of the template have."""
+"""A stand-in for the learner that records its calls.
+
+It imports only what forks of the template have imported.
+"""
 
 import os
 import time
@@ -11,11 +14,11 @@ from learner.replicas import GroupBroken
 HERE = Rendezvous("127.0.0.1", 4711, 120.0)
 
 
-class Told:
-    """Stands for the learner actor."""
+class RecordingLearner:
+    """Stand-in for the learner actor."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.recorded: list[Any] = []
 
     def ready(self) -> ActorInfo:
         return identity()
@@ -31,7 +34,7 @@ class Told:
         return os.getpid()
 
     def load(self, path: str) -> Any:
-        self.told.append(path)
+        self.recorded.append(path)
         if path == "broken":
             if self.place[0] == 1:
                 os._exit(1)
@@ -40,7 +43,7 @@ class Told:
             time.sleep(600)
         if path == "bad":
             raise ArithmeticError(f"on {self.place[0]}")
-        return self.place, self.told
+        return self.place, self.recorded
 
     def save(self, path: str) -> Any:
-        return self.place, self.told
+        return self.place, self.recorded
