@@ -104,9 +104,7 @@ class LearnerActor:
             GroupBroken: another replica did not join within ``at.timeout_s`` seconds.
         """
         store = self._store if rank == 0 else reach_store(at.host, at.port, at.timeout_s)
-        assert store is not None, (
-            "the first replica must join before it is asked for its rendezvous"
-        )
+        assert store is not None, "the first replica must return its rendezvous before it joins"
         device = self._trainer.device
         self._trainer.join(DistributedReplicas(rank, size, store, device, at.timeout_s))
 

@@ -180,7 +180,7 @@ def _gpus(config: RunConfig | None, facts: Sequence[Facts]) -> Check:
         )
     if missing:
         return Check("GPUs", "note", f"{count}; {'; '.join(missing)}", "exploring may be slow")
-    return Check("GPUs", "ok", f"{count}, {wanted:g} asked for" if config else f"{count}")
+    return Check("GPUs", "ok", f"{count}, {wanted:g} requested" if config else f"{count}")
 
 
 def _everywhere(facts: Sequence[Facts]) -> Check:
@@ -244,7 +244,7 @@ def check_token(joined: bool, home: Path | None = None) -> Check:
         return Check(name, "note", "off: anyone who can reach the dashboard can run code", advice)
     if exists and stat.S_IMODE(file.stat().st_mode) & 0o077:
         return Check(name, "note", f"{file} is readable by other users", f"chmod 600 {file}")
-    return Check(name, "ok", "asked for" if exists else "none needed yet")
+    return Check(name, "ok", "requested" if exists else "none needed yet")
 
 
 def json_of(checks: Sequence[Check]) -> dict[str, object]:

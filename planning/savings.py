@@ -44,7 +44,8 @@ SAVINGS = (
         "smaller passes use GPUs less well; results differ in the last bits",
     ),
     Saving(
-        ("optimizer.batch_size=1", "regenerate.batch_size=2", "explore.chunk_size=4"), "more so"
+        ("optimizer.batch_size=1", "regenerate.batch_size=2", "explore.chunk_size=4"),
+        "even smaller passes",
     ),
     Saving(('lora.base="int8"',), "frozen weights in 8 bits; adapters are not merged", needs=EAGER),
     Saving(('lora.base="nf4"',), "frozen weights in 4 bits"),

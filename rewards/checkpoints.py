@@ -108,7 +108,7 @@ def fetch(repo: str, name: str) -> Path | None:
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return None
         raise ScorerSetupError(
-            f"{repo!r} is not a file or directory, and the hub could not be asked for {name}"
+            f"{repo!r} is not a file or directory, and the hub could not be searched for {name}"
             f" ({error_summary(error, 200)}): download it on a machine with a network, into a"
             f" directory with the weights, and give its path; {ADVICE}"
         ) from None

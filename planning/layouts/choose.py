@@ -68,7 +68,7 @@ def choose(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> Choice:
     # summing the same seconds in another order makes no difference
     best = min(allowed, key=lambda each: (round(each.seconds, 6), _size(each.numbers)))
     others = [each for each in table if each.prediction and each.numbers.mode != best.numbers.mode]
-    why = "asked for" if mode != "auto" else "the only one that fits"
+    why = "as requested" if mode != "auto" else "the only one that fits"
     if mode == "auto" and others:
         why = "the fastest by prediction"
     if best.numbers.ahead and "explore_ahead" not in config.model_fields_set:

@@ -62,7 +62,7 @@ class Findings:
         lines = [
             f"  critical  {chain}",
             f"  cost      {gpu_hours(seconds, gpus):.0f} GPU-hours for 1,000 updates; publishing"
-            f" takes {self.publish:.1f} s, the driver sends {self.driver:.1%} of the time",
+            f" takes {self.publish:.1f} s, the driver is busy {self.driver:.1%} of the time",
         ]
         for kind, faster in self.more.items():
             hours = gpu_hours(faster, gpus + 1)

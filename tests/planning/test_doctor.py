@@ -37,7 +37,7 @@ def test_equal_nodes_pass_the_doctor():
     found = outcomes([FACTS, OTHER], "services.rollout.gpus=1")
     assert {outcome for outcome, _ in found.values()} == {"ok"}
     assert "python 3.11.9, torch 2.13.0 on 2 nodes" in found["versions"][1]
-    assert "4, 2 asked for" in found["GPUs"][1]
+    assert "4, 2 requested" in found["GPUs"][1]
     assert found["bandwidth"][1] == "ok      bandwidth: 900 MB/s to b"
     assert "machine a (node 12345678)" in found
 
@@ -121,7 +121,7 @@ def test_a_port_in_use_is_reported():
 @pytest.mark.parametrize(
     ("mode", "file", "joined", "outcome", "message"),
     [
-        ("token", 0o600, True, "ok", "asked for"),
+        ("token", 0o600, True, "ok", "requested"),
         ("token", 0o644, True, "note", "chmod 600"),
         ("disabled", None, True, "note", "anybody who reaches the dashboard runs code"),
         ("disabled", None, False, "note", "loopback"),

@@ -111,7 +111,7 @@ def test_requested_modes_are_respected():
     assert (actors["rollout"], actors["learner"], split.numbers.ahead) == (2, 6, 1)
     assert split.seconds == pytest.approx((285 + 855) / 6)
     shared = choose(preset("flux1", "layout.mode=shared"), gpus, costs("flux1"))
-    assert shared.best.numbers.mode == "shared" and shared.why == "asked for"
+    assert shared.best.numbers.mode == "shared" and shared.why == "as requested"
     assert {each.numbers.mode for each in shared.table} == {"shared", "split"}
 
 
