@@ -294,7 +294,7 @@ def found_then_hangs(setting: object) -> Iterator[Item]:
     [
         (found_then_raises, "failed", r"ValueError: no such thing \(.*test_gpu_check.py:\d+\)"),
         (found_then_dies, "failed", "its process ended with code 7"),
-        (found_then_hangs, "cut short", r"it had not ended after \d+ s"),
+        (found_then_hangs, "cut short", r"it did not end within \d+ s"),
     ],
 )
 def test_a_failed_section_keeps_its_findings(measure, state, why, monkeypatch):

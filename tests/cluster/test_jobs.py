@@ -90,7 +90,7 @@ def test_source_images_are_sent_with_the_prompt_file(tmp_path, monkeypatch):
     assert sent == ["mine/b.png", "mine/in/a.png", "mine/p.jsonl"]
     assert (tmp_path / "out" / "mine" / "in" / "a.png").read_bytes() == b"mine/in/a.png"
     prompts.write_text(json.dumps({"prompt": "x", "image": "../elsewhere/c.png"}) + "\n")
-    with pytest.raises(ConfigError, match=r"c.png' lies outside the folder of the prompt file"):
+    with pytest.raises(ConfigError, match=r"c.png' is outside the folder of the prompt file"):
         jobs.stage(tmp_path / "again", "quickstart", config)
     # a missing image within the folder is reported by the job, like every missing file
     prompts.write_text(json.dumps({"prompt": "x", "image": "in/../gone.png"}) + "\n")

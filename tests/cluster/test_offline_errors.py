@@ -185,8 +185,11 @@ def test_evaluate_refuses_an_unwritable_directory_before_it_starts(trained, noth
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (StateLost("the learner was lost: it died"), "the learner was lost: it died: the eval"),
-        (InputsLost("images went with their node"), "images went with their node: the eval"),
+        (
+            StateLost("the learner was lost: it died"),
+            "the learner was lost: it died: repeat the eval",
+        ),
+        (InputsLost("images went with their node"), "images went with their node: repeat the eval"),
         (OSError(28, "No space left on device", "/runs/events.jsonl"), "events.jsonl: No space"),
     ],
 )

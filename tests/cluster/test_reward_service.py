@@ -91,7 +91,7 @@ def test_a_transient_exception_loses_no_sample(shared):
         ("nan", 4, "returned nan for image 0 of 4"),
         ("infinite", 1, "returned inf for image 3 of 4"),
         ("short", 4, r"returned shape \[3\] for 4 images"),
-        ("text", 4, "no array of numbers"),
+        ("text", 4, "not an array of numbers"),
     ],
 )
 def test_permanent_failures_are_dropped_and_counted_and_never_zero(shared, kind, dropped, why):

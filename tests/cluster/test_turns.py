@@ -289,7 +289,7 @@ def test_actors_refuse_calls_out_of_turn(tiny_sd3_dir, tmp_path):
         ({"explore_ahead": 1}, "rollout.between_turns: 'host' with explore_ahead = 1"),
         (
             {"services__learner__shard": "base", "services__learner__replicas": 2},
-            "learner.between_turns: 'host' with services.learner.shard = 'base': shards stay",
+            "learner.between_turns: 'host' with services.learner.shard = 'base': shards cannot",
         ),
         ({"lora__base": "int8"}, "learner.between_turns: 'host' with lora.base = 'int8'"),
     ],

@@ -48,15 +48,14 @@ def test_equal_nodes_pass_the_doctor():
         ({"packages": {**PACKAGES, "torch": "2.12.0"}}, "versions", "failed",
          "torch is 2.13.0 on a, 2.12.0 on b: install the same versions on all nodes"),
         ({"python": "3.12.1"}, "versions", "failed", "python is 3.11.9 on a, 3.12.1 on b"),
-        ({"shared": False}, "shared directory", "failed", "/data is another on b: mount one"),
+        ({"shared": False}, "shared directory", "failed", "/data is a different directory on b"),
         ({"writable": "Permission denied"}, "shared directory", "failed",
          "not writable on b (Permission denied)"),
         ({"clock": -7.5}, "clocks", "failed", "at most 7.50 s apart (b): run an NTP client"),
-        ({"bandwidth_mb_s": 12.0}, "bandwidth", "note", "12 MB/s to b: publishing waits for it"),
+        ({"bandwidth_mb_s": 12.0}, "bandwidth", "note", "12 MB/s to b: publishing is limited"),
         ({"problems": ("model.path: there is not a directory '/m'",)},
-         "model and scorers on every node", "failed", (
-             "b: model.path: there is not a directory '/m'"
-         )),
+         "model and scorers on every node", "failed",
+         "b: model.path: there is not a directory '/m'"),
         ({"kernels": "Triton is missing"}, "GPUs", "note", "b: Triton is missing"),
     ],
 )  # fmt: skip
@@ -123,7 +122,7 @@ def test_a_port_in_use_is_reported():
     [
         ("token", 0o600, True, "ok", "requested"),
         ("token", 0o644, True, "note", "chmod 600"),
-        ("disabled", None, True, "note", "anybody who reaches the dashboard runs code"),
+        ("disabled", None, True, "note", "anyone who can reach the dashboard can run code"),
         ("disabled", None, False, "note", "loopback"),
     ],
 )

@@ -224,7 +224,7 @@ def test_the_command_prints_one_object_and_draws_it(capsys, tmp_path):
             ("quickstart", "--set", "services.rollout.actors=100000"),
             "services.rollout: 100000 actors of 0.5 CPU each need 50000",
         ),
-        (("quickstart", "--gpus", "2"), "--gpus 2: no service asks for a GPU"),
+        (("quickstart", "--gpus", "2"), "--gpus 2: no service requests a GPU"),
     ],
 )
 def test_invalid_plans_are_one_line(capsys, monkeypatch, arguments, message):

@@ -80,7 +80,7 @@ def gpu(monkeypatch):
             "torch_nvfp4",
             "torch_nvfp4 is the fastest backend that this GPU supports",
         ),
-        ((12, 0), None, "torch_nvfp4", "torch_nvfp4 is the quickest"),
+        ((12, 0), None, "torch_nvfp4", "torch_nvfp4 is the fastest"),
         (
             (9, 0),
             Engine(True),
@@ -90,7 +90,7 @@ def gpu(monkeypatch):
                 " but this one has 9.0"
             ),
         ),
-        ((8, 9), None, "fp8", "fp8 is the quickest"),
+        ((8, 9), None, "fp8", "fp8 is the fastest"),
         ((8, 0), None, "bf16", "not fp8: FP8 needs compute capability 8.9, but this GPU has 8.0"),
     ],
 )
@@ -100,7 +100,7 @@ def test_auto_takes_the_best_backend_and_explains_the_others(
     gpu(capability, engine)
     backend, reason = resolve_backend("auto", "cuda")
     assert backend is BACKENDS[expected]
-    assert reason.startswith(f"auto: {expected} is the quickest")
+    assert reason.startswith(f"auto: {expected} is the fastest")
     assert why in reason
     assert "\n" not in reason
 

@@ -195,7 +195,11 @@ def test_a_hub_id_without_network_or_cache(monkeypatch, tmp_path):
     ("name", "line", "message"),
     [
         ("flux_kontext", {}, "'redder' has no image to edit, which family 'flux_kontext' needs"),
-        ("sd3", {"image": "a.png"}, "'redder' has an image, but family 'sd3' edits none: leave"),
+        (
+            "sd3",
+            {"image": "a.png"},
+            "'redder' has an image, but family 'sd3' does not edit images: leave",
+        ),
         ("flux_kontext", {"image": "no.png"}, r"no.png: cannot be read as an image \(No such file"),
         (
             "flux_kontext",
@@ -234,7 +238,7 @@ def test_images_to_edit_are_found_before_anything_starts(request, tmp_path, name
             {"model__width": 40},
             ("model.width: 40 pixels; this model needs multiples of 4 up to 32"),
         ),
-        ({"model__guidance": 2.0}, "leave model.guidance out"),
+        ({"model__guidance": 2.0}, "leave out model.guidance"),
         (
             {"lora__targets": ["attn.query"]},
             "lora.targets: no linear layer of the transformer has a name that ends in 'attn.query'",

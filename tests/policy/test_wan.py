@@ -110,7 +110,7 @@ def test_proxy_clips_are_the_first_frames(tiny_wan_dir):
             {"frames": None},
             r"model\.frames: family 'wan' generates clips: set the number of frames, 4k \+ 1",
         ),
-        ({"frames": 16}, r"model\.frames: 16 frames; this model makes 4k \+ 1, such as 33"),
+        ({"frames": 16}, r"model\.frames: 16 frames; this model needs 4k \+ 1, such as 33"),
         ({"height": 24}, r"model\.height: 24 pixels; this model needs multiples of 16"),
     ],
 )

@@ -195,7 +195,7 @@ def test_a_missing_package_is_one_line_before_anything_starts(monkeypatch, field
     with pytest.raises(ConfigError) as recorded:
         check_sinks(load("quickstart", [f"logging.{field}={value}"]))
     (line,) = recorded.value.lines
-    assert line.startswith(f"logging.{field} = {value}: there is no module '{field}': pip install")
+    assert line.startswith(f"logging.{field} = {value}: missing package '{field}': pip install")
     assert f".[{field}]" in line
 
 

@@ -106,7 +106,7 @@ def test_a_hub_id_without_a_description_is_refused(hub, name):
     for more in ({}, {"architecture": parity.TINY}):
         with pytest.raises(
             ScorerSetupError,
-            match=r"'someone/offline' .* could not be searched .* \(OSError: no network\): download",
+            match=r"'someone/offline' .* could not be searched .* \(OSError: no network\): down",
         ):
             clip(name, "someone/offline", **more)
 

@@ -97,7 +97,7 @@ def test_temporary_failures_are_retried(server, trouble):
         ([500] * 3, "answered 500 Internal Server Error, tries: 3"),
         (["slow"] * 3, r"did not answer \(.*timed out.*\), tries: 3"),
         ([404], "answered 404 Not Found, tries: 1"),
-        ([b"<html>"], "no JSON object with 'scores'"),
+        ([b"<html>"], "not a JSON object with 'scores'"),
         ([b'{"scores": [1, 2]}'], "2 scores for 3 images"),
         ([b'{"scores": [1, 2, "x"]}'], "3 numbers or nulls"),
     ],

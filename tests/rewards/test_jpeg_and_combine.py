@@ -94,10 +94,10 @@ def test_a_scorer_that_fails_is_named():
 @pytest.mark.parametrize(
     ("parts", "kept", "message"),
     [
-        ({"a": 0.5, "b": [1.0, 2.0]}, {"own/b": [1.0, 2.0]}, "has a part 'a' that is no float32"),
+        ({"a": 0.5, "b": [1.0, 2.0]}, {"own/b": [1.0, 2.0]}, "has a part 'a' that is not float32"),
         ({"a": [1.0, 2.0, 3.0]}, {}, "has a part 'a' that is not float32 [2]"),
         ({"a": ["red", "blue"]}, {}, "has a part 'a' that is not float32 [2]"),
-        ([1.0, 2.0], {}, "has parts that are list, no dict of float32 [2]"),
+        ([1.0, 2.0], {}, "has parts of type list, not a dict of float32 [2]"),
     ],
 )
 def test_invalid_parts_are_reported_and_scores_are_kept(parts, kept, message):

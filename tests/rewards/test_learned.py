@@ -116,9 +116,9 @@ def test_text_beyond_the_context_is_truncated(settings):
         (
             "clipscore",
             {"checkpoint": "no/such/file.pt"},
-            "there is no checkpoint 'no/such/file.pt'.*docs/rewards.md",
+            "checkpoint 'no/such/file.pt' not found.*docs/rewards.md",
         ),
-        ("clipscore", {"architecture": "ViT-Q-99"}, "open_clip has no such model"),
+        ("clipscore", {"architecture": "ViT-Q-99"}, "unknown to open_clip"),
         (
             "clipscore",
             {"architecture": {"embed_dim": 3}},

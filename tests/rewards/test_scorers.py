@@ -63,7 +63,7 @@ def test_settings_reach_the_constructor(own_module):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("no_such_module:X", {}, "cannot import 'no_such_module'.*put its directory on PYTHONPATH"),
+        ("no_such_module:X", {}, "cannot import 'no_such_module'.*add its directory to PYTHONPATH"),
         ("my_scorers:Constent", {}, "no attribute 'Constent' .did you mean 'Constant'"),
         ("my_scorers:number", {}, "int, not a class or function"),
         ("my_scorers:returns_none", {}, "returned NoneType, which cannot be called"),
@@ -97,17 +97,17 @@ def test_a_module_with_missing_dependencies_is_explained(tmp_path, monkeypatch):
         (
             "clipscore",
             {"checkpoint": "shapes/none"},
-            "'clipscore': checkpoint: there is no checkpoint 'shapes/none'.*make shapes-clip",
+            "'clipscore': checkpoint: checkpoint 'shapes/none' not found.*make shapes-clip",
         ),
         (
             "hpsv2",
             {"checkpoint": "/no/HPS.pt"},
-            "there is no checkpoint '/no/HPS.pt'.*docs/rewards.md",
+            "checkpoint '/no/HPS.pt' not found.*docs/rewards.md",
         ),
         (
             "pickscore",
             {"checkpoint": "checkpoints/pick.safetensors"},
-            "there is no checkpoint 'checkpoints/pick.safetensors'",
+            "checkpoint 'checkpoints/pick.safetensors' not found",
         ),
         (
             "pickscore",
@@ -117,7 +117,7 @@ def test_a_module_with_missing_dependencies_is_explained(tmp_path, monkeypatch):
         (
             "imagereward",
             {"checkpoint": "a/b", "vocabulary": "./vocab.txt"},
-            "'imagereward': vocabulary: there is no",
+            "'imagereward': vocabulary: checkpoint .* not found",
         ),
         ("clipscore", {}, "missing a required argument: 'checkpoint'"),
         ("jpeg_compressibility", {"qality": 3}, "unexpected keyword argument 'qality'"),
@@ -176,7 +176,7 @@ def test_a_module_with_missing_dependencies_is_explained(tmp_path, monkeypatch):
         (
             "imagereward",
             {"checkpoint": "a/b", "architecture": {"audio": {}}},
-            "architecture has audio: it takes the tables",
+            "architecture has audio: only the tables",
         ),
         ("imagereward", {"checkpoint": "a/b", "dtype": "half"}, "dtype is 'half'"),
     ],

@@ -228,7 +228,7 @@ def test_the_published_size_equals_that_of_the_architecture():
         ({"dtype": "int4"}, "dtype is 'int4'"),
         ({"checkpoint": 7}, "checkpoint is 7: give a path or a hub id"),
         ({"stars": 5}, "unexpected keyword argument 'stars'"),
-        ({"checkpoint": "/no/such/place"}, "there is no checkpoint '/no/such/place'"),
+        ({"checkpoint": "/no/such/place"}, "checkpoint '/no/such/place' not found"),
     ],
 )
 def test_settings_are_checked(settings, message):
@@ -266,7 +266,7 @@ def broken(folder: Path, how: str) -> None:
     [
         ("another model", r"holds \['Qwen3VLForConditionalGeneration'\], not Qwen2_5_VLFor"),
         ("no config", r"config.json cannot be read: \[Errno 2\]"),
-        ("a list", r"config.json is no table"),
+        ("a list", r"config.json is not a table"),
         ("no weights", r"contains none of model.safetensors.index.json, model.safetensors"),
         ("a shard short", r"index.json names model-2.safetensors, which does not exist"),
         ("an empty index", r"index.json names no file, which does not exist"),
@@ -288,7 +288,7 @@ def test_an_invalid_checkpoint_directory_is_refused_before_the_start(
         ("tokenizer.json", "its tokenizer or its chat template is missing"),
         ("chat_template.jinja", "its tokenizer or its chat template is missing"),
         ("processor_config.json", "Can't load|Unrecognized"),
-        ("lm_head.weight", "1 weights are missing, the first: lm_head.weight"),
+        ("lm_head.weight", "1 weights are missing, such as lm_head.weight"),
     ],
 )
 def test_a_missing_file_of_a_checkpoint_is_one_line(judges, tmp_path, name, message):

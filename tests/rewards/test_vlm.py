@@ -74,8 +74,8 @@ def test_the_judge_sees_the_image_to_edit_first(judge):
 @pytest.mark.parametrize(
     ("read", "text", "message"),
     [
-        ("logprobs", "I", "the judge answers 'I' rather than a number: 10% on 1 to 5"),
-        ("logprobs", "7", "answers '7' rather than a number"),
+        ("logprobs", "I", "the judge answers 'I' instead of a number: 10% on 1 to 5"),
+        ("logprobs", "7", "answers '7' instead of a number"),
         (
             "json",
             "A lovely image, 5 of 5!",
@@ -86,8 +86,8 @@ def test_the_judge_sees_the_image_to_edit_first(judge):
         ("json", '{"score": 6}', "is 6, outside 1 to 5"),
         ("json", '{"score": NaN}', "is nan, outside 1 to 5"),
         ("json", "5", "not the expected JSON"),
-        ("text", "Lovely!", "writes no number from 1 to 5 behind Score:: 'Lovely!'"),
-        ("text", "Score: 6", "writes no number from 1 to 5"),
+        ("text", "Lovely!", "answer has no number from 1 to 5 after Score:: 'Lovely!'"),
+        ("text", "Score: 6", "answer has no number from 1 to 5"),
     ],
 )
 def test_an_answer_in_words_is_a_failure_and_never_zero(judge, read, text, message):
