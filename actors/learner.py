@@ -141,14 +141,14 @@ class LearnerActor:
         """
         self._trainer.generator.stand_by(request.weights, request.solver)
 
-    def update(self, request: UpdateRequest, told: AllRewards) -> dict[str, float]:
+    def update(self, request: UpdateRequest, all_rewards: AllRewards) -> dict[str, float]:
         """Train for one iteration on this replica's portions; return metrics by name.
 
         Ray does not resolve references inside a message, so the method fetches their objects, and
         raises ObjectLostError if these were lost with a node.
         """
         self._turn.require("update")
-        rewards = told.by_prompt()
+        rewards = all_rewards.by_prompt()
         groups = self._batch(request.portions, rewards)
         mine = {portion.prompt for portion in request.portions}
         elsewhere = {prompt: row for prompt, row in rewards.items() if prompt not in mine}

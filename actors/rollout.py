@@ -98,10 +98,10 @@ class RolloutActor:
         actor runs another one, it builds its denoiser again.
         """
         self._turn.require("load weights")
-        wanted = self._own if backend is None else resolve_backend(backend, self._device)[0]
-        if self._explorer is None or self._explorer.backend.name != wanted.name:
+        requested = self._own if backend is None else resolve_backend(backend, self._device)[0]
+        if self._explorer is None or self._explorer.backend.name != requested.name:
             self._explorer = None  # free the old one first: there may not be memory for both
-            self._explorer = self._build(wanted)
+            self._explorer = self._build(requested)
             # a new denoiser starts in host memory, but it is this actor's turn
             self._turn.begin(self._explorer.offload)
         received = dict(zip(sent, shards, strict=True))

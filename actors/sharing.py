@@ -61,13 +61,13 @@ def _runs(first: int, count: int, total: int, size: int) -> Iterator[tuple[int, 
         rank += 1
 
 
-def _portion(group: TrainingGroup, wanted: range) -> Portion:
-    """Return the rows ``wanted`` of the group, numbered through all of its parts."""
+def _portion(group: TrainingGroup, requested: range) -> Portion:
+    """Return the rows ``requested`` of the group, numbered through all of its parts."""
     parts: list[SampleRows] = []
     first = 0
     for part in group.samples:
-        start, stop = (max(0, row - first) for row in (wanted.start, wanted.stop))
+        start, stop = (max(0, row - first) for row in (requested.start, requested.stop))
         if rows := part.rows[start:stop]:
             parts.append(SampleRows(part.samples, rows))
         first += len(part.rows)
-    return Portion(group.prompt, wanted, group.conditioning, tuple(parts))
+    return Portion(group.prompt, requested, group.conditioning, tuple(parts))

@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     from analysis.fidelity.results import Measurement
     from learner.checkpoint import find
 
-    wanted = Measurement(
+    requested = Measurement(
         prompts=options.prompts,
         seeds=options.seeds,
         steps=tuple(options.steps),
@@ -81,6 +81,6 @@ def run(options: argparse.Namespace) -> int:
         checkpoint=find(rundir, options.checkpoint) if rundir else None,
         weights=tuple(dict.fromkeys(options.weights)),
     )
-    for line in run(config, wanted, out, say):
+    for line in run(config, requested, out, say):
         print(line)
     return DONE

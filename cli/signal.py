@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     out = Path(options.out or f"{Path(config.run_root or 'runs') / config.name}-signal")
     from analysis.signal.measure import Measurement, objectives_of, run
 
-    wanted = Measurement(
+    requested = Measurement(
         objectives=objectives_of(config, options.objective),
         pools=tuple(options.pools or [config.selection.keep, config.explore.pool_size]),
         rules=tuple(options.rules),
@@ -61,6 +61,6 @@ def run(options: argparse.Namespace) -> int:
         batches=options.batches,
         threads=options.threads,
     )
-    for line in run(config, wanted, out, say):
+    for line in run(config, requested, out, say):
         print(line)
     return DONE

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     from analysis.tune.command import run
     from analysis.tune.rows import TuneOptions
 
-    wanted = TuneOptions(
+    requested = TuneOptions(
         budget=options.budget,
         by=options.by,
         ratio=options.ratio,
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         prune=tuple(options.prune or ()),
         threads=options.threads,
     )
-    for line in run(config, tree, wanted, out, say):
+    for line in run(config, tree, requested, out, say):
         print(line)
     return DONE
 

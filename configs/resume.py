@@ -95,9 +95,9 @@ def _other_device(key: str, before: object, now: object) -> bool:
 
 def matches_key(pattern: str, key: str) -> bool:
     """Return True if a dotted key equals ``pattern`` or is below it; ``*`` matches any one part."""
-    wanted, parts = pattern.split("."), key.split(".")
-    return len(parts) >= len(wanted) and all(
-        w in ("*", p) for w, p in zip(wanted, parts, strict=False)
+    requested, parts = pattern.split("."), key.split(".")
+    return len(parts) >= len(requested) and all(
+        w in ("*", p) for w, p in zip(requested, parts, strict=False)
     )
 
 

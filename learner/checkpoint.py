@@ -67,8 +67,8 @@ def find(rundir: RunDirectory, step: int | None) -> Path:
         )
     if path is None or not path.is_dir():
         there = ", ".join(str(step_of(other)) for other in whole) or "none"
-        wanted = "no checkpoint yet" if step is None else f"no checkpoint {step}"
-        raise ConfigError(f"{rundir.path}: {wanted}; available: {there}")
+        requested = "no checkpoint yet" if step is None else f"no checkpoint {step}"
+        raise ConfigError(f"{rundir.path}: {requested}; available: {there}")
     return path
 
 
@@ -183,17 +183,17 @@ def _bytes_of(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = N
     return safetensors.torch.save(on_host, metadata)
 
 
-def require_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str) -> None:
+def require_same(found: Mapping[str, Tensor], requested: Mapping[str, Tensor], what: str) -> None:
     """Raise CheckpointError for the first tensor whose name, shape or dtype differs."""
-    for name in sorted({*found, *wanted}):
-        a, b = found.get(name), wanted.get(name)
+    for name in sorted({*found, *requested}):
+        a, b = found.get(name), requested.get(name)
         if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-            said = [
+            text = [
                 "absent" if t is None else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
                 for t in (a, b)
             ]
             raise CheckpointError(
-                f"{what}: {name!r} is {said[0]} in the checkpoint but {said[1]} in this run: use"
+                f"{what}: {name!r} is {text[0]} in the checkpoint but {text[1]} in this run: use"
                 " the configuration with which it was written"
             )
 

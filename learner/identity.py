@@ -52,7 +52,7 @@ def recompute(
     device: torch.device,
     manifest: Manifest,
     shards: Sequence[np.ndarray],
-    asked: ProbeInputs,
+    requested: ProbeInputs,
 ) -> tuple[np.ndarray, str, float]:
     """Generate from packed weights; return (latents [B, *latent], kind of arithmetic, bound).
 
@@ -87,26 +87,26 @@ def recompute(
             full=family if smaller else None,
         )
         policy.load(manifest, shards)
-        how = (asked.seeds, asked.steps, asked.solver, asked.guided)
-        latents = policy.latents(asked.cond, *how)
-        moved = policy.latents(_nudged(asked.cond, torch.finfo(width).eps), *how)
-    roundings = asked.steps * len(policy.plan) * (2 if asked.guided else 1)
+        how = (requested.seeds, requested.steps, requested.solver, requested.guided)
+        latents = policy.latents(requested.cond, *how)
+        moved = policy.latents(_nudged(requested.cond, torch.finfo(width).eps), *how)
+    roundings = requested.steps * len(policy.plan) * (2 if requested.guided else 1)
     bound = SAFETY * math.sqrt(roundings) * relative_distance(moved.numpy(), latents.numpy())
     return latents.numpy(), computing(device, runs.name), bound
 
 
-def bare_copy(transformer: nn.Module, loaded: torch.dtype, wanted: torch.dtype) -> nn.Module:
+def bare_copy(transformer: nn.Module, loaded: torch.dtype, requested: torch.dtype) -> nn.Module:
     """Return a copy of ``transformer`` without adapters, which shares its memory.
 
-    If ``wanted`` differs from the type in which it was ``loaded``, parameters of that type are
+    If ``requested`` differs from the type in which it was ``loaded``, parameters of that type are
     converted into new memory; parameters that the family keeps in float32 stay shared.
     """
     base = {name for name, _ in transformer.named_parameters() if ".lora_" not in name}
     shared: dict[int, Tensor] = {id(buffer): buffer for buffer in transformer.buffers()}
     for name, parameter in transformer.named_parameters():
-        converts = name in base and loaded != wanted and parameter.dtype == loaded
+        converts = name in base and loaded != requested and parameter.dtype == loaded
         shared[id(parameter)] = (
-            nn.Parameter(parameter.detach().to(wanted), requires_grad=False)
+            nn.Parameter(parameter.detach().to(requested), requires_grad=False)
             if converts
             else parameter
         )

@@ -100,14 +100,14 @@ class LearnerState:
     def _check_optimizer(self, path: str | Path, tensors: dict[str, Tensor], done: int) -> None:
         if not tensors and not done:  # AdamW has no moments before its first step
             return
-        wanted: dict[str, Tensor] = {}
+        requested: dict[str, Tensor] = {}
         for name, parameter in self._trained.parameters.items():
-            wanted |= {
+            requested |= {
                 f"exp_avg/{name}": parameter.detach(),
                 f"exp_avg_sq/{name}": parameter.detach(),
                 f"step/{name}": torch.zeros(()),
             }
-        checkpoint.require_same(tensors, wanted, f"checkpoint {str(path)!r}, optimizer")
+        checkpoint.require_same(tensors, requested, f"checkpoint {str(path)!r}, optimizer")
 
 
 def _counts(path: str | Path, state: Tree) -> Counts:

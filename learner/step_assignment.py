@@ -53,9 +53,9 @@ class StepAssignment:
         An update takes that long, because all replicas wait for each other after every step.
         ``owners`` has the replica, int [total], of each sample.
         """
-        dealt = self.assign(len(owners), seed)
-        counts = np.zeros((int(dealt.max()) + 1, int(owners.max()) + 1), np.int64)
-        np.add.at(counts, (dealt, owners), 1)
+        assigned = self.assign(len(owners), seed)
+        counts = np.zeros((int(assigned.max()) + 1, int(owners.max()) + 1), np.int64)
+        np.add.at(counts, (assigned, owners), 1)
         return int(counts.max(axis=1).sum())
 
     def slowdown(self, owners: np.ndarray) -> float:

@@ -60,8 +60,8 @@ class TrainedAdapter:
         noise levels of the parameter's expert. Raises RuntimeError for other missing gradients.
         """
         gradients = self.gradients()
-        asked = [names for names in self._experts if any(name in gradients for name in names)]
-        for names in asked or (self._experts if total else ()):
+        requested = [names for names in self._experts if any(name in gradients for name in names)]
+        for names in requested or (self._experts if total else ()):
             if idle := next((name for name in names if name not in gradients), None):
                 raise RuntimeError(
                     f"{idle!r} got no gradient: the model did not use this adapter in its forward"

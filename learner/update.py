@@ -69,9 +69,9 @@ class Updater:
         points, norms = 0, []
         self._alike = self._like_current()
         try:
-            dealt = StepAssignment.of(self.settings).assign(samples.total, shuffle_seed)
-            for step in range(int(dealt.max()) + 1):
-                part = np.flatnonzero(dealt[samples.places] == step)
+            assigned = StepAssignment.of(self.settings).assign(samples.total, shuffle_seed)
+            for step in range(int(assigned.max()) + 1):
+                part = np.flatnonzero(assigned[samples.places] == step)
                 with without_cudnn_attention(self.device):
                     count, norm = self._step(samples, part, sigmas, sums)
                 # from the first step on "current" differs from all other adapters

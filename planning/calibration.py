@@ -56,13 +56,13 @@ def calibrate(
         raise ConfigError(
             "--from: the run's timeline.jsonl has no update after the first: train longer"
         )
-    wanted = {(span.service, span.work): cores_of(config, span, capacity) for span in spans}
+    requested = {(span.service, span.work): cores_of(config, span, capacity) for span in spans}
     speeds = [1.0]
     if capacity > 1:
         speeds = [SLOWEST + (1 - SLOWEST) * step / (STEPS - 1) for step in range(STEPS)]
     work_at = {
         together: uncontended_work(
-            spans, part_of, lambda s: wanted[s.service, s.work], capacity, together
+            spans, part_of, lambda s: requested[s.service, s.work], capacity, together
         )
         for together in speeds
     }
@@ -73,13 +73,13 @@ def calibrate(
 def uncontended_work(
     spans: Sequence[Span],
     part_of: Callable[[Span], str],
-    wanted: Callable[[Span], float],
+    requested: Callable[[Span], float],
     capacity: float,
     together: float,
 ) -> dict[Span, float]:
     """Return the work of each span: its seconds if it had run alone.
 
-    ``wanted`` gives the cores that a span uses when it runs alone (1 on a GPU), ``together`` the
+    ``requested`` gives the cores that a span uses when it runs alone (1 on a GPU), ``together`` the
     speed of a core while all are busy.
     """
     work = dict.fromkeys(spans, 0.0)
@@ -98,7 +98,7 @@ def uncontended_work(
                 next_index += 1
             active = [span for span in active if span.ended > left]
             # an actor runs one call at a time, even where its spans overlap: count it once
-            load = sum({span.who: wanted(span) for span in active}.values())
+            load = sum({span.who: requested(span) for span in active}.values())
             done = (right - left) * speed(load, capacity, together)
             for span in active:
                 work[span] += done

@@ -147,16 +147,16 @@ def fetching(sent: int, nodes: int) -> float:
     return sent / LINK * math.ceil(math.log2(nodes)) if nodes > 1 else 0.0
 
 
-def speed(wanted: float, capacity: float, together: float) -> float:
+def speed(requested: float, capacity: float, together: float) -> float:
     """Return the speed of each job that shares a resource, relative to running alone.
 
-    ``wanted`` is the total demand of all jobs, ``capacity`` 1 for a GPU, else the number of cores.
-    ``together`` is the speed of a core while all are busy, relative to one that is busy alone; in
-    between, the speed falls linearly with the number of busy cores.
+    ``requested`` is the total demand of all jobs, ``capacity`` 1 for a GPU, else the number of
+    cores. ``together`` is the speed of a core while all are busy, relative to one that is busy
+    alone; in between, the speed falls linearly with the number of busy cores.
     """
-    if wanted <= 1.0:
+    if requested <= 1.0:
         return 1.0
     slower = 1.0
     if capacity > 1.0:
-        slower -= (1.0 - together) * (min(wanted, capacity) - 1.0) / (capacity - 1.0)
-    return slower * min(1.0, capacity / wanted)
+        slower -= (1.0 - together) * (min(requested, capacity) - 1.0) / (capacity - 1.0)
+    return slower * min(1.0, capacity / requested)

@@ -111,9 +111,9 @@ def needs_of(config: RunConfig, kinds: Iterable[str] | None = None) -> list[Need
 
 def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
     """Return True if labels satisfy a Ray selector: ``a``, ``!a``, ``in(a,b)`` or ``!in(a,b)``."""
-    for key, wanted in selector.items():
-        negated = wanted.startswith("!")
-        plain = wanted.removeprefix("!")
+    for key, requested in selector.items():
+        negated = requested.startswith("!")
+        plain = requested.removeprefix("!")
         inside = plain.startswith("in(") and plain.endswith(")")
         allowed = [part.strip() for part in plain[3:-1].split(",")] if inside else [plain]
         if (labels.get(key) in allowed) == negated:

@@ -90,10 +90,10 @@ def make_plan(
             gpus = _gpus(config, given, nodes)
             if len(gpus) == 1 and given.accelerator is None:
                 given = replace(given, accelerator=gpus[0].kind)
-            asked = with_recomputation(config, family, gpus, given)
-            final = resolve_layout(asked, family, gpus, given)
+            requested = with_recomputation(config, family, gpus, given)
+            final = resolve_layout(requested, family, gpus, given)
             plan = _plan(final.config, family, source, given, nodes)
-            return _with_outlook(plan, asked, final.choice, family, gpus, given)
+            return _with_outlook(plan, requested, final.choice, family, gpus, given)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(str(error)) from None
 
@@ -146,7 +146,7 @@ def _gpus(config: RunConfig, given: Assumptions, nodes: Sequence[Node] | None) -
 
 def _with_outlook(
     plan: Plan,
-    asked: RunConfig,
+    requested: RunConfig,
     choice: Choice | None,
     family: Family,
     gpus: Sequence[Gpus],
@@ -154,31 +154,31 @@ def _with_outlook(
 ) -> Plan:
     """Return the plan with its prediction, unchanged if the actors' GPUs are unknown."""
     numbers = choice.best.numbers if choice else configured_layout(plan.config)
-    laid = assign_gpus(numbers, gpus) if gpus else None
-    if laid is None or not any("learner" in each.actors for each in laid):
+    assigned = assign_gpus(numbers, gpus) if gpus else None
+    if assigned is None or not any("learner" in each.actors for each in assigned):
         return plan
     costs = costs_of(plan.config, family, gpus, given)
-    tasks, arms = costs.tasks, arms_of(asked, family, gpus, given)
+    tasks, arms = costs.tasks, arms_of(requested, family, gpus, given)
     free_exploring = {kind: replace(each, chunk=0.0) for kind, each in tasks.items()}
-    own = Candidate(numbers, predict(numbers, laid, tasks), None)
+    own = Candidate(numbers, predict(numbers, assigned, tasks), None)
     scenario = scenario_of(plan.config, own, family, gpus, given, costs)
     outlook = Outlook(
         gpus,
         scenario.prediction,
         bound(tasks, gpus),
-        predict(numbers, laid, free_exploring).iteration,
+        predict(numbers, assigned, free_exploring).iteration,
         {arm: each.prediction for arm, each in arms.found.items()},
         choice,
         arms_not=arms.why_not,
-        fullest_gb=max(costs.held_gb(each, numbers) for each in laid),
+        fullest_gb=max(costs.held_gb(each, numbers) for each in assigned),
         gathered=gathered(numbers, tasks),
     )
-    more = one_more(asked, family, gpus, given) if choice else {}
+    more = one_more(requested, family, gpus, given) if choice else {}
     predicted = [each for each in choice.table if each.prediction] if choice else []
-    table = [scenario_of(asked, each, family, gpus, given, costs) for each in predicted]
+    table = [scenario_of(requested, each, family, gpus, given, costs) for each in predicted]
     scenarios = Scenarios(scenario, arms.found, more, table)
     gpus_of_stage = {
-        stage: float(sum(each.count for each in laid if kind in each.actors)) or 1.0
+        stage: float(sum(each.count for each in assigned if kind in each.actors)) or 1.0
         for stage, kind in (
             ("explore", "rollout"),
             ("regenerate", "learner"),

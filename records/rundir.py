@@ -209,8 +209,8 @@ class RunDirectory:
     def truncate(self, iteration: int, moment: float) -> None:
         """Remove metrics and images from ``iteration`` on, and events and spans after a moment."""
 
-        def keep(file: Path, wanted: Callable[[Row], bool]) -> None:
-            rows = [json.dumps(row) + "\n" for row in read_jsonl(file) if wanted(row)]
+        def keep(file: Path, requested: Callable[[Row], bool]) -> None:
+            rows = [json.dumps(row) + "\n" for row in read_jsonl(file) if requested(row)]
             write_text(file, "".join(rows))
 
         def number(row: Row, key: str) -> float:

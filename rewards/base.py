@@ -91,16 +91,16 @@ def check(scores: object, count: int) -> tuple[np.ndarray, str | None]:
     cannot be assigned to images. NaN or infinity affects only its own image.
     """
     missing = np.full(count, np.nan, np.float32)
-    wanted = f"return float32 [{count}]"
+    requested = f"return float32 [{count}]"
     try:
         with np.errstate(over="ignore"):  # overflow gives infinity, which is reported below
             values = np.asarray(scores, dtype=np.float32).copy()
     except (TypeError, ValueError, OverflowError):
         return missing, (
-            f"returned {type(scores).__name__}, which is not an array of numbers: {wanted}"
+            f"returned {type(scores).__name__}, which is not an array of numbers: {requested}"
         )
     if values.shape != (count,):
-        return missing, f"returned shape {list(values.shape)} for {count} images: {wanted}"
+        return missing, f"returned shape {list(values.shape)} for {count} images: {requested}"
     bad = np.flatnonzero(~np.isfinite(values))
     if not len(bad):
         return values, None
@@ -137,8 +137,8 @@ def require_images(
 
     With ``clips`` also [B, F, 3, H, W] is allowed.
     """
-    wanted = (4, 5) if clips else (4,)
-    if images.dtype != np.uint8 or images.ndim not in wanted or images.shape[-3] != 3:
+    requested = (4, 5) if clips else (4,)
+    if images.dtype != np.uint8 or images.ndim not in requested or images.shape[-3] != 3:
         raise ValueError(
             f"images are {images.dtype} {list(images.shape)}: scorers take uint8 [B, 3, H, W]"
             + (" or [B, F, 3, H, W]" if clips else "")

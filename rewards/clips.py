@@ -13,14 +13,14 @@ import numpy as np
 from rewards.base import Metadata
 
 
-def scored_frames(frames: int, wanted: int | None) -> list[int]:
-    """Return the indices of the frames to score: the middles of ``wanted`` equal parts of a clip.
+def scored_frames(frames: int, count: int | None) -> list[int]:
+    """Return the indices of the frames to score: the middles of ``count`` equal parts of a clip.
 
-    All frames if there are no more than that, or if ``wanted`` is None.
+    All frames if there are no more than that, or if ``count`` is None.
     """
-    if wanted is None or wanted >= frames:
+    if count is None or count >= frames:
         return list(range(frames))
-    return [(2 * part + 1) * frames // (2 * wanted) for part in range(wanted)]
+    return [(2 * part + 1) * frames // (2 * count) for part in range(count)]
 
 
 @dataclass(frozen=True)
@@ -41,22 +41,21 @@ class ScorerInput:
         )
 
 
-def as_images(asked: ScorerInput, wanted: int | None) -> ScorerInput:
-    """Turn clips [B, F, 3, H, W] into the frames to score, [B x n, 3, H, W]; keep images."""
-    clips = asked.images
+def as_images(batch: ScorerInput, count: int | None) -> ScorerInput:
+    """Turn clips [B, F, 3, H, W] into ``count`` frames to score, [B x n, 3, H, W]; keep images."""
+    clips = batch.images
     if clips.ndim == 4:
-        return asked
-    chosen = scored_frames(clips.shape[1], wanted)
+        return batch
+    chosen = scored_frames(clips.shape[1], count)
     images = clips[:, chosen].reshape(-1, *clips.shape[2:])
     images.flags.writeable = False  # like the batch
     each = len(chosen)
-    prompts = [prompt for prompt in asked.prompts for _ in chosen]
-    return ScorerInput(images, prompts, [row for row in asked.metadata for _ in chosen], each)
+    prompts = [prompt for prompt in batch.prompts for _ in chosen]
+    return ScorerInput(images, prompts, [row for row in batch.metadata for _ in chosen], each)
 
 
-def as_clips(asked: ScorerInput) -> ScorerInput:
+def as_clips(batch: ScorerInput) -> ScorerInput:
     """Keep clips; turn images into clips of one frame."""
-    images = asked.images
-    return (
-        asked if images.ndim == 5 else ScorerInput(images[:, None], asked.prompts, asked.metadata)
-    )
+    if batch.images.ndim == 5:
+        return batch
+    return ScorerInput(batch.images[:, None], batch.prompts, batch.metadata)

@@ -191,14 +191,14 @@ class WeightedScorer:
 
         ``labels`` selects them, including held-out scorers; None means those that are trained on.
         """
-        wanted = {scorer.label for scorer in rewards.scorers} if labels is None else set(labels)
+        requested = {scorer.label for scorer in rewards.scorers} if labels is None else set(labels)
         scorers = {
             scorer.label: build(scorer, device)
             for scorer in rewards.all_scorers
-            if scorer.label in wanted
+            if scorer.label in requested
         }
         weights = {
-            scorer.label: scorer.weight for scorer in rewards.scorers if scorer.label in wanted
+            scorer.label: scorer.weight for scorer in rewards.scorers if scorer.label in requested
         }
         return cls(scorers, weights, Combination.from_config(rewards), rewards.frames)
 
@@ -225,10 +225,10 @@ class WeightedScorer:
         for label, scorer in self.scorers.items():
             if labels is not None and label not in labels:
                 continue
-            asked = as_clips(batch) if getattr(scorer, "clips", False) else single
+            requested = as_clips(batch) if getattr(scorer, "clips", False) else single
             start = time.perf_counter()
             try:
-                answer = scorer(asked.images, asked.prompts, asked.metadata)
+                answer = scorer(requested.images, requested.prompts, requested.metadata)
             # a custom scorer may raise anything: it is reported, counted and retried, never scored
             except Exception as error:
                 if type(error).__name__ == "OutOfMemoryError":  # torch's; a retry would fail too
@@ -236,13 +236,13 @@ class WeightedScorer:
                 failures.append(f"scorer {label!r} raised {error_summary(error)}")
                 scores[label] = np.full(len(images), np.nan, np.float32)
                 continue
-            work[label] = len(asked.images), time.perf_counter() - start
-            values, problem = check(answer, len(asked.images))
-            scores[label] = asked.reduce(values)
+            work[label] = len(requested.images), time.perf_counter() - start
+            values, problem = check(answer, len(requested.images))
+            scores[label] = requested.reduce(values)
             if problem:
                 failures.append(f"scorer {label!r} {problem}")
-            own, problem = _parts_of(scorer, len(asked.images))
-            parts |= {f"{label}/{name}": asked.reduce(part) for name, part in own.items()}
+            own, problem = _parts_of(scorer, len(requested.images))
+            parts |= {f"{label}/{name}": requested.reduce(part) for name, part in own.items()}
             if problem:
                 failures.append(f"scorer {label!r} {problem}")
         return Attempt(scores, parts, tuple(failures), work)

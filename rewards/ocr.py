@@ -45,11 +45,13 @@ class OcrScorer(BuiltIn):
     ) -> np.ndarray:
         """Score uint8 [B, 3, H, W] as float32 [B]. Raises ValueError if a prompt has no text."""
         require_images(images, prompts, metadata)
-        wanted = [wanted_text(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)]
+        requested = [
+            wanted_text(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)
+        ]
         return np.array(
             [
                 fraction_read(text, self.read(image))
-                for text, image in zip(wanted, images, strict=True)
+                for text, image in zip(requested, images, strict=True)
             ],
             np.float32,
         )
@@ -80,11 +82,11 @@ def normalize_text(text: str) -> str:
     return "".join(text.casefold().split())
 
 
-def fraction_read(wanted: Sequence[str], read: str) -> float:
+def fraction_read(requested: Sequence[str], read: str) -> float:
     """Return 1 - edits / length over all pieces, each compared with its nearest substring."""
-    lengths = [len(normalize_text(piece)) for piece in wanted]
+    lengths = [len(normalize_text(piece)) for piece in requested]
     edits = [
-        substring_edit_distance(normalize_text(piece), normalize_text(read)) for piece in wanted
+        substring_edit_distance(normalize_text(piece), normalize_text(read)) for piece in requested
     ]
     return 1.0 - sum(edits) / sum(lengths)
 

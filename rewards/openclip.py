@@ -85,16 +85,16 @@ class OpenClipScorer(PairedScorer):
 
         None if a checkpoint of the shipped tree has not been built.
         """
-        wanted, source = settings.get("architecture"), str(settings.get("checkpoint", ""))
+        requested, source = settings.get("architecture"), str(settings.get("checkpoint", ""))
         try:
             path = local(source, cls.paths["checkpoint"])
         except ScorerSetupError:  # not on this machine: assume the scorer's own architecture
             path = None
-            if not wanted and source.startswith("shapes/"):
+            if not requested and source.startswith("shapes/"):
                 return None
-        if not wanted and path is not None and (beside := path.with_name(CONFIG)).is_file():
-            wanted = _read_description(beside).get("model_cfg")
-        return _build(_config(wanted or cls.default))
+        if not requested and path is not None and (beside := path.with_name(CONFIG)).is_file():
+            requested = _read_description(beside).get("model_cfg")
+        return _build(_config(requested or cls.default))
 
     def _description(self, checkpoint: str, architecture_given: bool) -> Tree:
         """Return open_clip's description of a checkpoint; empty for none and for ``published``."""
@@ -110,9 +110,9 @@ class OpenClipScorer(PairedScorer):
                 f" {self.published}"
             )
         for key, own in self.resizes.items():
-            if (wanted := description.get("preprocess_cfg", {}).get(key, own)) != own:
+            if (requested := description.get("preprocess_cfg", {}).get(key, own)) != own:
                 raise ScorerSetupError(
-                    f"{checkpoint!r}: its {CONFIG} has {key} = {wanted!r}; this scorer makes"
+                    f"{checkpoint!r}: its {CONFIG} has {key} = {requested!r}; this scorer makes"
                     f" images with {own!r} only"
                 )
         return description
@@ -190,18 +190,20 @@ def _is_colour(values: object) -> bool:
     )
 
 
-def _config(wanted: str | Tree) -> Tree:
+def _config(requested: str | Tree) -> Tree:
     """Return the model configuration of a name or a table.
 
     Raises ScorerSetupError unless it describes a plain CLIP.
     """
     import open_clip
 
-    config = open_clip.get_model_config(wanted) if isinstance(wanted, str) else dict(wanted)
+    config = (
+        open_clip.get_model_config(requested) if isinstance(requested, str) else dict(requested)
+    )
     if config is None:
         raise ScorerSetupError(
-            f"architecture = {wanted!r}: unknown to open_clip; `open_clip.list_models()` lists all"
-            " models"
+            f"architecture = {requested!r}: unknown to open_clip; `open_clip.list_models()` lists"
+            " all models"
         )
     for key in ("vision_cfg", "text_cfg"):
         if not isinstance(config.get(key, {}), dict):
@@ -260,9 +262,9 @@ def _tokenizer(cfg: Tree, path: Path) -> SimpleTokenizer | HFTokenizer:
             f"{path.parent}: tokenizer.json and tokenizer_config.json do not describe a tokenizer"
             f" ({first_line(error)[:200]}): give a directory with both"
         ) from None
-    if size != (wanted := int(cfg["text_cfg"].get("vocab_size", 49408))):
+    if size != (requested := int(cfg["text_cfg"].get("vocab_size", 49408))):
         raise ScorerSetupError(
-            f"{path.parent}: the tokenizer has {size} words, but the model has {wanted}: they do"
+            f"{path.parent}: the tokenizer has {size} words, but the model has {requested}: they do"
             " not match"
         )
     return tokenizer

@@ -209,24 +209,24 @@ def overlaps(soft: np.ndarray, area: np.ndarray, centre: np.ndarray) -> np.ndarr
 def grade(scene: Scene, regions: Regions, index: int) -> tuple[float, ...]:
     """Return (total, *PARTS, strict) of image ``index``."""
     found = np.flatnonzero(regions.owner == index)
-    wanted, shown = len(scene.things), len(found)
+    requested, shown = len(scene.things), len(found)
     clean = max(0.0, 1 - float(regions.debris[index]) / DEBRIS)
-    counts = max(0.0, 1 - abs(shown - wanted) / wanted)
-    objects = min(shown, wanted) / wanted * clean
+    counts = max(0.0, 1 - abs(shown - requested) / requested)
+    objects = min(shown, requested) / requested * clean
     if not shown:
         return (0.0,) * (2 + len(PARTS))
     colour = regions.colour[found][:, [COLOURS.index(thing.colour) for thing in scene.things]].T
     shape = regions.shape[found][:, [SHAPES.index(thing.shape) for thing in scene.things]].T
     match = best_match(1.01 * colour + shape)
     things = [(i, j) for i, j in enumerate(match) if j >= 0]
-    colours = sum(float(colour[i, j]) for i, j in things) / wanted
-    shapes = sum(float(shape[i, j]) for i, j in things) / wanted
-    quality = sum(float(colour[i, j] * (0.1 + 0.9 * shape[i, j])) for i, j in things) / wanted
+    colours = sum(float(colour[i, j]) for i, j in things) / requested
+    shapes = sum(float(shape[i, j]) for i, j in things) / requested
+    quality = sum(float(colour[i, j] * (0.1 + 0.9 * shape[i, j])) for i, j in things) / requested
     positions = place_score(scene, regions, [int(found[j]) if j >= 0 else -1 for j in match])
     total = quality * counts * (0.3 + 0.7 * positions) * clean
     right = (
         all(colour[i, j] > 0.5 and shape[i, j] > 0.33 for i, j in things)
-        and shown == wanted
+        and shown == requested
         and positions > 0.5
     )
     return (total, objects, colours, shapes, counts, positions, float(right))
@@ -237,10 +237,10 @@ def best_match(value: np.ndarray) -> tuple[int, ...]:
 
     Returns the column of each row, or -1. The first of equally good assignments is used.
     """
-    wanted, shown = value.shape
-    padded = np.concatenate([value, np.zeros((wanted, max(0, wanted - shown)))], axis=1)
-    choices = np.array(list(itertools.permutations(range(padded.shape[1]), wanted)))
-    best = choices[padded[np.arange(wanted), choices].sum(1).argmax()]
+    requested, shown = value.shape
+    padded = np.concatenate([value, np.zeros((requested, max(0, requested - shown)))], axis=1)
+    choices = np.array(list(itertools.permutations(range(padded.shape[1]), requested)))
+    best = choices[padded[np.arange(requested), choices].sum(1).argmax()]
     return tuple(int(j) if j < shown else -1 for j in best)
 
 

@@ -53,7 +53,7 @@ class TimedAnswer:
     """An answer, and the seconds of work that it takes if the actor runs alone.
 
     ``steps``: seconds of the parts of the work; after each, all replicas wait for each other and
-    then need ``together`` seconds. ``wanted``: the cores that the call uses; None: those of the
+    then need ``together`` seconds. ``requested``: the cores that the call uses; None: those of the
     actor's other calls.
     """
 
@@ -61,7 +61,7 @@ class TimedAnswer:
     value: object
     steps: Sequence[float] = ()
     together: float = 0.0
-    wanted: float | None = None
+    requested: float | None = None
 
 
 class Simulated:
@@ -216,17 +216,17 @@ class Learner(TakesTurns):
         """Return the seconds, and tokens for images and samples."""
         count, gathering = len(request.seeds), self.durations.gathering
         seconds = self.durations.generate.at(count) + gathering.generating(count, self.replicas)
-        wanted = self._regenerating if request.weights is None else None
-        return TimedAnswer(seconds, (seconds, TOKEN, TOKEN), wanted=wanted)
+        requested = self._regenerating if request.weights is None else None
+        return TimedAnswer(seconds, (seconds, TOKEN, TOKEN), requested=requested)
 
     def stand_by(self, request: GenerateRequest) -> TimedAnswer:
         """Take no time: the round lasts as long as the replicas that generate."""
         return TimedAnswer(0.0, None)
 
-    def update(self, request: UpdateRequest, told: AllRewards) -> TimedAnswer:
+    def update(self, request: UpdateRequest, all_rewards: AllRewards) -> TimedAnswer:
         """Return no metrics, with one part per optimizer step that takes its share of samples."""
         line, together = self.durations.update, self.durations.summing.at(self.replicas)
-        counts = self._dealt(request, told)
+        counts = self._dealt(request, all_rewards)
         gathered = self.durations.gathering.training(1, self.replicas)
         fixed = line.fixed / len(counts)
         steps = [fixed + (line.each + gathered) * count for count in counts]
@@ -240,8 +240,10 @@ class Learner(TakesTurns):
             for portion in request.portions
         ]
         seed = stream_seed(self._seed, "shuffle", request.iteration)
-        dealt = _steps_of(self._dealing, sum(rewards.counts), seed)
-        return np.bincount(dealt[np.concatenate(rows)], minlength=int(dealt.max()) + 1).tolist()
+        assigned = _steps_of(self._dealing, sum(rewards.counts), seed)
+        return np.bincount(
+            assigned[np.concatenate(rows)], minlength=int(assigned.max()) + 1
+        ).tolist()
 
     def export(
         self, version: int, backend: str | None = None, weights: str | None = None

@@ -14,7 +14,7 @@ EPSILON = 1e-9
 @dataclass
 class _Job:
     left: float  # remaining seconds if it ran alone
-    wanted: float  # part of the capacity that it uses when it runs alone
+    requested: float  # part of the capacity that it uses when it runs alone
     done: Callable[[], None]
 
 
@@ -33,10 +33,10 @@ class SharedResource:
         self._at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def run(self, seconds: float, wanted: float, done: Callable[[], None]) -> None:
-        """Start a job that takes ``seconds`` alone, using ``wanted``; call ``done`` at its end."""
+    def run(self, seconds: float, requested: float, done: Callable[[], None]) -> None:
+        """Start a job that takes ``seconds`` alone on ``requested``; call ``done`` at its end."""
         self._pass()
-        self._jobs.append(_Job(seconds, wanted, done))
+        self._jobs.append(_Job(seconds, requested, done))
         self._schedule()
 
     def used(self) -> float:
@@ -46,7 +46,7 @@ class SharedResource:
 
     def speed(self) -> float:
         """Return the current speed of each job, relative to running alone."""
-        return speed(sum(job.wanted for job in self._jobs), self.capacity, self.together)
+        return speed(sum(job.requested for job in self._jobs), self.capacity, self.together)
 
     def _pass(self) -> None:
         """Account for the work done since the last update, at the speed of the jobs until now.

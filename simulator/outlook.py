@@ -31,7 +31,7 @@ def simulated(plan: Plan) -> tuple[Plan, Simulated | None]:
     cache: dict[str, Simulated] = {}
 
     def cached_run(scenario: Scenario) -> Simulated:
-        key = scenario.config.model_dump_json() + repr((scenario.laid, scenario.durations))
+        key = scenario.config.model_dump_json() + repr((scenario.assigned, scenario.durations))
         if key not in cache:
             cache[key] = run(scenario)
         return cache[key]
@@ -81,7 +81,7 @@ def run(
 ) -> Simulated:
     """Simulate a scenario; the other arguments as in ``simulate``."""
     hardware = Hardware(
-        scenario.durations, scenario.laid, shards=scenario.shards, broadcast=scenario.sent
+        scenario.durations, scenario.assigned, shards=scenario.shards, broadcast=scenario.sent
     )
     return simulate(scenario.config, hardware, count, around, record)
 

@@ -29,13 +29,13 @@ class Hardware:
     """Resources of a simulated run, and the durations of calls on them.
 
     ``durations`` is by kind of GPU. If ``cores`` is set, all actors share that many cores, which
-    run at the speed ``together`` while all are busy. Otherwise actors are on the GPUs of ``laid``,
-    and actors without a share of a GPU have enough cores of their own. A version has ``broadcast``
-    bytes in ``shards`` shards.
+    run at the speed ``together`` while all are busy. Otherwise actors are on the GPUs of
+    ``assigned``, and actors without a share of a GPU have enough cores of their own. A version has
+    ``broadcast`` bytes in ``shards`` shards.
     """
 
     durations: Mapping[str, Durations]
-    laid: Sequence[GpuAssignment] = ()
+    assigned: Sequence[GpuAssignment] = ()
     cores: float = 0.0
     together: float = 1.0
     shards: int = 1
@@ -56,12 +56,12 @@ class Board:
             tuple[SharedResource, str, Mapping[str, int]]
         ] = []  # (resource, kind, actors)
         self._of: dict[str, list[tuple[SharedResource, str]]] = {}
-        for laid in hardware.laid if not hardware.cores else ():
-            for _ in range(laid.count):
+        for assigned in hardware.assigned if not hardware.cores else ():
+            for _ in range(assigned.count):
                 part = SharedResource(f"GPU {len(self.parts)}")
-                self.parts.append((part, laid.kind, laid.actors))
-                for service, count in laid.actors.items():
-                    self._of.setdefault(service, []).extend([(part, laid.kind)] * count)
+                self.parts.append((part, assigned.kind, assigned.actors))
+                for service, count in assigned.actors.items():
+                    self._of.setdefault(service, []).extend([(part, assigned.kind)] * count)
         if hardware.cores:
             part = SharedResource("cores", hardware.cores, hardware.together)
             self.parts.append((part, next(iter(hardware.durations)), {}))
@@ -122,8 +122,8 @@ class SimulatedServices(ActorServices):
         def spawn(name: str) -> Handle:
             index = int(name.rpartition(".")[0].rpartition("-")[2])
             resource, durations = self.board.place(kind, index)
-            wanted = 1.0 if gpus else float(service.threads)
-            return Actor(kind, self._simulated(kind, durations, index), resource, wanted)
+            requested = 1.0 if gpus else float(service.threads)
+            return Actor(kind, self._simulated(kind, durations, index), resource, requested)
 
         return spawn
 

@@ -42,7 +42,7 @@ class Actor:
     kind: str
     does: Simulated
     on: SharedResource
-    wanted: float
+    requested: float
     waiting: deque[tuple[Call, Sequence[Reference]]] = field(
         default_factory=deque[tuple[Call, Sequence[Reference]]]
     )
@@ -99,12 +99,12 @@ class SimulatedTransport:
             self._fails(actor, refs, error)
             return
         self.work[actor.kind] = self.work.get(actor.kind, 0.0) + took.seconds
-        wanted = actor.wanted if took.wanted is None else took.wanted
-        self.capacity_s += took.seconds * wanted
+        requested = actor.requested if took.requested is None else took.requested
+        self.capacity_s += took.seconds * requested
         if actor.does.replicas > 1 and took.steps:
-            self._step(actor, call, refs, took, wanted)
+            self._step(actor, call, refs, took, requested)
         else:
-            actor.on.run(took.seconds, wanted, lambda: self._answers(actor, refs, took))
+            actor.on.run(took.seconds, requested, lambda: self._answers(actor, refs, took))
 
     def _step(
         self,
@@ -112,16 +112,16 @@ class SimulatedTransport:
         call: Call,
         refs: Sequence[Reference],
         took: TimedAnswer,
-        wanted: float,
+        requested: float,
         index: int = 0,
     ) -> None:
         """Run the parts of a call from part ``index`` on; all replicas meet after each part."""
         if index == len(took.steps):
             self._answers(actor, refs, took)
             return
-        resume = partial(self._step, actor, call, refs, took, wanted, index + 1)
+        resume = partial(self._step, actor, call, refs, took, requested, index + 1)
         on_end = partial(self._meets, call.method, actor.does.replicas, took.together, resume)
-        actor.on.run(took.steps[index], wanted, on_end)
+        actor.on.run(took.steps[index], requested, on_end)
 
     def _meets(
         self, method: str, replicas: int, together: float, resume: Callable[[], object]

@@ -31,14 +31,14 @@ def pinned(text: str) -> dict[str, str]:
     return {name.strip(): version.partition(";")[0].strip() for name, _, version in pairs}
 
 
-def version_mismatches(wanted: dict[str, str]) -> list[str]:
+def version_mismatches(requested: dict[str, str]) -> list[str]:
     """Return one line per package that is installed in another version than the pinned one.
 
     Local version labels, such as ``+cpu``, are ignored. Packages that are not installed are
     skipped.
     """
     lines = []
-    for name, version in wanted.items():
+    for name, version in requested.items():
         try:
             installed = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -70,13 +70,13 @@ def altered_files(names: Iterable[str]) -> list[str]:
     return lines
 
 
-def vulnerabilities(wanted: dict[str, str], index: str) -> list[str]:
+def vulnerabilities(requested: dict[str, str], index: str) -> list[str]:
     """Return one line per package that has known vulnerabilities.
 
     ``index`` is the URL of an OSV server. Raises OSError if it cannot be reached and ValueError if
     its response does not have one result per package.
     """
-    packages = [(name, version.partition("+")[0]) for name, version in wanted.items()]
+    packages = [(name, version.partition("+")[0]) for name, version in requested.items()]
     queries = [{"package": {"name": n, "ecosystem": "PyPI"}, "version": v} for n, v in packages]
     request = urllib.request.Request(
         index, json.dumps({"queries": queries}).encode(), {"Content-Type": "application/json"}
@@ -100,17 +100,17 @@ def main(arguments: list[str] | None = None) -> int:
         "--files", action="store_true", help=("compare every installed file (slow)")
     )
     options = parser.parse_args(arguments)
-    wanted = pinned(CONSTRAINTS.read_text())
-    findings = version_mismatches(wanted)
+    requested = pinned(CONSTRAINTS.read_text())
+    findings = version_mismatches(requested)
     print(
-        f"{len(wanted)} packages are pinned, {len(findings)} of them are installed in another"
+        f"{len(requested)} packages are pinned, {len(findings)} of them are installed in another"
         " version"
     )
     if options.files:
-        findings += (changed := altered_files(wanted))
+        findings += (changed := altered_files(requested))
         print(f"changed files: {len(changed)}")
     try:
-        findings += (known := vulnerabilities(wanted, options.index))
+        findings += (known := vulnerabilities(requested, options.index))
         print(f"packages with known vulnerabilities: {len(known)}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = " ".join(str(error).split())

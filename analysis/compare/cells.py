@@ -82,29 +82,31 @@ def read_comparison(request: Request) -> Comparison:
         ConfigError: a name or key is unknown, all cells are refused, or cells would be evaluated
             differently.
     """
-    wanted = resolve_request(request)
-    seeds = wanted.seeds if request.seeds is None else request.seeds
+    requested = resolve_request(request)
+    seeds = requested.seeds if request.seeds is None else request.seeds
     if seeds < 1:
         raise ConfigError(f"--seeds {seeds}: at least 1 is needed")
-    common = load_tree(wanted.base)
+    common = load_tree(requested.base)
     # otherwise seconds of iterations would not include images explored during evaluations
     merge_over(common, {"evaluate": {"explore_meanwhile": False}})
-    merge_over(common, wanted.changes)
+    merge_over(common, requested.changes)
     apply(common, *request.overrides)
     cells = [
-        cell for draft in wanted.drafts for cell in _cells_of(common, draft, wanted.vary, request)
+        cell
+        for draft in requested.drafts
+        for cell in _cells_of(common, draft, requested.vary, request)
     ]
     _check(cells)
     first = int(common.get("seed", 0))
-    name = wanted.name or str(common.get("name", "compare"))
+    name = requested.name or str(common.get("name", "compare"))
     root = Path(str(common.get("run_root") or "runs"))
     return Comparison(
         name,
         tuple(cells),
         tuple(range(first, first + seeds)),
-        _baseline(cells, wanted.baseline),
+        _baseline(cells, requested.baseline),
         root,
-        check_ratios(wanted.operations),
+        check_ratios(requested.operations),
     )
 
 
@@ -199,18 +201,18 @@ def _check(cells: Sequence[Cell]) -> None:
     )
 
 
-def _baseline(cells: Sequence[Cell], wanted: str | None) -> str:
+def _baseline(cells: Sequence[Cell], requested: str | None) -> str:
     """Return the name of the cell that others are compared with.
 
-    That is the first cell which can run and, if ``wanted`` is given, has that name or extends it
+    That is the first cell which can run and, if ``requested`` is given, has that name or extends it
     by varied values. Raises ConfigError if there is none.
     """
     runnable = [cell.name for cell in cells if cell.refused is None]
-    if wanted is None:
+    if requested is None:
         return runnable[0]
     for name in runnable:
-        if name == wanted or name.startswith(f"{wanted}-"):
+        if name == requested or name.startswith(f"{requested}-"):
             return name
     raise ConfigError(
-        f"--baseline {wanted}: no cell of this name can be run; available: {', '.join(runnable)}"
+        f"--baseline {requested}: no cell of this name can be run; available: {', '.join(runnable)}"
     )

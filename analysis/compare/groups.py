@@ -59,11 +59,11 @@ def check_alike(configs: Mapping[str, RunConfig]) -> None:
     """Raise ConfigError unless all ``configs`` (name -> configuration) are evaluated alike."""
     (first, reference), *others = configs.items()
     for key in ALIKE:
-        wanted = attrgetter(key)(reference)
+        requested = attrgetter(key)(reference)
         for name, other in others:
-            if (value := attrgetter(key)(other)) != wanted:
+            if (value := attrgetter(key)(other)) != requested:
                 raise ConfigError(
-                    f"{key}: {wanted!r} in {first}, {value!r} in {name}: scores can be compared"
+                    f"{key}: {requested!r} in {first}, {value!r} in {name}: scores can be compared"
                     " only if both are evaluated in the same way"
                 )
 

@@ -54,7 +54,7 @@ def render(
     name: str,
     results: Sequence[Result],
     found: Sequence[Table],
-    said: Sequence[str],
+    text: Sequence[str],
     settings: Mapping[str, Mapping[str, object]],
     costs: Mapping[str, Sequence[Cost]],
 ) -> str:
@@ -67,7 +67,7 @@ def render(
         "compare.html",
         name=name,
         what="comparison",
-        remarks=said,
+        remarks=text,
         scores=scores,
         curves=_curves(results, _axes(costs)),
         seconds=seconds,

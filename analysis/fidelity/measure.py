@@ -48,27 +48,27 @@ if TYPE_CHECKING:
 SAID = {"beside": "adapter beside", "base": "base weights"}
 
 
-def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str]:
+def run(config: RunConfig, requested: Measurement, out: Path, say: Say) -> list[str]:
     """Measure, write fidelity.json, rewards.json and density.svg, and return the tables.
 
     Raises ConfigError if the settings cannot be measured, and RunFailed if an image cannot be
     scored or a file cannot be written.
     """
-    if 2 * max(HALVES) > wanted.seeds:
+    if 2 * max(HALVES) > requested.seeds:
         raise ConfigError(
-            f"--seeds {wanted.seeds}: best {max(HALVES)} and worst {max(HALVES)} need at least"
+            f"--seeds {requested.seeds}: best {max(HALVES)} and worst {max(HALVES)} need at least"
             f" {2 * max(HALVES)}"
         )
-    backends(wanted.backends)
+    backends(requested.backends)
     check_model(config)
     for key, stage in (("explore", config.explore), ("regenerate", config.regenerate)):
         missing = compiler_missing(device()) if stage.compile else None
         if missing is not None:
             raise ConfigError(f"{key}.compile: {missing}: install it or set {key}.compile = false")
-    prompts = choose_prompts(config, wanted.prompts)
-    with measurement_context(config, wanted.threads, out, "a seed without a reward has no rank"):
-        rewards = measure(config, wanted, prompts, say)
-        summary = summarise(config, wanted, rewards) | {
+    prompts = choose_prompts(config, requested.prompts)
+    with measurement_context(config, requested.threads, out, "a seed without a reward has no rank"):
+        rewards = measure(config, requested, prompts, say)
+        summary = summarise(config, requested, rewards) | {
             "threads": torch.get_num_threads(),
             "versions": versions(),
         }
@@ -77,9 +77,9 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
     return [*tables(summary), f"written: {out / 'fidelity.json'}, rewards.json, density.svg"]
 
 
-def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: Say) -> Rewards:
+def measure(config: RunConfig, requested: Measurement, prompts: list[Prompt], say: Say) -> Rewards:
     """Generate and score all images with the sampling policy of the objective."""
-    scored = ScoredSeeds(config, prompts, wanted.seeds)
+    scored = ScoredSeeds(config, prompts, requested.seeds)
     seconds: dict[str, float] = {}
 
     def rewards(name: str, generate: Generate) -> np.ndarray:
@@ -90,13 +90,13 @@ def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: 
         )
         return values
 
-    trainer = load_trainer(config, wanted.checkpoint)
+    trainer = load_trainer(config, requested.checkpoint)
     truth, proxies = rewards("truth", partial(regenerate_images, trainer)), {}
-    resolved = backends(wanted.backends, say)
-    for (name, backend), weights in itertools.product(resolved.items(), wanted.weights):
+    resolved = backends(requested.backends, say)
+    for (name, backend), weights in itertools.product(resolved.items(), requested.weights):
         explorer = published(config, trainer, backend, weights)
         label = name if weights == "merged" else f"{name}, {SAID[weights]}"
-        for steps in dict.fromkeys(wanted.steps):
+        for steps in dict.fromkeys(requested.steps):
             proxies[label, steps] = rewards(
                 f"{label}, {steps} steps", partial(explore_images, explorer, config, steps=steps)
             )

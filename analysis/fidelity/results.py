@@ -61,7 +61,7 @@ class Rewards:
     seconds: dict[str, float]
 
 
-def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> Tree:
+def summarise(config: RunConfig, requested: Measurement, rewards: Rewards) -> Tree:
     """Return settings and measures as plain data.
 
     Every measure is a mean with a 95 % confidence interval (bootstrap over prompts).
@@ -88,7 +88,7 @@ def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> Tree:
         },
         "explore": {key: getattr(config.explore, key) for key in EXPLORING},
         "rewards": {scorer.name: scorer.weight for scorer in config.rewards.scorers},
-        "checkpoint": None if wanted.checkpoint is None else wanted.checkpoint.name,
+        "checkpoint": None if requested.checkpoint is None else requested.checkpoint.name,
         "constant_prompts": constant,
         "distinct_rewards": float(np.mean([len(np.unique(values)) for values in truth])),
         "seconds_per_image": rewards.seconds,

@@ -69,19 +69,19 @@ class Choice:
         return f"{self.rule} {self.keep} of {self.pool}, {self.backend} {self.steps} steps"
 
 
-def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str]:
+def run(config: RunConfig, requested: Measurement, out: Path, say: Say) -> list[str]:
     """Measure what is missing in ``out``, write signal.json and signal.svg, and return the table.
 
     Raises ConfigError if the settings cannot be measured, and RunFailed if an image cannot be
     scored or a gradient is not finite.
     """
     check_model(config)
-    resolved = list(backends(wanted.backends, say).values())
-    choices = choices_of(config, wanted, resolved)
+    resolved = list(backends(requested.backends, say).values())
+    choices = choices_of(config, requested, resolved)
     with measurement_context(
-        config, wanted.threads, out, "an image without a reward has no advantage"
+        config, requested.threads, out, "an image without a reward has no advantage"
     ):
-        GradientMeasurement(config, wanted, resolved, out, say).run(choices)
+        GradientMeasurement(config, requested, resolved, out, say).run(choices)
     summary = read(out / ROWS)
     with output_errors(out):
         write_text(out / "signal.svg", drawing(summary["rows"], title(summary)))
@@ -89,22 +89,22 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
 
 
 def choices_of(
-    config: RunConfig, wanted: Measurement, resolved_backends: Sequence[Backend]
+    config: RunConfig, requested: Measurement, resolved_backends: Sequence[Backend]
 ) -> list[Choice]:
     """Return every selection of the measurement once; raise ConfigError if a pool is too small."""
     keep = config.selection.keep
-    if small := [pool for pool in wanted.pools if pool < keep]:
+    if small := [pool for pool in requested.pools if pool < keep]:
         raise ConfigError(
             f"--pools {small[0]}: selection.keep = {keep} seeds are to be selected from it"
         )
     choices: dict[Choice, None] = {}
-    for pool in wanted.pools:
+    for pool in requested.pools:
         if pool == keep:
             choices[Choice(keep, keep)] = None
             continue
         for backend in resolved_backends:
-            for steps in wanted.steps:
-                for rule in wanted.rules:
+            for steps in requested.steps:
+                for rule in requested.rules:
                     choices[Choice(keep, pool, rule, backend.name, steps)] = None
     return list(choices)
 
@@ -113,11 +113,16 @@ class GradientMeasurement:
     """Measurement of gradients: regenerates the seeds of each choice and adds a row to the file."""
 
     def __init__(
-        self, config: RunConfig, wanted: Measurement, found: Sequence[Backend], out: Path, say: Say
+        self,
+        config: RunConfig,
+        requested: Measurement,
+        found: Sequence[Backend],
+        out: Path,
+        say: Say,
     ) -> None:
-        self.config, self.wanted, self.out, self.say = config, wanted, out, say
-        self.batches = batches_of(config, wanted.prompts, wanted.batches)
-        self.explored = ExploreRewards(config, found, self.batches, max(wanted.pools), out, say)
+        self.config, self.wanted, self.out, self.say = config, requested, out, say
+        self.batches = batches_of(config, requested.prompts, requested.batches)
+        self.explored = ExploreRewards(config, found, self.batches, max(requested.pools), out, say)
 
     def run(self, choices: Sequence[Choice]) -> None:
         """Measure every objective with every choice, skipping rows that exist already.

@@ -24,7 +24,7 @@ from records.rundir import output_errors, versions
 from records.tables import markdown
 
 
-def run(config: RunConfig, tree: Tree, wanted: TuneOptions, out: Path, say: Say) -> list[str]:
+def run(config: RunConfig, tree: Tree, requested: TuneOptions, out: Path, say: Say) -> list[str]:
     """Measure, write tune.json, tune.svg and tuned.toml, and return the table and the conclusion.
 
     ``tree`` is the plain configuration that ``tuned.toml`` is derived from. Raises ConfigError if
@@ -39,61 +39,63 @@ def run(config: RunConfig, tree: Tree, wanted: TuneOptions, out: Path, say: Say)
         )
     check_model(config)
     explore = config.explore
-    resolved = backends(wanted.backends or (explore.backend,), say)
+    resolved = backends(requested.backends or (explore.backend,), say)
     (own_backend,) = backends((explore.backend,))
-    keep, size = config.selection.keep, wanted.sizes[0]
+    keep, size = config.selection.keep, requested.sizes[0]
     own = Setting(own_backend, explore.steps, explore.pool_size, keep, size)
-    settings = _settings(wanted, list(resolved), own)
+    settings = _settings(requested, list(resolved), own)
     configs = {setting: _parsed(tree, setting) for setting in settings}
     resolved |= backends((own_backend,))
     kinds = {preview_kind(setting) for setting in settings} | {
-        (*preview_kind(own)[:3], stop_after) for stop_after in wanted.prune
+        (*preview_kind(own)[:3], stop_after) for stop_after in requested.prune
     }
     sizes = {setting.size: config for setting, config in configs.items()}
-    prompts = choose_prompts(config, wanted.prompts)
-    with measurement_context(config, wanted.threads, out, "a seed without a reward has no rank"):
-        measured = measure(config, prompts, wanted.seeds, resolved, sizes, kinds, say)
+    prompts = choose_prompts(config, requested.prompts)
+    with measurement_context(config, requested.threads, out, "a seed without a reward has no rank"):
+        measured = measure(config, prompts, requested.seeds, resolved, sizes, kinds, say)
         facts = {"threads": torch.get_num_threads(), "versions": versions()}
-        rows = make_rows(measured, configs, own, wanted, config.seed)
-    chosen = choose(rows, wanted.budget)
+        rows = make_rows(measured, configs, own, requested, config.seed)
+    chosen = choose(rows, requested.budget)
     with output_errors(out):
-        _write(out, rows, chosen, own, wanted, measured, facts, tree)
+        _write(out, rows, chosen, own, requested, measured, facts, tree)
     return [
-        *table(rows, wanted),
+        *table(rows, requested),
         "",
-        *conclusion(rows, chosen, own, wanted),
+        *conclusion(rows, chosen, own, requested),
         f"written: {out / 'tuned.toml'}, tune.json, tune.svg",
     ]
 
 
-def _settings(wanted: TuneOptions, names: Sequence[str], own: Setting) -> list[Setting]:
+def _settings(requested: TuneOptions, names: Sequence[str], own: Setting) -> list[Setting]:
     """Return the settings to measure, that of the configuration first.
 
     Raises ConfigError if one of them is impossible.
     """
-    pools = wanted.pools or tuple(
-        dict.fromkeys([wanted.seeds // 2, 3 * wanted.seeds // 4, wanted.seeds, own.pool])
+    pools = requested.pools or tuple(
+        dict.fromkeys([requested.seeds // 2, 3 * requested.seeds // 4, requested.seeds, own.pool])
     )
-    keeps = wanted.keeps or (own.keep,)
-    if too_large := [pool for pool in (*pools, own.pool) if pool > wanted.seeds]:
-        raise ConfigError(f"--seeds {wanted.seeds}: a pool of {too_large[0]} needs that many seeds")
+    keeps = requested.keeps or (own.keep,)
+    if too_large := [pool for pool in (*pools, own.pool) if pool > requested.seeds]:
+        raise ConfigError(
+            f"--seeds {requested.seeds}: a pool of {too_large[0]} needs that many seeds"
+        )
     if invalid_keeps := [keep for keep in keeps if keep % 2 or keep < 2]:
         raise ConfigError(
             f"--keep {invalid_keeps[0]}: equal numbers of best and worst seeds are kept: give an"
             " even number"
         )
     if invalid_steps := [
-        stop_after for stop_after in wanted.prune if not 0 < stop_after < own.steps
+        stop_after for stop_after in requested.prune if not 0 < stop_after < own.steps
     ]:
         raise ConfigError(
             f"--prune {invalid_steps[0]}: expected a step before the last of {own.steps}"
         )
-    if wanted.prune and (wanted.by != "seconds" or seeds_after_pruning(own.pool) < own.keep):
+    if requested.prune and (requested.by != "seconds" or seeds_after_pruning(own.pool) < own.keep):
         raise ConfigError(
             f"--prune reports seconds, for the {seeds_after_pruning(own.pool)} of {own.pool} seeds"
             f" that continue: leave out --by operations, and explore at least {2 * own.keep}"
         )
-    combinations = grid(names, wanted.steps, pools, keeps, wanted.sizes)
+    combinations = grid(names, requested.steps, pools, keeps, requested.sizes)
     return list(dict.fromkeys([own, *combinations]))
 
 
@@ -103,9 +105,9 @@ def _parsed(tree: Tree, setting: Setting) -> RunConfig:
     return parse(changed)
 
 
-def table(rows: Sequence[Row], wanted: TuneOptions) -> list[str]:
+def table(rows: Sequence[Row], requested: TuneOptions) -> list[str]:
     """Format the rows, highest strength per cost first, marking the configuration's own setting."""
-    unit = "seconds" if wanted.by == "seconds" else f"operations at {wanted.ratio:g}x"
+    unit = "seconds" if requested.by == "seconds" else f"operations at {requested.ratio:g}x"
     head = ["setting", f"cost ({unit})", "contrast", "strength, over own", "strength per cost"]
     own = rows[0]
     body = [
@@ -119,7 +121,7 @@ def table(rows: Sequence[Row], wanted: TuneOptions) -> list[str]:
         for row in sorted(rows, key=lambda row: -row.per_cost)
     ]
     return [
-        f"{wanted.prompts} prompts x {wanted.seeds} seeds; [95 % confidence, bootstrap over"
+        f"{requested.prompts} prompts x {requested.seeds} seeds; [95 % confidence, bootstrap over"
         " prompts]; cost: exploring, regenerating and training, relative to the configuration;"
         " strength: contrast times sqrt(keep)",
         "",
@@ -134,15 +136,15 @@ the contrast. To prune is to drop half of a pool early.
 
 
 def conclusion(
-    rows: Sequence[Row], chosen: Row | None, own: Setting, wanted: TuneOptions
+    rows: Sequence[Row], chosen: Row | None, own: Setting, requested: TuneOptions
 ) -> list[str]:
     """Describe the chosen setting, its certainty, and for each pruned row if pruning pays."""
     sentences = []
     if chosen is None:
         lowest = min(row.cost for row in rows if row.pruned is None)
         sentences.append(
-            f"no setting costs at most {wanted.budget:g} of the configuration's cost; the minimum"
-            f" is {lowest:.3f}: tuned.toml is the unchanged configuration"
+            f"no setting costs at most {requested.budget:g} of the configuration's cost; the"
+            f" minimum is {lowest:.3f}: tuned.toml is the unchanged configuration"
         )
     elif chosen.setting == own:
         sentences.append("the configuration's own setting is the best within the budget")
@@ -171,7 +173,7 @@ def _write(
     rows: Sequence[Row],
     chosen: Row | None,
     own: Setting,
-    wanted: TuneOptions,
+    requested: TuneOptions,
     measured: Measurements,
     facts: Tree,
     tree: Tree,
@@ -180,7 +182,7 @@ def _write(
         out / "tune.json",
         facts
         | {
-            "wanted": dataclasses.asdict(wanted),
+            "wanted": dataclasses.asdict(requested),
             "own": dataclasses.asdict(own),
             "chosen": None if chosen is None else chosen.label,
             "seconds": {
@@ -192,7 +194,7 @@ def _write(
         },
     )
     points = [(row.label, row.cost, row.strength, row is chosen) for row in rows]
-    write_text(out / "tune.svg", drawing(points, wanted.budget, wanted.by))
+    write_text(out / "tune.svg", drawing(points, requested.budget, requested.by))
     changed = copy.deepcopy(tree)
     if chosen is not None:
         apply(changed, *chosen.setting.changes())

@@ -85,11 +85,11 @@ def make_rows(
     found: Measurements,
     configs: Mapping[Setting, RunConfig],
     own: Setting,
-    wanted: TuneOptions,
+    requested: TuneOptions,
     seed: int,
 ) -> list[Row]:
     """Return a row for each setting, the own one first, followed by its pruned variants."""
-    costs = {setting: _cost(found, setting, configs[setting], wanted) for setting in configs}
+    costs = {setting: _cost(found, setting, configs[setting], requested) for setting in configs}
     columns = {
         setting: contrasts(
             found.rewards[preview_kind(setting)], found.truth, setting.pool, setting.keep
@@ -107,8 +107,8 @@ def make_rows(
         )
 
     rows = [row(setting, costs[setting], column) for setting, column in columns.items()]
-    if wanted.by == "seconds":
-        for stop_after in wanted.prune:
+    if requested.by == "seconds":
+        for stop_after in requested.prune:
             kind: Kind = (*preview_kind(own)[:3], stop_after)
             column = pruned_contrasts(
                 found.rewards[kind],
@@ -124,14 +124,14 @@ def make_rows(
 
 
 def _cost(
-    measured: Measurements, setting: Setting, config: RunConfig, wanted: TuneOptions
+    measured: Measurements, setting: Setting, config: RunConfig, requested: TuneOptions
 ) -> float:
     """Return the cost of exploring, regenerating and training on a prompt.
 
     It is in seconds on this machine, or in operations.
     """
-    if wanted.by == "operations":
-        return operations_of(config).at(wanted.ratio) / config.prompts.per_iteration
+    if requested.by == "operations":
+        return operations_of(config).at(requested.ratio) / config.prompts.per_iteration
     kept = measured.truth_s + measured.update_s
     return setting.pool * measured.seconds[preview_kind(setting)] + setting.keep * kept
 

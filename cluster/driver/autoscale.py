@@ -94,8 +94,8 @@ class Autoscaler:
             self._size, self._loads = size, []
         learner, rollout = float(row["busy/learner"]), float(row.get("busy/rollout", 0.0))
         self._loads.append(Load(1 - learner, rollout))
-        wanted = size_for(size, self._loads, self._rule, self._limits)
-        if wanted != size:
+        requested = size_for(size, self._loads, self._rule, self._limits)
+        if requested != size:
             # loads of the old size say little about a pool of the new size
             self._loads = []
-        return wanted
+        return requested

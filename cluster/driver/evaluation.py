@@ -139,14 +139,14 @@ async def _first_images(config: RunConfig, blocks: Sequence[ObjectRef[Images]]) 
 
     Raises InputsLost if they were lost with their node.
     """
-    wanted, noises = config.logging.grid_prompts, config.evaluate.noises
+    requested, noises = config.logging.grid_prompts, config.evaluate.noises
     fetched: list[Images] = []
     for reference in blocks:
-        if sum(len(images) for images in fetched) >= wanted * noises:
+        if sum(len(images) for images in fetched) >= requested * noises:
             break
         try:
             fetched.append(await reference)
         except ObjectLostError as error:
             raise InputsLost(f"held-out images: {first_line(error)}") from None
-    images = np.concatenate(fetched)[: wanted * noises]
+    images = np.concatenate(fetched)[: requested * noises]
     return images.reshape(-1, noises, *images.shape[1:])

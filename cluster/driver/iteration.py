@@ -40,9 +40,9 @@ class Candidates:
         Seeds that lack one of the two rewards are left out.
         """
         proxy = self.scored.rewards[list(full)]
-        wanted = np.array(list(full.values()), np.float32)
-        both = np.isfinite(proxy) & np.isfinite(wanted)
-        return agreement(proxy[both], wanted[both])
+        requested = np.array(list(full.values()), np.float32)
+        both = np.isfinite(proxy) & np.isfinite(requested)
+        return agreement(proxy[both], requested[both])
 
     def training_group(self, prompt: int, conditioning: ObjectRef[Conditioning]) -> TrainingGroup:
         """Return the selected explored samples as a training group, for arms that train on them."""

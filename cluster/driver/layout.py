@@ -70,11 +70,11 @@ def _free_gpus(config: RunConfig) -> list[Gpus]:
             break
         time.sleep(LOOK_S)
     gpus = known_gpus(free_nodes())
-    wanted = config.layout.gpus if config.layout else None
-    if not (config.services.wait_for_nodes_s and wanted):
+    requested = config.layout.gpus if config.layout else None
+    if not (config.services.wait_for_nodes_s and requested):
         return gpus
     accelerator = config.services.rollout.accelerator or (gpus[0].kind if gpus else "")
-    missing = wanted - sum(each.count for each in gpus)
+    missing = requested - sum(each.count for each in gpus)
     if missing <= 0 or accelerator not in ACCELERATORS:
         return gpus
-    return [Gpus(accelerator, wanted, ACCELERATORS[accelerator].memory_gb)]
+    return [Gpus(accelerator, requested, ACCELERATORS[accelerator].memory_gb)]

@@ -40,9 +40,9 @@ class Scaling:
         if not self._explores or (self.running is not None and not self.running.done()):
             return
         size = self._services.rollout_pool.alive
-        wanted = self._autoscaler.size_after(size, row)
-        if wanted != size:
-            self.running = asyncio.create_task(self._scale_by_rule({"rollout": wanted}))
+        requested = self._autoscaler.size_after(size, row)
+        if requested != size:
+            self.running = asyncio.create_task(self._scale_by_rule({"rollout": requested}))
 
     async def _scale_by_rule(self, sizes: dict[str, int]) -> tuple[bool, str]:
         try:

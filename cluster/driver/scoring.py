@@ -126,8 +126,8 @@ class Scoring:
         self._comparing = tuple(
             scorer.label for scorer in scorers if scorer.per == "prompt" and not evaluation
         )
-        asked = {*self._labels, *self._comparing}
-        self.tally = ScoreTally(self.combination, asked, rewards.max_failed_share)
+        requested = {*self._labels, *self._comparing}
+        self.tally = ScoreTally(self.combination, requested, rewards.max_failed_share)
 
     async def score(
         self,

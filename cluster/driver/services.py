@@ -176,10 +176,10 @@ class ActorServices:
         """Return when all actors of these services hold their GPUs, loaded or not."""
         pools = [pool.supervisor for pool in self.pools if pool.kind in kinds]
         names = {pool.name(member) for pool in pools for member in pool.members}
-        wanted = {f"{self.config.name}/{name}" for name in names}
+        requested = {f"{self.config.name}/{name}" for name in names}
         # an actor that dies from here on can be replaced in the room that it left: all others hold
         # theirs within a second or two
-        while not wanted <= started_actors():
+        while not requested <= started_actors():
             await asyncio.sleep(HOLDING_S)
 
     async def stop(self) -> None:

@@ -84,16 +84,16 @@ def check_store(
     least = min((sizes[n] for kind in homes.values() for n in kind if n in sizes), default=math.inf)
     if least * SPILLS_AT >= versions_held(config) * most_bytes(config):
         return
-    wanted = versions_bytes(config, published_bytes(config, accelerator))
+    requested = versions_bytes(config, published_bytes(config, accelerator))
     lines: list[str] = []
     for node in sorted({*homes["rollout"], *homes["learner"]}):
-        if node in sizes and sizes[node] * SPILLS_AT < wanted:
+        if node in sizes and sizes[node] * SPILLS_AT < requested:
             lines.append(
                 f"object store: {versions_held(config)} versions of the weights are"
-                f" {wanted / GB:.3g} GB, node {node[:8]} has {sizes[node] / GB:.3g} GB, of which"
+                f" {requested / GB:.3g} GB, node {node[:8]} has {sizes[node] / GB:.3g} GB, of which"
                 f" Ray uses {SPILLS_AT:.0%} before it writes to disk: start Ray there with"
-                f" --object-store-memory={store_size(wanted)} (on one machine: `ray start --head`"
-                " with it, then RAY_ADDRESS=auto sol-rl train)"
+                f" --object-store-memory={store_size(requested)} (on one machine: `ray start"
+                " --head` with it, then RAY_ADDRESS=auto sol-rl train)"
             )
     if lines:
         raise ConfigError(lines)

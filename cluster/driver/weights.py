@@ -154,13 +154,13 @@ class WeightChannel:
     def _remember(self, published: Published, rollout: ActorPool) -> None:
         self._manifests[published.id] = published.manifest
         self._changes.clear()
-        wanted = {version.id for version in self._held.values()}
+        requested = {version.id for version in self._held.values()}
         # an actor that has not explored for long still has an old version, and will be sent the
         # difference
-        wanted |= {member.weights for member in rollout.members if member.weights}
+        requested |= {member.weights for member in rollout.members if member.weights}
         self._manifests = {
             version_id: self._manifests[version_id]
-            for version_id in wanted & self._manifests.keys()
+            for version_id in requested & self._manifests.keys()
         }
 
     def _run_backend(self, own: str | None, rollout: ActorPool) -> str | None:

@@ -81,13 +81,13 @@ def choose(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> Choice:
 
 def assessed(numbers: LayoutSpec, gpus: Sequence[Gpus], costs: Costs) -> Candidate:
     """Return a layout with its prediction, or with the reason why it is impossible."""
-    laid = assign_gpus(numbers, gpus)
-    if laid is None:
+    assigned = assign_gpus(numbers, gpus)
+    if assigned is None:
         return Candidate(numbers, None, "its GPU shares do not fit on these GPUs")
     room = {each.kind: each.memory_gb for each in gpus}
-    held = [(costs.held_gb(each, numbers), each) for each in laid]
+    held = [(costs.held_gb(each, numbers), each) for each in assigned]
     gb = max(size for size, _ in held)
-    if why := _no_host_memory(numbers, laid, gpus, costs):
+    if why := _no_host_memory(numbers, assigned, gpus, costs):
         return Candidate(numbers, None, why)
     lacking = [(size - room[each.kind], each) for size, each in held]
     short, fullest = max(lacking, key=itemgetter(0))
@@ -100,18 +100,18 @@ def assessed(numbers: LayoutSpec, gpus: Sequence[Gpus], costs: Costs) -> Candida
         if numbers.leaves and short <= costs.encoder_gb(fullest):
             why += "; it fits with prompts.encode_once = true"
         return Candidate(numbers, None, why, gb, short)
-    return Candidate(numbers, predict(numbers, laid, costs.tasks), None, gb)
+    return Candidate(numbers, predict(numbers, assigned, costs.tasks), None, gb)
 
 
 def _no_host_memory(
-    numbers: LayoutSpec, laid: Sequence[GpuAssignment], gpus: Sequence[Gpus], costs: Costs
+    numbers: LayoutSpec, assigned: Sequence[GpuAssignment], gpus: Sequence[Gpus], costs: Costs
 ) -> str | None:
     """Return why the weights that leave GPUs do not fit into host memory; None if they do.
 
     None also if the host memory of the nodes is not known.
     """
     room = {part.kind: part.host_gb for part in gpus}
-    for part in laid:
+    for part in assigned:
         needed, available = costs.host_gb(part, numbers), room[part.kind]
         if available is not None and needed > available:
             return (

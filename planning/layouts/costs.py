@@ -40,32 +40,34 @@ class Costs:
     # by service that takes turns; a service that is missing never leaves its GPU
     parts: Mapping[str, Mapping[str, Parts]] = field(default_factory=dict)
 
-    def held_gb(self, laid: GpuAssignment, numbers: LayoutSpec) -> float:
+    def held_gb(self, assigned: GpuAssignment, numbers: LayoutSpec) -> float:
         """Return the most GB that the actors of a GPU hold at once."""
         replicas = numbers.groups["learner"].actors
-        actor_bytes = {**self.memory[laid.kind], "learner": self.learner(replicas)}
-        held = {k: n * (actor_bytes.get(k, 0) / 1e9 + PROCESS_GB) for k, n in laid.actors.items()}
+        actor_bytes = {**self.memory[assigned.kind], "learner": self.learner(replicas)}
+        held = {
+            k: n * (actor_bytes.get(k, 0) / 1e9 + PROCESS_GB) for k, n in assigned.actors.items()
+        }
         encoder_gb = held.pop("encoder", 0.0) if self.encoder_leaves else 0.0
-        return max(encoder_gb, sum(held.values()) - self._freed_gb(laid, numbers))
+        return max(encoder_gb, sum(held.values()) - self._freed_gb(assigned, numbers))
 
-    def _freed_gb(self, laid: GpuAssignment, numbers: LayoutSpec) -> float:
+    def _freed_gb(self, assigned: GpuAssignment, numbers: LayoutSpec) -> float:
         """Return the GB that are saved by turns: one side is in host memory in the other's turn."""
         if not numbers.leaves:
             return 0.0
         freed: dict[str, float] = dict.fromkeys(TAKE_TURNS, 0.0)
-        for kind, each in self.parts.get(laid.kind, {}).items():
+        for kind, each in self.parts.get(assigned.kind, {}).items():
             size = each.passes + (each.models if kind in numbers.leaves else 0)
-            freed[kind] = laid.actors.get(kind, 0) * size / 1e9
+            freed[kind] = assigned.actors.get(kind, 0) * size / 1e9
         return min(freed.values())
 
-    def encoder_gb(self, laid: GpuAssignment) -> float:
+    def encoder_gb(self, assigned: GpuAssignment) -> float:
         """Return the GB that would be free on a GPU if all prompts were encoded at the start."""
-        if self.encoder_leaves or "encoder" not in laid.actors:
+        if self.encoder_leaves or "encoder" not in assigned.actors:
             return 0.0
-        return self.memory[laid.kind].get("encoder", 0.0) / 1e9 + PROCESS_GB
+        return self.memory[assigned.kind].get("encoder", 0.0) / 1e9 + PROCESS_GB
 
-    def host_gb(self, laid: GpuAssignment, numbers: LayoutSpec) -> float:
+    def host_gb(self, assigned: GpuAssignment, numbers: LayoutSpec) -> float:
         """Return the GB of host memory for the weights that leave a GPU between turns."""
-        parts = self.parts.get(laid.kind, {})
+        parts = self.parts.get(assigned.kind, {})
         leaving = (kind for kind in numbers.leaves if kind in parts)
-        return sum(laid.actors.get(kind, 0) * parts[kind].models / 1e9 for kind in leaving)
+        return sum(assigned.actors.get(kind, 0) * parts[kind].models / 1e9 for kind in leaving)

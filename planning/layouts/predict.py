@@ -83,13 +83,13 @@ def bound(tasks: Mapping[str, Tasks], gpus: Sequence[Gpus]) -> float:
 
 
 def predict(
-    numbers: LayoutSpec, laid: Sequence[GpuAssignment], tasks: Mapping[str, Tasks]
+    numbers: LayoutSpec, assigned: Sequence[GpuAssignment], tasks: Mapping[str, Tasks]
 ) -> Prediction:
-    """Predict an iteration in a layout with actors on ``laid``; ``tasks`` is by kind of GPU."""
+    """Predict an iteration in a layout with actors on ``assigned``; ``tasks`` is by kind of GPU."""
     any_tasks, replicas = next(iter(tasks.values())), numbers.groups["learner"].actors
     task_share = part_at_a_time(numbers, any_tasks)
     tasks = {kind: each.gathered(replicas, task_share) for kind, each in tasks.items()}
-    parts = _by_prompts(laid, any_tasks.prompts, numbers.share)
+    parts = _by_prompts(assigned, any_tasks.prompts, numbers.share)
     actors = {kind: sum(p.count * p.actors.get(kind, 0) for p in parts) for kind in numbers.groups}
     score = [_scoring(part, tasks[part.kind], actors) for part in parts]
     regeneration = [part.prompts * tasks[part.kind].regenerate for part in parts]
@@ -180,18 +180,18 @@ class _Part:
     prompts: float  # of all learners on one of these GPUs
 
 
-def _by_prompts(laid: Sequence[GpuAssignment], prompts: int, shared: Share) -> list[_Part]:
+def _by_prompts(assigned: Sequence[GpuAssignment], prompts: int, shared: Share) -> list[_Part]:
     """Group GPUs with the same actors and the same number of prompts of their learners."""
-    learners = sum(each.count * each.actors.get("learner", 0) for each in laid)
+    learners = sum(each.count * each.actors.get("learner", 0) for each in assigned)
     if shared == "samples":
         per_learner = prompts / max(1, learners)
         return [
             _Part(each.kind, each.count, each.actors, each.actors.get("learner", 0) * per_learner)
-            for each in laid
+            for each in assigned
         ]
     share, remainder = divmod(prompts, max(1, learners))
     parts = []
-    for each in laid:
+    for each in assigned:
         on_each = each.actors.get("learner", 0)
         first = min(each.count, remainder // on_each if on_each else 0)
         remainder -= first * on_each

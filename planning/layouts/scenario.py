@@ -29,7 +29,7 @@ class Scenario:
     """
 
     config: RunConfig
-    laid: Sequence[GpuAssignment]
+    assigned: Sequence[GpuAssignment]
     durations: Mapping[str, Durations]
     sent: int  # bytes that are published after an update
     prediction: Prediction
@@ -69,8 +69,8 @@ def scenario_of(
     costs: Costs,
 ) -> Scenario:
     """Return the scenario of a layout that fits, with durations from ``costs``."""
-    laid = assign_gpus(found.numbers, gpus)
-    assert laid is not None and found.prediction is not None
+    assigned = assign_gpus(found.numbers, gpus)
+    assert assigned is not None and found.prediction is not None
     kinds = [each.kind for each in gpus]
     counts = {kind: on_kind(config, family, kind, given)[2] for kind in kinds}
     nodes = -(-sum(each.count for each in gpus) // NODE_GPUS)
@@ -81,7 +81,7 @@ def scenario_of(
         durations[kind] = replace(calls, summing=summing, move=move)
     explores = config.plan.explore is not None
     sent = counts[kinds[0]].changing if explores else 0
-    return Scenario(config, laid, durations, sent, found.prediction)
+    return Scenario(config, assigned, durations, sent, found.prediction)
 
 
 def chosen(

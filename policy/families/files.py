@@ -127,10 +127,10 @@ def missing_weights(folder: Path) -> str | None:
 
     Raises ValueError if an index of sharded weights cannot be read.
     """
-    wanted = {
+    requested = {
         file for index in folder.glob("*.safetensors.index.json") for file in _shards(index)
     } or {"*.safetensors"}
-    return next((name for name in sorted(wanted) if not any(folder.glob(name))), None)
+    return next((name for name in sorted(requested) if not any(folder.glob(name))), None)
 
 
 def check_libraries(directory: str, index: Tree) -> None:

@@ -133,7 +133,7 @@ def slow_run(tmp_path_factory) -> RunDirectory:
     mine = replace(mine, durations=slower(mine.durations, 1.5))
     found = run(mine, 3)
     path = tmp_path_factory.mktemp("gpus") / "run"
-    return recorded(path, mine.config, mine.laid, found.timeline, found.iteration)
+    return recorded(path, mine.config, mine.assigned, found.timeline, found.iteration)
 
 
 @pytest.mark.parametrize(("gpus", "overrides"), [(4, ()), (8, ()), (8, ("layout.mode=split",))])

@@ -92,7 +92,7 @@ def test_evaluations_use_the_training_threads(cores, weights, expected):
         return made
 
     took = virtually(learner()).generate(GenerateRequest((1, 2), 2, None, weights), None)
-    assert took.seconds == 6.0 and took.wanted == expected
+    assert took.seconds == 6.0 and took.requested == expected
 
 
 def span(service: str, work: str, started: float, ended: float) -> Span:
