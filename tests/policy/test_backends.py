@@ -212,7 +212,9 @@ def test_named_backend_is_used_as_configured():
 
 
 def test_slow_eager_packing_is_reported(gpu, monkeypatch):
-    """A note is given only where torch operations pack the activations on a GPU without compiling."""
+    """A note is given only where torch operations pack the activations on a GPU without
+    compiling.
+    """
     gpu((10, 0), Engine(True))
     assert not any(eager_note(backend, "cuda", False) for backend in BACKENDS.values())
     monkeypatch.setattr(

@@ -39,7 +39,9 @@ CPU = torch.device("cpu")
 
 
 def write_tiny(directory, channels: int = TINY_LATENT[0], stages: int = 2) -> str:
-    """Write a tiny decoder with random weights. Each stage but the first doubles height and width."""
+    """Write a tiny decoder with random weights. Each stage but the first doubles height
+    and width.
+    """
     torch.manual_seed(0)
     AutoencoderTiny(
         encoder_block_out_channels=(4,) * stages,
