@@ -29,7 +29,7 @@ def tiny(tiny_wan_dir) -> Tiny:
 
 @pytest.mark.parametrize("steps", [2, 10])
 @pytest.mark.parametrize("guided", [False, True])
-def test_latents_are_the_stock_pipelines(tiny, steps, guided):
+def test_latents_equal_those_of_the_diffusers_pipeline(tiny, steps, guided):
     """Bit for bit where it tells each clip its timestep. As published each token, so that the
     embedder's products have more rows, whose sums may be grouped otherwise.
     """
@@ -81,7 +81,11 @@ def test_unipc_latents_are_the_stock_pipelines(tmp_path, steps):
 
 
 @pytest.mark.parametrize(
-    "holds", [test_families.test_what_is_quantized, test_families.test_lora_targets]
+    "holds",
+    [
+        test_families.test_products_of_the_blocks_are_quantized,
+        test_families.test_lora_targets_are_quantized_layers_of_the_blocks,
+    ],
 )
 def test_tables_of_the_family_fit(holds, tiny):
     holds(tiny.family)
@@ -90,7 +94,7 @@ def test_tables_of_the_family_fit(holds, tiny):
 @pytest.mark.parametrize(
     "holds",
     [
-        test_families_training.test_one_update_changes_lora_weights_only,
+        test_families_training.test_update_changes_only_lora_weights,
         test_families_training.test_gradient_checkpointing_gives_the_same_gradients,
     ],
 )

@@ -71,7 +71,7 @@ def passes(tiny) -> Any:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 10])
-def test_latents_are_the_stock_pipelines(tiny, passes, steps):
+def test_latents_equal_those_of_the_diffusers_pipeline(tiny, passes, steps):
     """Bit for bit, each step by the transformer that the pipeline takes."""
     assert isinstance(tiny.denoiser, Experts)
     assert torch.equal(tiny.ours(steps, "euler"), tiny.stock(steps, "latent"))
@@ -164,8 +164,8 @@ def test_gradients_go_to_the_transformer_that_was_asked(tiny):
 
 
 def test_tables_of_the_family_fit(tiny):
-    test_families.test_what_is_quantized(tiny.family)
-    test_families.test_the_skeleton_has_every_module_and_shape(tiny.family)
+    test_families.test_products_of_the_blocks_are_quantized(tiny.family)
+    test_families.test_skeleton_has_every_parameter_and_shape(tiny.family)
     names = target_modules(tiny.denoiser, tiny.family.lora_targets)
     assert len(names) == 2 * test_families.LORA_MODULES["wan"]
     plan = quantize_plan(tiny.denoiser, tiny.family, (), BACKENDS["torch_nvfp4"])
@@ -195,7 +195,7 @@ def test_blocks_of_both_are_compiled_and_checkpointed(tiny):
 @pytest.mark.parametrize(
     "holds",
     [
-        test_families_training.test_one_update_changes_lora_weights_only,
+        test_families_training.test_update_changes_only_lora_weights,
         test_families_training.test_gradient_checkpointing_gives_the_same_gradients,
     ],
 )
