@@ -157,9 +157,8 @@ def test_counts_of_a_small_model_match_a_manual_count():
     assert two.flops == 2 * one.flops and two.elements == 2 * one.elements
     assert two.inputs == one.inputs
     assert two.bytes - two.small == pytest.approx(2 * (one.bytes - one.small), rel=0.02)
-    assert (
-        two.small < one.small
-    )  # with two images, fewer products are too small to use the GPU fully
+    # with two images, fewer products are too small to use the GPU fully
+    assert two.small < one.small
     tokens, text, width = (256 // 16) ** 2, case.family.conditioning_shapes["prompt_embeds"][0], 256
     # per block: q, k and v of image and text, their outputs, and two layers of 4 * width; the text
     # of the last block has neither output projection nor feed-forward layers

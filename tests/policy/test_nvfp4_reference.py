@@ -1,10 +1,11 @@
-"""Bit for bit the reference quantizer that NVIDIA publishes in Python, and the interfaces that
-``te_nvfp4`` is written against.
+"""The quantizer equals, bit for bit, the reference quantizer that NVIDIA publishes in Python. The
+interfaces of TransformerEngine that ``te_nvfp4`` uses exist.
 
-Both are read from the pure-Python wheel of TransformerEngine, whose compiled parts are not needed:
-``pip download --no-deps transformer-engine==2.20.2``, unzip it, and name the directory in
-TRANSFORMER_ENGINE_WHEEL (docs/precision.md). Skipped where it is absent. Not on PYTHONPATH: peft
-imports what it finds there, and an unbuilt engine refuses.
+Both are read from the pure-Python wheel of TransformerEngine. Its compiled parts are not needed:
+run ``pip download --no-deps transformer-engine==2.20.2``, unzip the file, and set
+TRANSFORMER_ENGINE_WHEEL to the directory (docs/precision.md). Without it, the tests are skipped.
+The directory must not be on PYTHONPATH, because peft imports TransformerEngine if it finds it, and
+the import fails without the compiled parts.
 """
 
 import ast
@@ -24,7 +25,7 @@ from policy.precision.te_nvfp4 import PARTS, engine_lacks, nvfp4_recipe
 
 
 def package() -> Path | None:
-    """The directory of the package ``transformer_engine``: unpacked, or installed."""
+    """Return the directory of the package ``transformer_engine``, unpacked or installed."""
     named = os.environ.get("TRANSFORMER_ENGINE_WHEEL")
     if named:
         return Path(named) / "transformer_engine"
@@ -40,8 +41,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def stubbed(monkeypatch):
-    """TransformerEngine's package tree without its compiled parts: what they define is replaced by
-    empty classes.
+    """The package tree of TransformerEngine without its compiled parts. Empty classes replace what
+    these define.
     """
 
     class Quantizer:
@@ -49,10 +50,10 @@ def stubbed(monkeypatch):
             self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
 
     def module(name: str, **contents: object) -> None:
-        made = types.ModuleType(name)
-        made.__path__ = [str(PACKAGE.joinpath(*name.split(".")[1:]))]
-        vars(made).update(contents)
-        monkeypatch.setitem(sys.modules, name, made)
+        stub = types.ModuleType(name)
+        stub.__path__ = [str(PACKAGE.joinpath(*name.split(".")[1:]))]
+        vars(stub).update(contents)
+        monkeypatch.setitem(sys.modules, name, stub)
 
     for name in ("", ".common", ".pytorch", ".pytorch.tensor"):
         module(f"transformer_engine{name}")
@@ -74,7 +75,9 @@ def data_sets() -> dict[str, torch.Tensor]:
     normal = torch.randn(64, 128, generator=generator)
     sparse = normal * (torch.rand(64, 128, generator=generator) < 0.1)
     blocks = normal.clone()
-    blocks[:, 16:32] = 0  # blocks of zeros, and below some that underflow to a scale of zero
+    blocks[:, 16:32] = (
+        0  # blocks of zeros; the next line makes blocks that underflow to a scale of zero
+    )
     blocks[:32, 48:64] *= 1e-8
     grid = torch.randint(-12, 13, (64, 128), generator=generator) / 2.0  # ties of E2M1
     return {
@@ -92,7 +95,7 @@ def data_sets() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", data_sets())
-def test_our_codes_and_scales_are_the_references(stubbed, name):
+def test_codes_and_scales_equal_the_reference(stubbed, name):
     reference = stubbed("transformer_engine.pytorch.custom_recipes.reference_nvfp4")
     formats = stubbed("transformer_engine.pytorch.custom_recipes.reference_utils").Fp4Formats
     quantizer = reference.NVFP4QuantizerRef(
@@ -108,7 +111,7 @@ def test_our_codes_and_scales_are_the_references(stubbed, name):
         assert torch.equal(packed.codes, codes.view(torch.uint8))
 
 
-def test_the_recipe_is_the_installed_ones(stubbed):
+def test_recipe_exists_in_the_installed_version(stubbed):
     recipes = stubbed("transformer_engine.common.recipe")
     assert engine_lacks(types.SimpleNamespace(**dict.fromkeys(PARTS)), recipes) == []
     recipe = nvfp4_recipe(recipes)
@@ -123,8 +126,8 @@ def test_the_recipe_is_the_installed_ones(stubbed):
 
 
 def arguments(file: str, owner: str, function: str) -> set[str]:
-    """Names of the arguments of ``owner.function`` in a file of the wheel, which cannot be imported
-    without CUDA.
+    """Return the argument names of ``owner.function`` in a file of the wheel. The file cannot be
+    imported without CUDA.
     """
     tree = ast.parse((PACKAGE / "pytorch" / file).read_text())
     body = next(
@@ -136,8 +139,10 @@ def arguments(file: str, owner: str, function: str) -> set[str]:
     return {argument.arg for argument in [*found.args.args, *found.args.kwonlyargs]}
 
 
-def test_the_arguments_that_the_engine_backend_passes_exist():
-    """Read from ``policy/precision/te_nvfp4.py`` itself, so that the two cannot drift apart."""
+def test_arguments_that_the_backend_passes_exist():
+    """The arguments are read from ``policy/precision/te_nvfp4.py``, so that the test stays
+    consistent with the code.
+    """
     source = ast.parse(Path(te_nvfp4.__file__).read_text())
     calls = {
         node.func.attr: {keyword.arg for keyword in node.keywords}

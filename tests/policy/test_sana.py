@@ -21,7 +21,7 @@ def tiny(tiny_sana_dir):
 
 
 @pytest.mark.parametrize("instruction", [True, False])
-def test_conditioning_is_close_to_that_of_the_diffusers_pipeline(tiny, instruction):
+def test_conditioning_equals_that_of_the_diffusers_pipeline(tiny, instruction):
     """With the instruction the pipeline is called as it stands, so its own default is what ours
     must be.
     """
@@ -78,7 +78,7 @@ def test_dpmpp_2m_latents_are_the_stock_pipelines(tiny, steps):
     assert theirs.std() > 0.1
 
 
-def test_images_equal_those_of_the_diffusers_pipeline(tiny):
+def test_images_are_close_to_those_of_the_diffusers_pipeline(tiny):
     """Stock latents decode to the stock images bit for bit; ours differ by 1e-6 and may fall on
     the other side of a half.
     """

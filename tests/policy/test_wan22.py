@@ -103,7 +103,7 @@ def test_what_holds_of_every_family(holds, tiny_wan_dir):
 
 
 def test_the_export_loads_in_stock_diffusers(request, randomise, tmp_path):
-    test_lora_files.test_the_other_families_exports_load_in_stock_diffusers(
+    test_lora_files.test_exported_lora_of_other_families_generates_the_same_in_diffusers(
         "wan", request, randomise, tmp_path
     )
 

@@ -81,7 +81,7 @@ def test_latents_equal_those_of_the_diffusers_pipeline(tiny, passes, steps):
 
 @pytest.mark.parametrize("low", [None, 2.0])
 @pytest.mark.parametrize("one_pass", [False, True])
-def test_guided_latents_are_the_stock_pipelines(tiny, low, one_pass):
+def test_guided_latents_match_the_diffusers_pipeline(tiny, low, one_pass):
     rows = encode(tiny.family, PROMPTS[:1], "a blue cross").repeat(len(SEEDS))
     guided = Guided(3.0, one_pass, low)
     ours = sample(tiny.family, tiny.denoiser, rows, SEEDS, 4, "euler", guided=guided)
@@ -264,7 +264,7 @@ def test_a_lora_of_one_transformer_alone(tiny, randomise, tmp_path):
     assert adapter_state(fresh, "current").keys() == adapter_state(transformer, "current").keys()
 
 
-def test_what_cannot_be_started_from(tiny, exported):
+def test_unusable_initial_lora_is_refused(tiny, exported):
     _, directory = exported
     fresh = tiny.family.load_transformer("cpu", torch.float32)
     with pytest.raises(ValueError, match="is one file, and the model has two transformers: give a"):
