@@ -183,7 +183,7 @@ def test_all_values_of_both_formats_are_rounded_correctly():
     x = torch.nn.functional.pad(x, (0, -x.shape[1] % 16))
     assert row_scales(x) == 1.0
     assert_fp8(x)
-    values = torch.arange(0, 6.25, 0.125)  # all E2M1 values, midpoints and quarters, amax 2688
+    values = torch.arange(0, 6.25, 0.125)  # all E2M1 values, midpoints and quarters; amax is 2688
     x = torch.cat([values, -values]).view(-1, 1).repeat(1, 16)
     x[:, 0], x[:, 1:3] = 6.0, torch.tensor([6.0 - 2.0**-20, -(2.5 + 2.0**-21)])
     assert_nvfp4(torch.cat([x, torch.full((1, 16), 2688.0)]))
@@ -258,8 +258,9 @@ for name, constants, warps in (
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's assembler comes with its Linux wheel")
 def test_kernels_compile_for_hopper_and_blackwell(tmp_path):
-    """Down to machine code of Hopper and Blackwell, for which Triton needs no GPU. No contracted
-    sums, no subnormals flushed, no approximate divisions; activations are read by vectors.
+    """The kernels compile to machine code of Hopper and Blackwell. Triton needs no GPU for this.
+    The code contains no contracted sums, no flushed subnormals and no approximate divisions, and
+    reads activations as vectors.
     """
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
