@@ -89,7 +89,7 @@ def path_samples(count: int, steps: int = 10, seed: int = 0) -> dict[str, torch.
 @pytest.mark.parametrize(
     "settings", [FlowGRPOSettings(ratio_clip=0.99, kl=0.3), DanceGRPOSettings(ratio_clip=0.99)]
 )
-def test_gradient_by_finite_differences(settings):
+def test_gradient_matches_finite_differences(settings):
     """h = 1e-5 in float64: truncation h^2 f''' / 6 and rounding 1e-16 / 1e-5 are below 1e-9 of the
     loss's size, about 10.
     """
