@@ -1,4 +1,6 @@
-"""The cosine between gradients: closed forms, its expectation; the trainer stays as it is."""
+"""The cosine between gradients: closed forms and its expectation. Measuring it does not change the
+trainer.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from learner.gradient_signal import gradient, mean_cosine
 from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
 
 
-def test_three_gradients_by_hand():
-    """At 0, 60 and 90 degrees: cosines 1/2, 0, sqrt(3)/2. Leaving out one leaves a single pair:
-    sqrt(3)/2, 0, 1/2. Lengths do not matter.
+def test_cosine_of_three_gradients_matches_a_manual_calculation():
+    """The gradients are at 0, 60 and 90 degrees, so the cosines are 1/2, 0 and sqrt(3)/2. Without
+    one gradient, a single pair remains: sqrt(3)/2, 0 or 1/2. Lengths do not matter.
     """
     rows = [torch.tensor([1.0, 0]), torch.tensor([1.0, math.sqrt(3)]), torch.tensor([0, 5.0])]
     found, root = mean_cosine(rows), math.sqrt(3) / 2
@@ -24,10 +26,11 @@ def test_three_gradients_by_hand():
     assert found.stderr == pytest.approx(wanted, abs=1e-7) and found.batches == 3
 
 
-def test_the_cosine_is_the_share_of_signal_and_its_error_is_honest():
-    """g = s + noise in 4,000 dimensions with |s|^2 / E|g|^2 = 0.2; 200 measurements of 8 batches:
-    their mean within 4 standard errors of 0.2 (and 1 % for the ratio of expectations), and the
-    jackknife's square on average the variance between them, within a third.
+def test_cosine_is_the_share_of_signal_and_its_error_is_realistic():
+    """g = s + noise in 4,000 dimensions with |s|^2 / E|g|^2 = 0.2, and 200 measurements of 8
+    batches. The mean of the measurements is within 4 standard errors of 0.2, plus 1 % for the ratio
+    of expectations. The mean squared jackknife error is within a third of the variance between the
+    measurements.
     """
     rng = np.random.default_rng(0)
     signal = math.sqrt(0.2 / 0.8) * np.ones(4000)
@@ -35,27 +38,28 @@ def test_the_cosine_is_the_share_of_signal_and_its_error_is_honest():
         mean_cosine([torch.from_numpy(signal + rng.standard_normal(4000)) for _ in range(8)])
         for _ in range(200)
     ]
-    means = np.array([one.mean for one in found])
+    means = np.array([estimate.mean for estimate in found])
     assert means.mean() == pytest.approx(0.2, abs=4 * means.std() / math.sqrt(200) + 0.002)
-    told = np.mean([one.stderr**2 for one in found])
-    assert 0.67 < told / means.var() < 1.5
+    mean_squared_error = np.mean([estimate.stderr**2 for estimate in found])
+    assert 0.67 < mean_squared_error / means.var() < 1.5
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "message"),
     [
         ([torch.ones(2)] * 2, "2 batches: at least 3"),
         ([torch.ones(2), torch.zeros(2), torch.ones(2)], "a gradient is zero"),
     ],
 )
-def test_what_cannot_be_compared(rows, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_gradients_are_refused(rows, message):
+    with pytest.raises(ValueError, match=message):
         mean_cosine(rows)
 
 
-def test_the_gradient_is_that_of_the_update_and_changes_nothing(tiny_sd3_dir):
-    """Its length is what an update of one step reports before clipping; the same batch, the same
-    samples. All gradients are summed in float32: 1e-5.
+def test_gradient_equals_that_of_the_update_and_changes_nothing(tiny_sd3_dir):
+    """The norm of the gradient equals the norm that an update of one step reports before clipping,
+    because batch and samples are the same. All gradients are summed in float32, so the tolerance is
+    1e-5.
     """
     trainer, groups = tiny_trainer(tiny_sd3_dir), tiny_groups()
     before = everything(trainer)

@@ -177,8 +177,9 @@ def test_noise_weights_by_hand():
 
 
 def test_the_normed_ratio_by_hand():
-    """As in test_a_flow_grpo_step_by_hand: means 3/8 and 3/4, std 1/2, x_next 1: log ratio -0.65625
-    and drift (3/8)^2 / (2 / 4) = 0.28125; together times std -0.1875; over -dsigma = 1/4.
+    """As in test_flow_grpo_step_matches_a_manual_calculation: means 3/8 and 3/4, std 1/2, x_next 1:
+    log ratio -0.65625 and drift (3/8)^2 / (2 / 4) = 0.28125; together times std -0.1875; over
+    -dsigma = 1/4.
     """
     objective = build_objective(FlowGRPOSettings(eta=1.0, kl=0.0, ratio_clip=0.9, ratio_norm=True))
     velocities = {"current": column(3.0), "old": column(2.0)}

@@ -126,8 +126,8 @@ def test_dpmpp_2m_equals_diffusers_multistep_solver(steps, first):
     )
     x = run_scheduler(scheduler, sigmas)
     ours = dpmpp_2m(lambda y, sigma: gaussian_velocity(y, sigma).float(), START, sigmas)
-    # diffusers has float32 coefficients and we have float64: a few units in the last place per step,
-    # for values up to 3
+    # diffusers has float32 coefficients and we have float64: a few units in the last place per
+    # step, for values up to 3
     np.testing.assert_allclose(ours, x, rtol=0, atol=steps * 4 * 3 * 2.0**-23)
 
 
