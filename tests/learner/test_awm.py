@@ -13,7 +13,7 @@ import torch
 from learner.objectives import build_objective
 from learner.objectives.awm import AWMSettings
 from learner.objectives.base import Points
-from tests.learner.tiny import in_double
+from tests.learner.tiny import in_float64
 
 GRID = torch.tensor([1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.0])
 
@@ -90,7 +90,7 @@ def random_case(count: int = 4) -> tuple[Points, dict[str, torch.Tensor], torch.
     """
     rng = np.random.default_rng(2)
     samples = {"latents": torch.from_numpy(rng.standard_normal((count, 2, 3), np.float32))}
-    points = in_double(build_objective(AWMSettings(times_per_sample=1)).points(samples, GRID, rng))
+    points = in_float64(build_objective(AWMSettings(times_per_sample=1)).points(samples, GRID, rng))
     base = rng.standard_normal((count, 2, 3))
     names = ("current", "old", "ref", "anchor")
     velocities_by_policy = {

@@ -23,7 +23,7 @@ from learner.checkpoint import (
     step_of,
     write,
 )
-from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
+from tests.learner.tiny import identical, tiny_groups, tiny_trainer, training_state
 
 TENSORS = {
     "adapter": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([float("nan"), -0.0])},
@@ -54,15 +54,15 @@ def test_resumed_training_equals_uninterrupted_training_bit_for_bit(tiny_sd3_dir
     for s in range(4):
         uninterrupted.update(s, tiny_groups(seed=s))
         if s == 1:
-            state_after_two = everything(uninterrupted)
+            state_after_two = training_state(uninterrupted)
             uninterrupted.save(tmp_path / "step_000002", {"cursor": [1, 2], "text": "é"})
     resumed = tiny_trainer(tiny_sd3_dir, perturb=False, **settings)
     assert resumed.load(tmp_path / "step_000002") == {"cursor": [1, 2], "text": "é"}
-    assert resumed.done == 2 and identical(state_after_two, everything(resumed))
+    assert resumed.done == 2 and identical(state_after_two, training_state(resumed))
     for s in range(2, 4):
         resumed.update(s, tiny_groups(seed=s))
-    assert identical(everything(uninterrupted), everything(resumed))
-    assert not identical(state_after_two, everything(resumed))  # training continued
+    assert identical(training_state(uninterrupted), training_state(resumed))
+    assert not identical(state_after_two, training_state(resumed))  # training continued
     with pytest.raises(ValueError, match="iteration 3 was trained already"):
         resumed.update(3, tiny_groups())
 
@@ -82,7 +82,7 @@ def test_checkpoint_consists_of_safetensors_and_json_files(tiny_sd3_dir, tmp_pat
     assert {path.name for path in (tmp_path / "step_000000").iterdir()} == names
     fresh = tiny_trainer(tiny_sd3_dir, perturb=False)
     fresh.load(tmp_path / "step_000000")
-    assert identical(everything(trainer), everything(fresh))
+    assert identical(training_state(trainer), training_state(fresh))
 
 
 def test_unsuitable_checkpoint_is_refused_and_changes_nothing(tiny_sd3_dir, tmp_path):
@@ -101,10 +101,10 @@ def test_unsuitable_checkpoint_is_refused_and_changes_nothing(tiny_sd3_dir, tmp_
         ({"seed": 12}, "is of run seed 11, this run has seed 12"),
     ):
         other = tiny_trainer(tiny_sd3_dir, **more)
-        before = everything(other)
+        before = training_state(other)
         with pytest.raises(CheckpointError, match=message) as caught:
             other.load(tmp_path / "step_000001")
-        assert identical(before, everything(other))
+        assert identical(before, training_state(other))
         assert other.done == 0
         assert "\n" not in str(caught.value)
 
@@ -119,12 +119,12 @@ def test_missing_moments_are_refused(tiny_sd3_dir, tmp_path):
     del body["files"]["optimizer.safetensors"]
     state.write_text(json.dumps(body))
     other = tiny_trainer(tiny_sd3_dir)
-    before = everything(other)
+    before = training_state(other)
     with pytest.raises(
         CheckpointError, match="optimizer: 'exp_avg/.*' is absent in the checkpoint"
     ):
         other.load(tmp_path / "step_000001")
-    assert identical(before, everything(other)) and other.done == 0
+    assert identical(before, training_state(other)) and other.done == 0
 
 
 def test_save_keeps_the_last_checkpoints(tiny_sd3_dir, tmp_path):
@@ -216,7 +216,7 @@ def fail_after(monkeypatch, calls: int, error: type[BaseException]) -> list[int]
     return count
 
 
-@pytest.mark.parametrize("same_step", [False, True], ids=["a new step", "the same step same_step"])
+@pytest.mark.parametrize("same_step", [False, True], ids=["a new step", "the same step again"])
 def test_last_checkpoint_is_complete_after_a_kill_at_any_time(tmp_path, monkeypatch, same_step):
     """The test simulates a kill before each disk-changing call of write and prune. Afterwards the
     old or the new checkpoint can be read, and writing a later one works.

@@ -15,7 +15,7 @@ from learner.gradient_signal import gradient
 from learner.trainer import Trainer
 from policy.lora import adapter_state, load_adapter_state
 from policy.precision.compiling import CompileFailed
-from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
+from tests.learner.tiny import identical, tiny_groups, tiny_trainer, training_state
 
 U = 2.0**-8
 """Unit roundoff of bfloat16."""
@@ -51,13 +51,13 @@ def test_failing_compiler_ends_the_update_and_changes_nothing(tiny_sd3_dir, monk
     monkeypatch.setenv("CXX", sys.executable)  # any existing program; it is never called
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken))
     trainer = trainer_of(tiny_sd3_dir, "fp32", True)
-    before = everything(trainer)
+    before = training_state(trainer)
     with pytest.raises(
         CompileFailed,
         match="^optimizer.compile: torch.compile failed .*no code for this.*: fix it, or set",
     ):
         trainer.update(0, tiny_groups(1))
-    assert identical(everything(trainer), before)
+    assert identical(training_state(trainer), before)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from learner.objectives import build_objective
 from learner.objectives.base import Points, draw_times
 from learner.objectives.diffusion_nft import DiffusionNFTSettings
-from tests.learner.tiny import in_double
+from tests.learner.tiny import in_float64
 
 
 def one_point(x_t, t, x0) -> Points:
@@ -117,7 +117,7 @@ def test_gradient_matches_finite_differences_with_frozen_weights():
     beta, clip, kl = 0.7, 5.0, 0.3
     rng = np.random.default_rng(5)
     points = random_points(3)
-    points = in_double(points)
+    points = in_float64(points)
     v, old, ref = (torch.from_numpy(rng.standard_normal((3, 2, 3))) for _ in range(3))
     advantages = torch.tensor([2.0, -3.0, 11.0], dtype=torch.float64)
     t = points.sigma.reshape(-1, 1, 1)

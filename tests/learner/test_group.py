@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from learner.replicas import GroupBroken, Replicas, open_store, reach_store
 from tests.cluster.processes import finish
-from tests.learner.tiny import everything, identical
+from tests.learner.tiny import identical, training_state
 from tests.learner.together import (
     COUNTS,
     EPS,
@@ -96,9 +96,9 @@ def test_two_replicas_match_one_learner_up_to_the_order_of_sums(two, tiny_sd3_di
     """
     alone = trainer_for(tiny_sd3_dir, objective)
     metrics = train(alone)
-    wanted = everything(alone)
+    wanted = training_state(alone)
     bound = bound_of(objective, metrics)
-    start = everything(trainer_for(tiny_sd3_dir, objective))
+    start = training_state(trainer_for(tiny_sd3_dir, objective))
     notes, states = zip(*(scene_output(two, objective, rank) for rank in range(2)), strict=True)
     assert identical(*states) and notes[0]["checksum"] == notes[1]["checksum"]
     weights = [name for name in wanted if name.startswith(("current/", "old/", "ema/"))]
@@ -127,7 +127,7 @@ def test_replicas_that_share_samples_match_one_learner(two, tiny_sd3_dir):
     """
     alone = trainer_for(tiny_sd3_dir, "diffusion_nft")
     metrics = train(alone)
-    wanted, bound = everything(alone), bound_of("diffusion_nft", metrics)
+    wanted, bound = training_state(alone), bound_of("diffusion_nft", metrics)
     notes, states = zip(*(scene_output(two, "halves", rank) for rank in range(2)), strict=True)
     assert identical(*states) and notes[0]["checksum"] == notes[1]["checksum"]
     weights = [name for name in wanted if name.startswith(("current/", "old/", "ema/"))]
@@ -199,8 +199,8 @@ def test_training_without_the_other_replica_differs_clearly(tiny_sd3_dir):
     metrics = train(both, 1)
     half.update(0, groups_for(half, 0, range(0, len(COUNTS), 2)))
     largest_difference = max(
-        float((everything(both)[n] - everything(half)[n]).abs().max())
-        for n in everything(both)
+        float((training_state(both)[n] - training_state(half)[n]).abs().max())
+        for n in training_state(both)
         if n.startswith("current/")
     )
     assert largest_difference > 100 * bound_of("diffusion_nft", metrics)

@@ -14,7 +14,7 @@ from learner.objectives import build_objective
 from learner.objectives.base import Points
 from learner.objectives.dance_grpo import DanceGRPOSettings
 from learner.objectives.flow_grpo import FlowGRPOSettings
-from tests.learner.tiny import in_double
+from tests.learner.tiny import in_float64
 
 GRID = torch.linspace(1, 0, 11)
 
@@ -94,7 +94,7 @@ def test_gradient_matches_finite_differences(settings):
     1e-5 are below 1e-9 of the loss, which is about 10.
     """
     objective, rng = build_objective(settings), np.random.default_rng(1)
-    points = in_double(objective.points(path_samples(1), GRID, rng)).rows(slice(2, 5))
+    points = in_float64(objective.points(path_samples(1), GRID, rng)).rows(slice(2, 5))
     base = rng.standard_normal((3, 2, 3))
     velocities = {
         name: torch.from_numpy(base + 0.01 * rng.standard_normal(base.shape))
@@ -124,7 +124,7 @@ def test_gradient_at_the_sampling_weights_is_the_policy_gradient(settings):
     with d log p / d mean = (x_next - mean) / (std^2 n).
     """
     objective, rng = build_objective(settings), np.random.default_rng(1)
-    points = in_double(objective.points(path_samples(1), GRID, rng)).rows(slice(0, 4))
+    points = in_float64(objective.points(path_samples(1), GRID, rng)).rows(slice(0, 4))
     v = torch.from_numpy(rng.standard_normal((4, 2, 3))).requires_grad_(True)
     advantages = torch.tensor([1.0, -2.0, 3.0, 9.0], dtype=torch.float64)
     loss, metrics = objective.loss(points, {"current": v, "old": v.detach()}, advantages)

@@ -9,17 +9,17 @@ from safetensors import safe_open
 
 from learner.nonfinite import NonFiniteTraining, first_nonfinite, first_nonfinite_module
 from policy.lora import adapter_state
-from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
+from tests.learner.tiny import identical, tiny_groups, tiny_trainer, training_state
 
 
 def assert_all_or_nothing(trainer, failure_dir, groups, message: str) -> NonFiniteTraining:
     """Check that the update raises an error, changes nothing, and saves the data of the
     iteration.
     """
-    before = everything(trainer)
+    before = training_state(trainer)
     with pytest.raises(NonFiniteTraining, match=message) as caught:
         trainer.update(5, groups)
-    assert identical(before, everything(trainer)) and trainer.done == 0
+    assert identical(before, training_state(trainer)) and trainer.done == 0
     assert "\n" not in str(caught.value)
     with safe_open(failure_dir / "iteration_000005.safetensors", "pt") as saved:
         assert saved.metadata()["iteration"] == "5" and saved.metadata()["seed"] == "11"

@@ -19,7 +19,7 @@ from policy.lora import adapter_state, load_adapter_state, use_adapter
 from policy.precision.backends import resolve_backend
 from policy.sampling.noise import noise_for, stream_seed
 from policy.sampling.paths import explored_paths, shared_start
-from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
+from tests.learner.tiny import identical, tiny_groups, tiny_trainer, training_state
 
 SEEDS = [3, 2**63 + 5, 7]
 PATHS = {"flow_grpo": {"name": "flow_grpo"}, "dance_grpo": {"name": "dance_grpo"}}
@@ -274,7 +274,7 @@ def test_awm_has_a_separate_average(tiny_sd3_dir, tmp_path):
     trainer.save(tmp_path / "step_000002", {})
     resumed = tiny_trainer(tiny_sd3_dir, perturb=False, objective=objective)
     resumed.load(tmp_path / "step_000002")
-    assert identical(everything(trainer), everything(resumed))
+    assert identical(training_state(trainer), training_state(resumed))
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_resumed_path_training_equals_uninterrupted_training_bit_for_bit(
     resumed.load(tmp_path / "step_000002")
     for trainer in (uninterrupted, resumed):
         trainer.update(2, groups_of(trainer))
-    assert identical(everything(uninterrupted), everything(resumed))
+    assert identical(training_state(uninterrupted), training_state(resumed))
 
 
 def test_samples_without_a_path_are_refused(tiny_sd3_dir):
@@ -314,10 +314,10 @@ def test_samples_without_a_path_are_refused(tiny_sd3_dir):
     groups = groups_of(trainer)
     for group in groups:
         group.samples["states"] = group.samples["states"][:, 1:]
-    before = everything(trainer)
+    before = training_state(trainer)
     with pytest.raises(ValueError, match="paths of 3 steps, the schedule has 4"):
         trainer.update(1, groups)
-    assert identical(before, everything(trainer)) and trainer.done == 0
+    assert identical(before, training_state(trainer)) and trainer.done == 0
 
 
 # ---- saved data of failures

@@ -18,7 +18,7 @@ from policy.families.schedule import flow_match_sigmas
 from policy.lora import adapter_state, blend
 from policy.precision.swap import quantize_plan
 from tests.gaussian_flow import GaussianFamily
-from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
+from tests.learner.tiny import identical, tiny_groups, tiny_trainer, training_state
 
 SHIFT_3 = {"num_train_timesteps": 1000, "shift": 3.0}
 
@@ -108,7 +108,7 @@ def test_averages_follow_every_optimizer_step(tiny_sd3_dir, monkeypatch):
 
 def test_failed_second_step_undoes_the_averages(tiny_sd3_dir):
     trainer = per_step(tiny_sd3_dir, objective={"name": "awm", "times_per_sample": 2})
-    before, loss, calls = everything(trainer), trainer.objective.loss, []
+    before, loss, calls = training_state(trainer), trainer.objective.loss, []
 
     def failing(points, velocities, values):
         calls.append(adapter_state(trainer.transformer, "ema"))
@@ -119,7 +119,7 @@ def test_failed_second_step_undoes_the_averages(tiny_sd3_dir):
     with pytest.raises(NonFiniteTraining):
         trainer.update(0, tiny_groups())
     assert not identical(*calls)  # the average had changed
-    assert identical(before, everything(trainer))
+    assert identical(before, training_state(trainer))
 
 
 # ---- layers that stay unquantized

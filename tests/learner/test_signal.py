@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from learner.gradient_signal import gradient, mean_cosine
-from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
+from tests.learner.tiny import identical, tiny_groups, tiny_trainer, training_state
 
 
 def test_cosine_of_three_gradients_matches_a_manual_calculation():
@@ -62,9 +62,11 @@ def test_gradient_equals_that_of_the_update_and_changes_nothing(tiny_sd3_dir):
     1e-5.
     """
     trainer, groups = tiny_trainer(tiny_sd3_dir), tiny_groups()
-    before = everything(trainer)
+    before = training_state(trainer)
     found = gradient(trainer, 3, groups)
-    assert found.shape == (trainer.trainable_parameters,) and identical(before, everything(trainer))
+    assert found.shape == (trainer.trainable_parameters,) and identical(
+        before, training_state(trainer)
+    )
     assert all(p.grad is None for p in trainer.updater.trained.parameters.values())
     assert torch.equal(found, gradient(trainer, 3, groups))
     assert not torch.equal(found, gradient(trainer, 4, groups))

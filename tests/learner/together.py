@@ -41,7 +41,7 @@ from policy import sharding
 from policy.lora import adapter_state, load_adapter_state
 from policy.sampling.noise import stream_seed
 from policy.sharding import blocks_of
-from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
+from tests.learner.tiny import identical, tiny_groups, tiny_trainer, training_state
 
 CPU = torch.device("cpu")
 COUNTS = (3, 2, 4)
@@ -63,7 +63,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 }
 
 
-def held_here(transformer: torch.nn.Module) -> int:
+def stored_base_bytes(transformer: torch.nn.Module) -> int:
     """Return the bytes of the base weights that this process stores, without adapters."""
     base = (p for name, p in transformer.named_parameters() if ".lora_" not in name)
     local = (p if (shard := sharding.sharded(p)) is None else shard.to_local() for p in base)
@@ -133,12 +133,12 @@ def run_two_iterations(model: Path, join: Callable[[], Replicas], objective: str
 def sharded(model: Path, join: Callable[[], Replicas], objective: str) -> Outcome:
     """Run two iterations with a sharded base."""
     trainer = trainer_for(model, objective, shard=True)
-    held = [held_here(trainer.transformer)]
+    held = [stored_base_bytes(trainer.transformer)]
     trainer.join(join())
-    held.append(held_here(trainer.transformer))
+    held.append(stored_base_bytes(trainer.transformer))
     metrics = train(trainer)
     results = {"metrics": metrics, "checksum": trainer.checksum()}
-    results |= {"held": [*held, held_here(trainer.transformer)]}
+    results |= {"held": [*held, stored_base_bytes(trainer.transformer)]}
     return trainer, results | (
         checksums_of_outputs(trainer) if objective == "diffusion_nft" else {}
     )
@@ -184,10 +184,10 @@ def sharded_not_finite(model: Path, join: Callable[[], Replicas]) -> Outcome:
 
     if replicas.rank == replicas.size - 1:
         objective.__dict__["loss"] = loss
-    before = everything(trainer)
+    before = training_state(trainer)
     error = message_of(lambda: train(trainer, 1), NonFiniteTraining)
     objective.__dict__.pop("loss", None)
-    unchanged = identical(before, everything(trainer))
+    unchanged = identical(before, training_state(trainer))
     return trainer, {"error": error, "unchanged": unchanged, "metrics": train(trainer, 1)}
 
 
@@ -203,9 +203,9 @@ def sharded_dies(model: Path, join: Callable[[], Replicas]) -> Outcome:
             os.kill(os.getpid(), signal.SIGKILL)
 
     list(blocks_of(trainer.transformer))[-1].register_forward_hook(counted)
-    before = everything(trainer)
+    before = training_state(trainer)
     error = message_of(lambda: train(trainer, 1), GroupBroken)
-    return trainer, {"error": error, "unchanged": identical(before, everything(trainer))}
+    return trainer, {"error": error, "unchanged": identical(before, training_state(trainer))}
 
 
 def sharded_out_of_step(model: Path, join: Callable[[], Replicas]) -> Outcome:
@@ -223,14 +223,14 @@ def not_finite(model: Path, join: Callable[[], Replicas], out: Path) -> Outcome:
     groups = groups_for(trainer, 0, range(replicas.rank, len(COUNTS), replicas.size))
     if replicas.rank == replicas.size - 1:
         groups[0].samples["latents"][0] = np.nan
-    before = everything(trainer)
+    before = training_state(trainer)
     error = message_of(
         lambda: trainer.update(0, groups, {p: groups_rewards(0, p) for p in others(replicas)}),
         NonFiniteTraining,
     )
     return trainer, {
         "error": error,
-        "unchanged": identical(before, everything(trainer)),
+        "unchanged": identical(before, training_state(trainer)),
         "metrics": train(trainer, 1),
     }
 
@@ -249,12 +249,12 @@ def fails(model: Path, join: Callable[[], Replicas]) -> Outcome:
             return step(*arguments)
 
         trainer.updater._accumulate = accumulate
-    before = everything(trainer)
+    before = training_state(trainer)
     error = message_of(
         lambda: train(trainer, 1),
         ReplicaFailed if replicas.rank < replicas.size - 1 else ArithmeticError,
     )
-    return trainer, {"error": error, "unchanged": identical(before, everything(trainer))}
+    return trainer, {"error": error, "unchanged": identical(before, training_state(trainer))}
 
 
 def differs(model: Path, join: Callable[[], Replicas]) -> Outcome:
@@ -279,10 +279,10 @@ def dies(model: Path, join: Callable[[], Replicas]) -> Outcome:
         return step(*arguments)
 
     trainer.updater._accumulate = accumulate
-    before = everything(trainer)
+    before = training_state(trainer)
     return trainer, {
         "error": message_of(lambda: train(trainer, 1), GroupBroken),
-        "unchanged": identical(before, everything(trainer)),
+        "unchanged": identical(before, training_state(trainer)),
     }
 
 
@@ -366,7 +366,7 @@ def replica(rank: int, size: int, port: int, model: Path, out: Path, only: tuple
 
     def run_scene(name: str, scene: Scene) -> None:
         trainer, results = scene(connect(name))
-        state = {key: tensor.contiguous() for key, tensor in everything(trainer).items()}
+        state = {key: tensor.contiguous() for key, tensor in training_state(trainer).items()}
         (out / f"{name}.{rank}.safetensors").write_bytes(safetensors.torch.save(state))
         (out / f"{name}.{rank}.json").write_text(json.dumps(results))
 
@@ -388,7 +388,7 @@ def replica(rank: int, size: int, port: int, model: Path, out: Path, only: tuple
 
 
 def main(size: int, port: int, model: Path, out: Path, *only: str) -> None:
-    trainer_for(model, "diffusion_nft")  # imports what theirs are checksums_of_outputs of
+    trainer_for(model, "diffusion_nft")  # imports all modules before the fork
     context = multiprocessing.get_context("fork")
     replicas = [
         context.Process(target=replica, args=(rank, size, port, model, out, only), daemon=True)

@@ -335,7 +335,7 @@ def test_constant_weights_are_sent_once(family, adapted, randomise):
     explorer.load(first, chunks)
     new.load(second, again)
     part = [shard if index in needed else None for index, shard in enumerate(again)]
-    with pytest.raises(WireError, match="shard 0 was not sent, and nothing is held_bytes here"):
+    with pytest.raises(WireError, match="shard 0 was not sent, and nothing is held here"):
         Explorer(family, NVFP4).load(second, part)
     assert explorer.load(second, part) == (1, second.checksum)
     for name, tensor in new.transformer.state_dict().items():

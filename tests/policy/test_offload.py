@@ -60,9 +60,7 @@ def test_tensors_move_and_return_bit_for_bit():
             addresses(tensors) == host_addresses and state(model) == before
         )  # host memory is allocated only once
     assert model.tied.weight is model.first.weight
-    assert all(
-        before is after for before, after in zip(tensors, frozen_tensors(model), strict=True)
-    )
+    assert all(old is new for old, new in zip(tensors, frozen_tensors(model), strict=True))
     assert all(address % ALIGNED == host_addresses[0] % ALIGNED for address in host_addresses)
 
 

@@ -21,7 +21,7 @@ from policy.merging import merged, merged_weights
 from policy.pass_cost import conditioning_like, held_bytes
 from policy.sampling.guidance import Guided, velocity
 from policy.sharding import blocks_of, shard_base
-from tests.learner.together import held_here
+from tests.learner.together import stored_base_bytes
 from tests.tiny_families import NAMES, tiny_model
 
 CPU = torch.device("cpu")
@@ -79,9 +79,9 @@ def assert_same(family: Family, guided: Guided | None = None, checkpointing: boo
     for each in (whole, sharded):
         if checkpointing:
             each.enable_gradient_checkpointing()
-    size = held_here(sharded)
+    size = stored_base_bytes(sharded)
     shard_base(sharded, CPU)
-    assert held_here(sharded) == size
+    assert stored_base_bytes(sharded) == size
     wanted, found = (
         velocities_and_gradients(family, whole, guided),
         velocities_and_gradients(family, sharded, guided),
