@@ -61,11 +61,11 @@ def test_update_never_uses_cudnn_attention(tiny_sd3_dir, recomputed):
     assert not any(allowed for _, allowed in passes)
 
 
-@pytest.mark.parametrize(("objective", "wanted"), [("diffusion_nft", True), ("flow_grpo", False)])
+@pytest.mark.parametrize(("objective", "expected"), [("diffusion_nft", True), ("flow_grpo", False)])
 def test_regeneration_allows_cudnn_attention_unless_it_records_paths(
-    tiny_sd3_dir, objective, wanted
+    tiny_sd3_dir, objective, expected
 ):
     trainer = tiny_trainer(tiny_sd3_dir, objective={"name": objective})
     passes = recorded_passes(trainer)
     trainer.generator.generate(tiny_groups(1)[0].cond, [1, 2])
-    assert passes and {allowed for _, allowed in passes} == {wanted}
+    assert passes and {allowed for _, allowed in passes} == {expected}

@@ -59,15 +59,15 @@ def test_loss_matches_a_manual_calculation(weighting, current, old):
     ratio = math.exp(old - current)
     assert loss.dtype == torch.float64
     assert loss.item() == pytest.approx(-0.5 * ratio + 0.25 + 1.0, rel=1e-12)
-    found = {name: value.item() for name, value in metrics.items()}
-    wanted = {
+    actual = {name: value.item() for name, value in metrics.items()}
+    expected = {
         "loss/policy": -0.5 * ratio,
         "loss/ratio": ratio,
         "loss/clip_share": 0.0,
         "loss/kl": 1.0,
         "loss/ema": 2.0,
     }
-    assert found == pytest.approx(wanted, rel=1e-12)
+    assert actual == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_gradient_matches_finite_differences(weighting):
     """
     points, velocities_by_policy, advantages = random_case()
     objective = build_objective(AWMSettings(weighting=weighting, ratio_clip=10.0, kl=0.3, ema=0.7))
-    found = gradient(objective, points, velocities_by_policy, advantages)
+    result = gradient(objective, points, velocities_by_policy, advantages)
     for index in np.ndindex(4, 2, 3):
         losses = []
         for sign in (1, -1):
@@ -131,7 +131,7 @@ def test_gradient_matches_finite_differences(weighting):
                     0
                 ].item()
             )
-        assert found[index].item() == pytest.approx((losses[0] - losses[1]) / 2e-5, abs=1e-8)
+        assert result[index].item() == pytest.approx((losses[0] - losses[1]) / 2e-5, abs=1e-8)
 
 
 def test_gradient_at_the_sampling_weights_is_that_of_the_weighted_matching_loss():
@@ -143,7 +143,7 @@ def test_gradient_at_the_sampling_weights_is_that_of_the_weighted_matching_loss(
     objective = build_objective(AWMSettings(weighting="uniform", kl=0.0, ema=0.0))
     assert objective.loss(points, velocities_by_policy, advantages)[1]["loss/ratio"].item() == 1.0
     target = points.extras["eps"] - points.extras["x0"]
-    wanted = (
+    expected = (
         (advantages / 5).reshape(-1, 1, 1)
         * 2
         * (velocities_by_policy["current"] - target)
@@ -151,7 +151,7 @@ def test_gradient_at_the_sampling_weights_is_that_of_the_weighted_matching_loss(
     )
     torch.testing.assert_close(
         gradient(objective, points, velocities_by_policy, advantages),
-        wanted,
+        expected,
         rtol=1e-12,
         atol=1e-14,
     )

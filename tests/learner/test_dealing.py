@@ -56,18 +56,18 @@ def test_settings_determine_the_assignment():
 
 
 @pytest.mark.parametrize(
-    ("prompts", "replicas", "share", "wanted"),
+    ("prompts", "replicas", "share", "expected"),
     [
         (3, 2, "prompts", [0, 0, 1, 1, 0, 0]),
         (3, 4, "samples", [0, 1, 1, 2, 3, 3]),
         (3, 3, "samples", [0, 0, 1, 1, 2, 2]),
     ],
 )
-def test_owners_of_samples(prompts, replicas, share, wanted):
+def test_owners_of_samples(prompts, replicas, share, expected):
     """``tests/cluster/test_sharing.py`` compares this with the samples that are sent to
     replicas.
     """
-    assert owners(prompts, 2, replicas, share).tolist() == wanted
+    assert owners(prompts, 2, replicas, share).tolist() == expected
 
 
 def test_waiting_of_replicas_matches_a_manual_calculation():
@@ -77,8 +77,8 @@ def test_waiting_of_replicas_matches_a_manual_calculation():
     owner_of_sample, dealing = owners(2, 4, 2, "prompts"), StepAssignment(4)
     assigned = dealing.assign(8, 5)
     steps = [owner_of_sample[assigned == step] for step in range(4)]
-    wanted = sum(2 if len(set(step)) == 1 else 1 for step in steps)
-    assert dealing.busiest(owner_of_sample, 5) == wanted
+    expected = sum(2 if len(set(step)) == 1 else 1 for step in steps)
+    assert dealing.busiest(owner_of_sample, 5) == expected
     mean = np.mean([dealing.busiest(owner_of_sample, seed) for seed in range(TRIED)])
     assert dealing.slowdown(owner_of_sample) == pytest.approx(mean / 4) and mean > 4
 

@@ -103,8 +103,10 @@ def test_gradient_at_the_old_policy_matches_the_closed_form():
     )
     for beta in (0.3, 1.0, 2.0):
         objective = build_objective(DiffusionNFTSettings(beta=beta, kl=0.0))
-        found = gradient(objective, points, v, {"old": v}, advantages).double()
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+        actual = gradient(objective, points, v, {"old": v}, advantages).double()
+        torch.testing.assert_close(
+            actual, expected, rtol=0, atol=1e-5 * expected.abs().max().item()
+        )
 
 
 def test_gradient_matches_finite_differences_with_frozen_weights():
@@ -138,7 +140,7 @@ def test_gradient_matches_finite_differences_with_frozen_weights():
             clip * (r * plus / beta + (1 - r) * minus / beta).mean() + kl * ((u - ref) ** 2).mean()
         )
 
-    found = gradient(
+    result = gradient(
         build_objective(DiffusionNFTSettings(beta=beta, kl=kl)),
         points,
         v,
@@ -148,7 +150,7 @@ def test_gradient_matches_finite_differences_with_frozen_weights():
     for index in np.ndindex(3, 2, 3):
         step = torch.zeros_like(v)
         step[index] = 1e-3
-        assert found[index].item() == pytest.approx(
+        assert result[index].item() == pytest.approx(
             (loss(v + step) - loss(v - step)).item() / 2e-3, abs=1e-11
         )
 

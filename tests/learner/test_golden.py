@@ -34,8 +34,8 @@ def double(value: object) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def assert_close(found: object, wanted: object, rtol: float = 1e-12) -> None:
-    np.testing.assert_allclose(found, wanted, rtol=rtol, atol=rtol)
+def assert_close(actual: object, expected: object, rtol: float = 1e-12) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=rtol, atol=rtol)
 
 
 def test_selection_matches_the_golden_values():
@@ -54,8 +54,8 @@ def test_selection_matches_the_golden_values():
 def test_advantages_match_the_golden_values(name, settings):
     """Advantages are float32, and half of the last bit is 6e-8."""
     golden = GOLDEN["advantages"]
-    found, _ = advantages([np.array(row) for row in golden["rewards"]], settings)
-    assert_close(np.stack(found), golden[name], 1.2e-7)
+    result, _ = advantages([np.array(row) for row in golden["rewards"]], settings)
+    assert_close(np.stack(result), golden[name], 1.2e-7)
 
 
 @pytest.mark.parametrize("row", [0, 1])
@@ -116,12 +116,12 @@ def test_spacing_and_solvers_match_the_golden_values(spacing):
     about 1e-8.
     """
     shift = {"num_train_timesteps": 1000, "shift": 3.0}
-    found = flow_match_sigmas(shift, 6, None, schedule=spacing)
-    wanted = GOLDEN["spacing"][spacing]
-    assert_close(found, wanted, 1e-6)
+    actual = flow_match_sigmas(shift, 6, None, schedule=spacing)
+    expected = GOLDEN["spacing"][spacing]
+    assert_close(actual, expected, 1e-6)
     golden = GOLDEN["solver"]
     matrix, bias, start = (double(golden[name]) for name in ("matrix", "bias", "start"))
-    grid = torch.tensor(wanted, dtype=torch.float32)
+    grid = torch.tensor(expected, dtype=torch.float32)
     for name in ("dpmpp_2m", "euler"):  # the solvers of the reference
         end = SOLVERS[name](lambda x, s: x @ matrix.T + s.double() * bias, start[None], grid)
         assert_close(end[0], golden[spacing][name], 1e-12 if name == "dpmpp_2m" else 1e-7)

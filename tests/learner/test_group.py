@@ -61,10 +61,10 @@ def run_scenes(model: Path, out: Path, *scenes: str) -> Path:
     )
     code, codes, errors = finish(replicas, 900)
     del store
-    wanted = (
+    expected = (
         "0 -9\n" if "dies" in scenes else "0 0\n"
     )  # this scene runs last and kills the second replica
-    assert (code, codes) == (0, wanted), errors[-4000:]
+    assert (code, codes) == (0, expected), errors[-4000:]
     return out
 
 
@@ -96,16 +96,16 @@ def test_two_replicas_match_one_learner_up_to_the_order_of_sums(two, tiny_sd3_di
     """
     alone = trainer_for(tiny_sd3_dir, objective)
     metrics = train(alone)
-    wanted = training_state(alone)
+    expected = training_state(alone)
     bound = bound_of(objective, metrics)
     start = training_state(trainer_for(tiny_sd3_dir, objective))
     notes, states = zip(*(scene_output(two, objective, rank) for rank in range(2)), strict=True)
     assert identical(*states) and notes[0]["checksum"] == notes[1]["checksum"]
-    weights = [name for name in wanted if name.startswith(("current/", "old/", "ema/"))]
+    weights = [name for name in expected if name.startswith(("current/", "old/", "ema/"))]
     largest_difference = max(
-        float((states[0][name] - wanted[name]).abs().max()) for name in weights
+        float((states[0][name] - expected[name]).abs().max()) for name in weights
     )
-    moved = max(float((start[name] - wanted[name]).abs().max()) for name in weights)
+    moved = max(float((start[name] - expected[name]).abs().max()) for name in weights)
     assert largest_difference < bound < moved / 100
     for row, first, second in zip(metrics, notes[0]["metrics"], notes[1]["metrics"], strict=True):
         assert first.keys() - row.keys() == {"time/allreduce_s", "time/replica_wait_s"}
@@ -127,12 +127,12 @@ def test_replicas_that_share_samples_match_one_learner(two, tiny_sd3_dir):
     """
     alone = trainer_for(tiny_sd3_dir, "diffusion_nft")
     metrics = train(alone)
-    wanted, bound = training_state(alone), bound_of("diffusion_nft", metrics)
+    expected, bound = training_state(alone), bound_of("diffusion_nft", metrics)
     notes, states = zip(*(scene_output(two, "halves", rank) for rank in range(2)), strict=True)
     assert identical(*states) and notes[0]["checksum"] == notes[1]["checksum"]
-    weights = [name for name in wanted if name.startswith(("current/", "old/", "ema/"))]
+    weights = [name for name in expected if name.startswith(("current/", "old/", "ema/"))]
     largest_difference = max(
-        float((states[0][name] - wanted[name]).abs().max()) for name in weights
+        float((states[0][name] - expected[name]).abs().max()) for name in weights
     )
     assert largest_difference < bound
     for row, first, second in zip(metrics, notes[0]["metrics"], notes[1]["metrics"], strict=True):

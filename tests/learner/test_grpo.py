@@ -49,15 +49,15 @@ def test_flow_grpo_step_matches_a_manual_calculation(advantage, policy):
     loss, metrics = objective.loss(
         one_step(1.0, stored=old + 0.25), velocities, torch.tensor([advantage])
     )
-    found = {name: value.item() for name, value in metrics.items()}
-    wanted = {
+    actual = {name: value.item() for name, value in metrics.items()}
+    expected = {
         "loss/policy": policy,
         "loss/ratio": math.exp(-0.65625),
         "loss/clip_share": 1.0,
         "loss/kl": 0.28125,
     }
     # the stored log-probability is float32
-    assert found == pytest.approx(wanted | {"loss/log_prob_drift": 0.25}, rel=1e-6)
+    assert actual == pytest.approx(expected | {"loss/log_prob_drift": 0.25}, rel=1e-6)
     assert loss.dtype == torch.float64
     assert loss.item() == pytest.approx(policy + 0.5 * 0.28125, rel=1e-12)
 
@@ -137,8 +137,8 @@ def test_gradient_at_the_sampling_weights_is_the_policy_gradient(settings):
     square = step.std**2 / (now - after)
     mean_by_velocity = -(1 + square * (1 - now) / (2 * now)) * (now - after)
     score = (points.extras["x_next"] - step.mean) / (step.std**2 * 6)
-    wanted = -advantages.clamp(-5, 5).reshape(-1, 1, 1) * score * mean_by_velocity / 4
-    torch.testing.assert_close(v.grad, wanted, rtol=1e-9, atol=1e-12)
+    expected = -advantages.clamp(-5, 5).reshape(-1, 1, 1) * score * mean_by_velocity / 4
+    torch.testing.assert_close(v.grad, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_flow_grpo_uses_all_steps_but_the_last():

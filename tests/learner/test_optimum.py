@@ -61,7 +61,7 @@ def test_training_approaches_the_optimum(name):
         reward = -((samples["latents"] - TARGET) ** 2).mean((1, 2))
         trainer.update(s, [Group(0, cond, samples, reward.astype(np.float32))])
         rewards.append(reward.mean())
-    found = learned_mean(trainer)
-    assert (found > MEAN + 0.75 * (TARGET - MEAN)).all() and (found < TARGET + 0.3).all(), found
-    assert abs(found.mean() - TARGET) < 0.2
+    result = learned_mean(trainer)
+    assert (result > MEAN + 0.75 * (TARGET - MEAN)).all() and (result < TARGET + 0.3).all(), result
+    assert abs(result.mean() - TARGET) < 0.2
     assert np.mean(rewards[:3]) < -0.8 and np.mean(rewards[-5:]) > -(SPREAD**2) - 0.12

@@ -152,8 +152,8 @@ def test_explored_paths_match_the_regenerated_paths(tiny_sd3_dir, name, start):
     x, sigma = torch.from_numpy(truth["states"][:, 2]), trainer.sigmas
     with torch.no_grad(), use_adapter(trainer.transformer, "old"):
         v = trainer.family.velocity(trainer.transformer, x, sigma[2].expand(3), cond.repeat(3))
-    wanted = x + (sigma[4] - sigma[2]) * v  # one Euler step from the end of the window
-    np.testing.assert_allclose(few, wanted.numpy(), rtol=0, atol=1e-4)
+    expected = x + (sigma[4] - sigma[2]) * v  # one Euler step from the end of the window
+    np.testing.assert_allclose(few, expected.numpy(), rtol=0, atol=1e-4)
     assert np.abs(few - whole).max() > 1e-2
     alone = explorer.explore(cond, SEEDS, 4, "euler")[1]  # without the paths' noise
     assert np.abs(alone - whole).max() > 1e-1

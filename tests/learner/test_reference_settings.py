@@ -28,17 +28,17 @@ def test_scheduler_spacing_matches_the_reference_for_sd3():
     Then all values are shifted again: 3 t / (1 + 2 t). The manual calculation is in float64, and
     the scheduler uses float32.
     """
-    found = flow_match_sigmas(SHIFT_3, 6, None, schedule="scheduler").double().numpy()
+    result = flow_match_sigmas(SHIFT_3, 6, None, schedule="scheduler").double().numpy()
     t = np.linspace(1, 3 * 0.001 / (1 + 2 * 0.001), 6)
-    np.testing.assert_allclose(found, [*(3 * t / (1 + 2 * t)), 0], rtol=0, atol=1e-6)
-    assert [round(x, 3) for x in found] == [1, 0.923, 0.819, 0.668, 0.432, 0.009, 0]
+    np.testing.assert_allclose(result, [*(3 * t / (1 + 2 * t)), 0], rtol=0, atol=1e-6)
+    assert [round(x, 3) for x in result] == [1, 0.923, 0.819, 0.668, 0.432, 0.009, 0]
     own = flow_match_sigmas(SHIFT_3, 6, None)
     np.testing.assert_allclose(own, [1, 0.9375, 6 / 7, 0.75, 0.6, 0.375, 0], rtol=0, atol=1e-6)
 
 
 def test_uniform_schedule_has_no_shift():
-    found = flow_match_sigmas(SHIFT_3, 4, None, schedule="uniform")
-    assert torch.equal(found, torch.tensor([1, 0.75, 0.5, 0.25, 0]))
+    result = flow_match_sigmas(SHIFT_3, 4, None, schedule="uniform")
+    assert torch.equal(result, torch.tensor([1, 0.75, 0.5, 0.25, 0]))
     with pytest.raises(ConfigError) as error:
         load("quickstart", ["model.schedule=uniform", "model.shift=3.0"])
     assert "shift = 3 with schedule = 'uniform', which has none" in error.value.lines[0]
@@ -60,11 +60,11 @@ def test_unbiased_standard_deviations():
     groups together have the values 0 2 4 1 1 1.
     """
     groups = [np.array([0.0, 2, 4]), np.array([1.0, 1, 1])]
-    (found, flat), _ = advantages(groups, Advantages(std="group", eps=1e-8, unbiased=True))
-    np.testing.assert_allclose(found, [-1, 0, 1], rtol=1e-6)
+    (result, flat), _ = advantages(groups, Advantages(std="group", eps=1e-8, unbiased=True))
+    np.testing.assert_allclose(result, [-1, 0, 1], rtol=1e-6)
     assert not flat.any()
-    (found, _), _ = advantages(groups, Advantages(std="global", eps=1e-8, unbiased=True))
-    np.testing.assert_allclose(found, np.array([-2, 0, 2]) / np.sqrt(9.5 / 5), rtol=1e-6)
+    (result, _), _ = advantages(groups, Advantages(std="global", eps=1e-8, unbiased=True))
+    np.testing.assert_allclose(result, np.array([-2, 0, 2]) / np.sqrt(9.5 / 5), rtol=1e-6)
     (alone,), metrics = advantages(
         [np.array([3.0])], Advantages(std="group", eps=1.0, unbiased=True)
     )
@@ -101,9 +101,9 @@ def test_averages_follow_every_optimizer_step(tiny_sd3_dir, monkeypatch):
     monkeypatch.setattr("learner.averages.blend", record_blend)
     for iteration in (0, 1):
         trainer.update(iteration, tiny_groups())
-    wanted = [("ema", 2 / 11), ("ema", 3 / 12), ("old", 0.2)]
-    wanted += [("ema", 4 / 13), ("ema", 5 / 14), ("old", 0.4)]
-    assert calls == wanted
+    expected = [("ema", 2 / 11), ("ema", 3 / 12), ("old", 0.2)]
+    expected += [("ema", 4 / 13), ("ema", 5 / 14), ("old", 0.4)]
+    assert calls == expected
 
 
 def test_failed_second_step_undoes_the_averages(tiny_sd3_dir):

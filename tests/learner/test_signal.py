@@ -19,11 +19,11 @@ def test_cosine_of_three_gradients_matches_a_manual_calculation():
     one gradient, a single pair remains: sqrt(3)/2, 0 or 1/2. Lengths do not matter.
     """
     rows = [torch.tensor([1.0, 0]), torch.tensor([1.0, math.sqrt(3)]), torch.tensor([0, 5.0])]
-    found, root = mean_cosine(rows), math.sqrt(3) / 2
+    actual, root = mean_cosine(rows), math.sqrt(3) / 2
     left = np.array([root, 0, 0.5])
-    assert found.mean == pytest.approx((0.5 + root) / 3, abs=1e-7)
-    wanted = math.sqrt(2 / 3 * ((left - left.mean()) ** 2).sum())
-    assert found.stderr == pytest.approx(wanted, abs=1e-7) and found.batches == 3
+    assert actual.mean == pytest.approx((0.5 + root) / 3, abs=1e-7)
+    expected = math.sqrt(2 / 3 * ((left - left.mean()) ** 2).sum())
+    assert actual.stderr == pytest.approx(expected, abs=1e-7) and actual.batches == 3
 
 
 def test_cosine_is_the_share_of_signal_and_its_error_is_realistic():
@@ -34,13 +34,13 @@ def test_cosine_is_the_share_of_signal_and_its_error_is_realistic():
     """
     rng = np.random.default_rng(0)
     signal = math.sqrt(0.2 / 0.8) * np.ones(4000)
-    found = [
+    result = [
         mean_cosine([torch.from_numpy(signal + rng.standard_normal(4000)) for _ in range(8)])
         for _ in range(200)
     ]
-    means = np.array([estimate.mean for estimate in found])
+    means = np.array([estimate.mean for estimate in result])
     assert means.mean() == pytest.approx(0.2, abs=4 * means.std() / math.sqrt(200) + 0.002)
-    mean_squared_error = np.mean([estimate.stderr**2 for estimate in found])
+    mean_squared_error = np.mean([estimate.stderr**2 for estimate in result])
     assert 0.67 < mean_squared_error / means.var() < 1.5
 
 
@@ -63,12 +63,12 @@ def test_gradient_equals_that_of_the_update_and_changes_nothing(tiny_sd3_dir):
     """
     trainer, groups = tiny_trainer(tiny_sd3_dir), tiny_groups()
     before = training_state(trainer)
-    found = gradient(trainer, 3, groups)
-    assert found.shape == (trainer.trainable_parameters,) and identical(
+    result = gradient(trainer, 3, groups)
+    assert result.shape == (trainer.trainable_parameters,) and identical(
         before, training_state(trainer)
     )
     assert all(p.grad is None for p in trainer.updater.trained.parameters.values())
-    assert torch.equal(found, gradient(trainer, 3, groups))
-    assert not torch.equal(found, gradient(trainer, 4, groups))
+    assert torch.equal(result, gradient(trainer, 3, groups))
+    assert not torch.equal(result, gradient(trainer, 4, groups))
     metrics = trainer.update(3, groups)
-    assert found.norm().item() == pytest.approx(metrics["grad_norm"], rel=1e-5)
+    assert result.norm().item() == pytest.approx(metrics["grad_norm"], rel=1e-5)

@@ -19,14 +19,16 @@ SEEDS = [3, 2**63 + 5, 7]
 def test_base_weights_equal_the_transformer_without_adapters(tiny_sd3_dir):
     trainer, cond = tiny_trainer(tiny_sd3_dir), tiny_groups(1)[0].cond
     bare = trainer.family.load_transformer("cpu", torch.float32)
-    wanted = sample(trainer.family, bare, cond.repeat(3), SEEDS, 4, "dpmpp_2m", batch_size=8)
+    expected = sample(trainer.family, bare, cond.repeat(3), SEEDS, 4, "dpmpp_2m", batch_size=8)
     samples, images = trainer.generator.generate(cond, SEEDS, weights="base")
     latents = samples["latents"]
     assert samples.keys() == {"latents"}
     assert latents.dtype == np.float32
-    assert np.array_equal(latents, wanted.numpy())
+    assert np.array_equal(latents, expected.numpy())
     assert images.dtype == np.uint8 and images.shape == (3, 3, 16, 16)
-    assert np.array_equal(images, trainer.family.decode(trainer.vae, wanted, batch_size=8).numpy())
+    assert np.array_equal(
+        images, trainer.family.decode(trainer.vae, expected, batch_size=8).numpy()
+    )
 
 
 def test_each_choice_of_weights_uses_its_adapter_and_the_default_is_old(tiny_sd3_dir):

@@ -60,8 +60,8 @@ def test_regeneration_and_evaluation_are_compiled_and_training_is_not(tiny_sd3_d
     eager, trainer = eager_and_compiled(tiny_sd3_dir)
     for _ in range(2):
         for weights in ("old", "ema", "base"):
-            wanted, found = (latents(t, weights)["latents"] for t in (eager, trainer))
-            np.testing.assert_array_equal(found, wanted)
+            expected, actual = (latents(t, weights)["latents"] for t in (eager, trainer))
+            np.testing.assert_array_equal(actual, expected)
         assert len(graphs) == 2
         for each in (eager, trainer):
             each.update(each.done, tiny_groups(1))
@@ -77,8 +77,8 @@ def test_decoding_of_regenerated_images_is_compiled_on_a_gpu(tiny_sd3_dir, graph
     monkeypatch.setattr(generator, "decoder_on", lambda _, *what: decoder_on(cuda, *what))
     eager, trainer = eager_and_compiled(tiny_sd3_dir)
     cond = tiny_groups(1)[0].cond
-    wanted, found = (each.generator.generate(cond, [1, 2])[1] for each in (eager, trainer))
-    np.testing.assert_array_equal(found, wanted)
+    expected, actual = (each.generator.generate(cond, [1, 2])[1] for each in (eager, trainer))
+    np.testing.assert_array_equal(actual, expected)
     assert len(graphs) == 3
 
 
@@ -87,8 +87,8 @@ def test_paths_are_compiled_with_separate_adapters(tiny_sd3_dir, graphs):
     trained policy.
     """
     eager, trainer = eager_and_compiled(tiny_sd3_dir, objective=PATHS["flow_grpo"])
-    wanted, found = latents(eager), latents(trainer)
-    assert all(np.array_equal(found[name], rows) for name, rows in wanted.items())
+    expected, actual = latents(eager), latents(trainer)
+    assert all(np.array_equal(actual[name], rows) for name, rows in expected.items())
     separate = list(graphs)
     latents(trainer, solver="euler")
     merged = graphs[len(separate) :]
@@ -106,15 +106,15 @@ def test_compiled_regeneration_matches_the_eager_one_up_to_rounding(tiny_sd3_dir
     eager, trainer = eager_and_compiled(tiny_sd3_dir)
     before = []
     for weights in ("old", "old", "base"):
-        wanted, found = (latents(t, weights)["latents"] for t in (eager, trainer))
+        expected, actual = (latents(t, weights)["latents"] for t in (eager, trainer))
         (group,) = tiny_groups(1)
         nudged = _nudged(group.cond, torch.finfo(torch.float32).eps)
         moved = eager.generator.generate(nudged, [1, 2], weights=weights)[0]["latents"]
         roundings = 4 * len(adapted_modules(trainer.transformer))
-        bound = SAFETY * roundings**0.5 * relative_distance(moved, wanted)
-        assert 0 < relative_distance(found, wanted) <= bound
-        assert all(relative_distance(found, other) > 100 * bound for other in before)
-        before.append(found)
+        bound = SAFETY * roundings**0.5 * relative_distance(moved, expected)
+        assert 0 < relative_distance(actual, expected) <= bound
+        assert all(relative_distance(actual, other) > 100 * bound for other in before)
+        before.append(actual)
         for each in (eager, trainer):
             state = adapter_state(each.transformer, "old")
             load_adapter_state(each.transformer, "old", {k: 2 * t for k, t in state.items()})

@@ -62,14 +62,14 @@ def test_accumulated_gradients_equal_those_of_one_batch(tiny_sd3_dir, batch_size
         tiny_sd3_dir, optimizer=optimizer, objective={"times_per_sample": 3, "kl": 0.5}
     )
     groups = tiny_groups()
-    wanted, loss = plain_gradients(trainer, 1, groups)
+    expected, loss = plain_gradients(trainer, 1, groups)
     metrics = trainer.update(1, groups)
     moments = trainer.updater.trained.state()
-    norm = float(torch.stack([g.double().norm() for g in wanted.values()]).norm())
-    unused = {name.rsplit(".lora_")[0] for name, g in wanted.items() if not g.any()}
+    norm = float(torch.stack([g.double().norm() for g in expected.values()]).norm())
+    unused = {name.rsplit(".lora_")[0] for name, g in expected.items() if not g.any()}
     # the text queries of the last block are not used; all others get gradients
     assert unused == {"transformer_blocks.1.attn.add_q_proj"}
-    for name, gradient in wanted.items():
+    for name, gradient in expected.items():
         torch.testing.assert_close(
             moments[f"exp_avg/{name}"], 0.1 * gradient, rtol=0, atol=1e-6 * norm
         )
@@ -93,8 +93,8 @@ def test_step_is_adamw_with_clipped_gradients(tiny_sd3_dir):
     )  # torch divides by norm + 1e-6
     for name, old in before.items():
         g = clipped[name]
-        wanted = old.double() * (1 - 1e-2 * 0.1) - 1e-2 * g / (g.abs() + 1e-5)
-        torch.testing.assert_close(state[f"weight/{name}"].double(), wanted, rtol=0, atol=1e-6)
+        expected = old.double() * (1 - 1e-2 * 0.1) - 1e-2 * g / (g.abs() + 1e-5)
+        torch.testing.assert_close(state[f"weight/{name}"].double(), expected, rtol=0, atol=1e-6)
 
 
 def test_update_changes_only_adapters_and_averages(tiny_sd3_dir):

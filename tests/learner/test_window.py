@@ -223,10 +223,10 @@ def test_normed_log_ratio_has_no_drift():
     }
     x_next = steps["old"].mean + steps["old"].std * z
     plain = steps["current"].log_prob(x_next) - steps["old"].log_prob(x_next)
-    found = objective._normed(plain, steps)
+    result = objective._normed(plain, steps)
     assert plain.mean().item() == pytest.approx(-0.28125, abs=0.015)
-    assert found.mean().item() == pytest.approx(0.0, abs=0.0075)
-    assert found.std().item() == pytest.approx(3 / 8, rel=4 / math.sqrt(2 * count))
+    assert result.mean().item() == pytest.approx(0.0, abs=0.0075)
+    assert result.std().item() == pytest.approx(3 / 8, rel=4 / math.sqrt(2 * count))
 
 
 def test_normed_ratio_at_the_sampling_weights_is_exactly_1():

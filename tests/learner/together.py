@@ -178,9 +178,9 @@ def sharded_not_finite(model: Path, join: Callable[[], Replicas]) -> Outcome:
     original = objective.loss
 
     def loss(points: Points, *arguments: Any) -> Any:
-        found, metrics = original(points, *arguments)
+        result, metrics = original(points, *arguments)
         calls.extend([1] if len(points) > 1 else [])  # only in a turn of this replica
-        return found * (np.nan if len(calls) == 2 else 1), metrics
+        return result * (np.nan if len(calls) == 2 else 1), metrics
 
     if replicas.rank == replicas.size - 1:
         objective.__dict__["loss"] = loss

@@ -85,15 +85,15 @@ def test_every_layer_of_the_shipped_model_stays_within_its_error_bound(shipped):
         x, g, y = (recorded[name][part].flatten(0, -2).double() for part in ("x", "g", "y"))
         a, b = (part["current"].weight.detach().double() for part in (layer.lora_A, layer.lora_B))
         s = layer.scaling["current"]
-        wanted = {
+        expected = {
             "A": (s * (g @ b).t() @ x, s * (g.abs() @ b.abs()).t() @ x.abs(), len(b)),
             "B": (s * g.t() @ (x @ a.t()), s * g.abs().t() @ (x.abs() @ a.abs().t()), a.shape[1]),
         }
-        for part, (exact, size, terms) in wanted.items():
-            found = getattr(layer, f"lora_{part}")["current"].weight.grad
-            assert found.dtype == torch.float32
+        for part, (exact, size, terms) in expected.items():
+            actual = getattr(layer, f"lora_{part}")["current"].weight.grad
+            assert actual.dtype == torch.float32
             bound = (1 + U) ** 3 * (1 + (terms + len(x) + 3) * V) - 1
-            assert ((found.double() - exact).abs() <= bound * size).all(), (name, part)
+            assert ((actual.double() - exact).abs() <= bound * size).all(), (name, part)
         base = layer.base_layer
         start = x @ base.weight.double().t() + base.bias.double()
         size = x.abs() @ base.weight.double().abs().t() + base.bias.double().abs()
@@ -183,19 +183,19 @@ def test_full_gradient_is_as_accurate_as_with_float32_adapters(shipped):
         for name, parameter in exact.named_parameters():
             parameter.copy_(narrow[name].float())
     backward(family, exact)
-    wanted, peft = gradient(exact), gradient(other)
+    exact_gradient, peft = gradient(exact), gradient(other)
 
     def relative_distance(one: torch.Tensor, two: torch.Tensor) -> float:
-        return float((one - two).norm() / wanted.norm())
+        return float((one - two).norm() / exact_gradient.norm())
 
     print(
-        relative_distance(own, wanted),
-        relative_distance(peft, wanted),
+        relative_distance(own, exact_gradient),
+        relative_distance(peft, exact_gradient),
         relative_distance(own, peft),
     )
     expected = U * (2 * 4 * 20) ** 0.5
     assert relative_distance(own, peft) < expected
-    assert relative_distance(own, wanted) < 1.25 * relative_distance(peft, wanted)
+    assert relative_distance(own, exact_gradient) < 1.25 * relative_distance(peft, exact_gradient)
 
 
 def test_adapter_weights_stay_float32_and_a_float32_base_matches_peft():

@@ -74,7 +74,7 @@ def gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "engine", "wanted", "why"),
+    ("capability", "engine", "expected", "why"),
     [
         (
             (10, 0),
@@ -97,12 +97,12 @@ def gpu(monkeypatch):
     ],
 )
 def test_auto_selects_the_fastest_backend_and_reports_the_reasons(
-    gpu, capability, engine, wanted, why
+    gpu, capability, engine, expected, why
 ):
     gpu(capability, engine)
     backend, reason = resolve_backend("auto", "cuda")
-    assert backend is BACKENDS[wanted]
-    assert reason.startswith(f"auto: {wanted} is the quickest")
+    assert backend is BACKENDS[expected]
+    assert reason.startswith(f"auto: {expected} is the quickest")
     assert why in reason
     assert "\n" not in reason
 
@@ -254,9 +254,9 @@ def test_explorer_reports_slow_eager_packing(gpu, monkeypatch, compile, ends):
 def test_learner_packs_weights_for_gpus_that_it_does_not_have():
     for name in ("te_nvfp4", "torch_nvfp4"):
         packed = packing_backend(name, "cpu").pack(torch.randn(16, 32), True)
-        wanted = BACKENDS["emulated_nvfp4"].pack(torch.zeros(16, 32), True)
+        expected = BACKENDS["emulated_nvfp4"].pack(torch.zeros(16, 32), True)
         assert {key: (t.dtype, t.shape) for key, t in packed.items()} == {
-            key: (t.dtype, t.shape) for key, t in wanted.items()
+            key: (t.dtype, t.shape) for key, t in expected.items()
         }
         assert packing_backend(name, "cpu").wire_format == "nvfp4"
     assert packing_backend("auto", "cpu").name == "emulated_nvfp4"

@@ -55,8 +55,8 @@ class Transformer(nn.Module):
 def test_equal_blocks_share_one_graph(graphs):
     transformer = Transformer(6)
     x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
-    found = compiled(transformer, CPU)
-    assert torch.equal(found(x), transformer(x))
+    result = compiled(transformer, CPU)
+    assert torch.equal(result(x), transformer(x))
     assert len(graphs) == 1
 
 
@@ -64,14 +64,14 @@ def test_equal_blocks_share_one_graph(graphs):
 def test_the_original_stays_eager_and_shares_its_weights(graphs):
     transformer = Transformer(2)
     names = [name for name, _ in transformer.named_modules()]
-    found = compiled(transformer, CPU)
+    result = compiled(transformer, CPU)
     assert [name for name, _ in transformer.named_modules()] == names
     x = torch.ones(1, 32)
-    found(x)
+    result(x)
     for block in transformer.blocks:
         block.out.wire_targets()["scales"].mul_(2)
     transformer.proj_in.weight.data = torch.randn(32, 32)
-    assert torch.equal(found(x), transformer(x))
+    assert torch.equal(result(x), transformer(x))
     assert len(graphs) == 1
 
 

@@ -40,9 +40,9 @@ images divided by 8.
 
 
 def achieved_rates(device, form):
-    found = cost.rates_of(ACCELERATORS[device], form)
-    assert found is not None
-    return found
+    result = cost.rates_of(ACCELERATORS[device], form)
+    assert result is not None
+    return result
 
 
 def test_predicted_seconds_match_a_manual_calculation():
@@ -73,8 +73,8 @@ def test_kernel_launches_limit_a_tiny_step():
     step = Step(1e9, 0.9e9, 100, 1e6, 1000, 1e6)
     assert cost.seconds(step, achieved_rates("B200", "bf16")) == 1000 * ISSUE
     assert cost.seconds(step, achieved_rates("B200", "nvfp4")) == pytest.approx(1200 * ISSUE)
-    found = cost.seconds(step, achieved_rates("B200", "nvfp4"), compiled=True)
-    assert found == pytest.approx(750 * ISSUE)
+    result = cost.seconds(step, achieved_rates("B200", "nvfp4"), compiled=True)
+    assert result == pytest.approx(750 * ISSUE)
 
 
 def test_configured_share_applies_to_every_product():
@@ -95,8 +95,8 @@ def test_predicted_seconds_are_near_the_measured_ones(name):
     at = achieved_rates("H200", "bf16")
     assert 1e3 * times * cost.seconds(STEPS[name], at) == pytest.approx(eager, rel=0.08)
     if compiled is not None:
-        found = 1e3 * times * cost.seconds(STEPS[name], at, compiled=True)
-        assert found == pytest.approx(compiled, rel=0.11)
+        result = 1e3 * times * cost.seconds(STEPS[name], at, compiled=True)
+        assert result == pytest.approx(compiled, rel=0.11)
 
 
 def test_cuda_device_names_select_accelerators():
@@ -142,9 +142,9 @@ def test_every_format_is_faster_with_kernels_and_slower_with_eager_packing():
 def test_published_steps_match_the_counted_ones(name):
     with case_of(name, 1024, False) as case:
         transformer = case.build("meta", torch.bfloat16)
-        found = step_of(case.family, transformer, BACKENDS["torch_nvfp4"], 8)
-    for field, wanted in vars(STEPS[name]).items():  # test_memory checks peak and widest
-        assert getattr(found, field) == pytest.approx(wanted, rel=1e-3), field
+        actual = step_of(case.family, transformer, BACKENDS["torch_nvfp4"], 8)
+    for field, expected in vars(STEPS[name]).items():  # test_memory checks peak and widest
+        assert getattr(actual, field) == pytest.approx(expected, rel=1e-3), field
 
 
 def test_counts_of_a_small_model_match_a_manual_count():

@@ -63,7 +63,7 @@ def config(tiny_sd3_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("precision", "arm", "on_gpu", "wanted"),
+    ("precision", "arm", "on_gpu", "expected"),
     [
         ("auto", "sol_rl", True, torch.bfloat16),
         ("auto", "sol_rl", False, torch.float32),
@@ -73,9 +73,9 @@ def config(tiny_sd3_dir, tmp_path):
         ("auto", "naive_scaling", True, torch.float32),
     ],
 )
-def test_only_proxy_images_are_decoded_in_bfloat16(precision, arm, on_gpu, wanted):
+def test_only_proxy_images_are_decoded_in_bfloat16(precision, arm, on_gpu, expected):
     config = load("quickstart", [f"arm={arm}", f"explore.decoder_precision={precision}"])
-    assert proxy_dtype(config, on_gpu) == wanted
+    assert proxy_dtype(config, on_gpu) == expected
 
 
 def test_quickstart_decodes_with_its_float32_autoencoder():

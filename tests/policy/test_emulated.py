@@ -41,7 +41,7 @@ def test_forward_is_alpha_times_the_product_of_operands(linear, shape):
         packed.codes, packed.scales, nvfp4.nibble_values(), nvfp4.scale_values()
     )
     alpha = amax.double() * packed.amax.double() / (36 * 448 * 448)
-    wanted = alpha * (ux.double() @ uw.double().t()) + linear.bias.double()
+    expected = alpha * (ux.double() @ uw.double().t()) + linear.bias.double()
     bound = (
         (64 + 4)
         * 2.0**-24
@@ -49,7 +49,7 @@ def test_forward_is_alpha_times_the_product_of_operands(linear, shape):
     )
     y = emulated_layer(linear)(x)
     assert y.shape == (*shape[:-1], 24) and y.dtype == torch.float32
-    assert ((y.double() - wanted).abs() <= bound).all()
+    assert ((y.double() - expected).abs() <= bound).all()
 
 
 @torch.no_grad()
@@ -107,15 +107,15 @@ def test_plan_quantizes_the_matrix_products_of_the_blocks(family, transformer):
     }
     quantized = {name for name, row in plan.items() if row.quantized}
     attention = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")
-    wanted = {f"transformer_blocks.{i}.attn.{part}" for i in range(2) for part in attention}
-    wanted |= {
+    expected = {f"transformer_blocks.{i}.attn.{part}" for i in range(2) for part in attention}
+    expected |= {
         f"transformer_blocks.{i}.ff.net.{part}" for i in range(2) for part in ("0.proj", "2")
     }
-    wanted |= {
+    expected |= {
         f"transformer_blocks.0.{part}"
         for part in ("attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2")
     }
-    assert quantized == wanted
+    assert quantized == expected
     assert plan["proj_out"].why == "left unquantized by the model family: proj_out"
     assert plan["transformer_blocks.0.norm1.linear"].shape == (192, 32)
     assert {name for name, _ in weight_modules(transformer)} == set(plan)

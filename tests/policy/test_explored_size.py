@@ -46,16 +46,16 @@ def test_smaller_noise_is_the_block_sum_of_the_same_noise(sizes):
     """
     full, small = sizes
     noise = noise_for(SEEDS, full.latent_shape)
-    found = full.smaller_noise(noise, small)
-    assert found.shape == (len(SEEDS), *small.latent_shape)
-    count = found.numel()
-    assert abs(float(found.mean())) < 4 / count**0.5
-    assert abs(float(found.var()) - 1) < 4 * (2 / count) ** 0.5
-    large, reduced = full.spatial(noise)[7].numpy(), small.spatial(found)[7].numpy()
+    result = full.smaller_noise(noise, small)
+    assert result.shape == (len(SEEDS), *small.latent_shape)
+    count = result.numel()
+    assert abs(float(result.mean())) < 4 / count**0.5
+    assert abs(float(result.var()) - 1) < 4 * (2 / count) ** 0.5
+    large, reduced = full.spatial(noise)[7].numpy(), small.spatial(result)[7].numpy()
     _, rows, columns = large.shape
     blocks = large.reshape(len(large), rows // 2, 2, columns // 2, 2).sum((2, 4)) / 2
     np.testing.assert_allclose(reduced, blocks, atol=1e-6)
-    assert torch.equal(full.smaller_noise(noise[7:8], small), found[7:8])
+    assert torch.equal(full.smaller_noise(noise[7:8], small), result[7:8])
 
 
 def test_smaller_image_uses_the_noise_of_the_full_size(name, sizes, request):

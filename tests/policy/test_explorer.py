@@ -43,11 +43,11 @@ def test_explorer_has_the_merged_weights(family, adapted, randomise):
     assert explorer.version is None
     assert explorer.load(manifest, chunks) == (4, manifest.checksum)
     assert explorer.version == 4
-    wanted = dict(merged_weights(adapted, "old"))
+    expected = dict(merged_weights(adapted, "old"))
     base = family.load_transformer("cpu", torch.float32)
     for row in explorer.plan:
         layer = explorer.transformer.get_submodule(row.name)
-        weight = wanted.get(row.name, base.get_submodule(row.name).weight)
+        weight = expected.get(row.name, base.get_submodule(row.name).weight)
         assert (
             torch.equal(unpacked(layer), dequantize(quantize(weight, search=True)))
             if row.quantized
@@ -55,7 +55,7 @@ def test_explorer_has_the_merged_weights(family, adapted, randomise):
         )
         assert row.quantized or torch.equal(layer.weight, weight)
     # the feed-forward layers have no adapters
-    assert sum(row.quantized and row.name not in wanted for row in explorer.plan) == 6
+    assert sum(row.quantized and row.name not in expected for row in explorer.plan) == 6
 
 
 def test_published_weights_use_four_and_a_half_bits_each(family, adapted):
@@ -123,8 +123,8 @@ def test_fp32_explorer_generates_the_same_images_as_the_learner(family, adapted,
     assert latents.dtype == np.float32
     rows = cond.rows(1).repeat(3)
     with use_adapter(adapted, "current"):
-        wanted = sample(family, adapted, rows, SEEDS, 3, "dpmpp_2m")
-    np.testing.assert_allclose(latents, wanted, rtol=0, atol=1e-5)
+        expected = sample(family, adapted, rows, SEEDS, 3, "dpmpp_2m")
+    np.testing.assert_allclose(latents, expected, rtol=0, atol=1e-5)
     with use_adapter(adapted, None):
         assert (
             np.abs(latents - sample(family, adapted, rows, SEEDS, 3, "dpmpp_2m").numpy()).max()
@@ -147,8 +147,8 @@ def test_low_precision_explorers_generate_nearly_the_same_images(
     manifest, chunks, _ = publisher(family, adapted, backend).export("current", 0)
     explorer.load(manifest, chunks)
     _, latents = explorer.explore(cond.rows(1), SEEDS, 3, "dpmpp_2m")
-    wanted = sample(family, adapted, cond.rows(1).repeat(3), SEEDS, 3, "dpmpp_2m").numpy()
-    error = np.linalg.norm(latents - wanted) / np.linalg.norm(wanted)
+    expected = sample(family, adapted, cond.rows(1).repeat(3), SEEDS, 3, "dpmpp_2m").numpy()
+    error = np.linalg.norm(latents - expected) / np.linalg.norm(expected)
     assert 1e-4 < error < 0.05
     again = Explorer(family, backend)
     again.load(manifest, chunks)

@@ -232,14 +232,16 @@ def test_compiled_explorer_generates_nearly_the_same_images(family, adapted, con
         explorer_of(family, adapted, "fp8", compile=compile) for compile in (False, True)
     )
     for version in (0, 1):
-        wanted = eager.explore(cond.rows(0), (5, 6), 2, "dpmpp_2m")[1]
-        found = compiled.explore(cond.rows(0), (5, 6), 2, "dpmpp_2m")[1]
-        assert np.linalg.norm(found - wanted) <= 0.01 * np.linalg.norm(wanted)
+        expected = eager.explore(cond.rows(0), (5, 6), 2, "dpmpp_2m")[1]
+        actual = compiled.explore(cond.rows(0), (5, 6), 2, "dpmpp_2m")[1]
+        assert np.linalg.norm(actual - expected) <= 0.01 * np.linalg.norm(expected)
         if version == 0:
             randomise(adapted, "current", 9)
             for explorer in (eager, compiled):
                 explorer.load(*publisher(family, adapted, BACKENDS["fp8"]).export("current", 1)[:2])
-            assert not np.array_equal(eager.explore(cond.rows(0), (5, 6), 2, "dpmpp_2m")[1], wanted)
+            assert not np.array_equal(
+                eager.explore(cond.rows(0), (5, 6), 2, "dpmpp_2m")[1], expected
+            )
 
 
 @pytest.mark.slow
@@ -254,5 +256,5 @@ def test_compiled_emulation_equals_the_eager_one_bit_for_bit():
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) ** 5
     x[0, :16], x[1, 16:32], x[2, 3] = 0, 1e-12, 6.0
     operand, amax = torch.compile(lambda x: quantize_activation(x), dynamic=False)(x)
-    wanted, wanted_amax = quantize_activation(x)
-    assert torch.equal(operand + 0.0, wanted + 0.0) and amax == wanted_amax
+    expected, wanted_amax = quantize_activation(x)
+    assert torch.equal(operand + 0.0, expected + 0.0) and amax == wanted_amax

@@ -229,10 +229,10 @@ def test_offloaded_text_encoders_are_on_the_device_only_during_encoding(name, di
     original = encoder.pipe.to
     encoder.pipe.to = lambda device: moves.append(str(device)) or original(device)
     images = [source_for("a red circle", family.model.height, family.model.width)]
-    found = encoder.encode(["a red circle"], images if family.edits else None)
+    result = encoder.encode(["a red circle"], images if family.edits else None)
     assert moves == ["cpu", "cpu"] and encoder.offload
     resident = conditioning(family)
-    assert all(torch.equal(found.tensors[key], tensor) for key, tensor in resident.tensors.items())
+    assert all(torch.equal(result.tensors[key], tensor) for key, tensor in resident.tensors.items())
 
     class FakePipe:
         components: dict = {}
@@ -278,10 +278,10 @@ def test_slicing_keeps_images_and_tiling_changes_pixels(name, directory):
         vae.tile_latent_min_size, vae.tile_sample_min_size = 4, 8
     calls.clear()
     vae.decoder.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
-    found = tiled.decode(vae, latents).int()
+    result = tiled.decode(vae, latents).int()
     assert len(calls) > 1
-    assert found.shape == images.shape
-    assert (found - images).abs().float().mean() > 0.1
+    assert result.shape == images.shape
+    assert (result - images).abs().float().mean() > 0.1
 
 
 @pytest.mark.parametrize("name", one_of_twins(True))
@@ -326,11 +326,11 @@ def test_core_code_contains_no_family_name():
             if "families" not in file.relative_to(REPOSITORY).parts
         ]
     assert len(files) > 30
-    found = [
+    result = [
         f"{file.name}:{number}: {line.strip()}"
         for file in files
         for number, line in enumerate(file.read_text().splitlines(), 1)
         if pattern.search(line)
     ]
-    assert found == []
+    assert result == []
     assert set(SETTINGS) == set(FAMILIES)

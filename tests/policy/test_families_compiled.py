@@ -103,9 +103,9 @@ def test_second_training_iteration_makes_no_new_graph(name, directory, graphs, m
         lambda *a, **more: recomputed_calls.append(a) or real(*a, **more),
     )
     for iteration in (1, 2):
-        wanted = eager.update(iteration, groups_of(eager))
+        expected = eager.update(iteration, groups_of(eager))
         recomputed = len(recomputed_calls)
-        assert trainer.update(iteration, groups_of(trainer)) == wanted
+        assert trainer.update(iteration, groups_of(trainer)) == expected
         assert trainer.checksum() == eager.checksum()
         assert len(recomputed_calls) == 2 * recomputed > 0
         recomputed_calls.clear()

@@ -87,9 +87,9 @@ def family(directory, monkeypatch, tmp_path):
     assert rows.keys() - FAMILIES.keys() == {EXAMPLE}
     monkeypatch.setitem(FAMILIES, EXAMPLE, load_class(rows[EXAMPLE], Family))
     model = Model(path=str(directory), height=16, width=24, max_sequence_length=12)
-    found = family_for(model.model_copy(update={"family": EXAMPLE}))
-    found.check()
-    yield found
+    result = family_for(model.model_copy(update={"family": EXAMPLE}))
+    result.check()
+    yield result
     sys.modules.pop(f"policy.families.{EXAMPLE}")
 
 

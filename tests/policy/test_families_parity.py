@@ -115,9 +115,9 @@ def test_non_square_images_match_diffusers(tiny):
     theirs = stock_call(
         tiny.pipe, wide.model, PROMPTS[1], noise, 3, "pil", **sigmas_argument(tiny, 3)
     )
-    found = wide.decode(wide.load_vae("cpu", torch.float32), ours).numpy()
-    assert found.shape == (2, *image_shape(wide.model))
-    np.testing.assert_array_equal(found, as_array(theirs))
+    result = wide.decode(wide.load_vae("cpu", torch.float32), ours).numpy()
+    assert result.shape == (2, *image_shape(wide.model))
+    np.testing.assert_array_equal(result, as_array(theirs))
 
 
 PADDED = ("qwen_image", "qwen_image_edit", "z_image")
@@ -154,8 +154,8 @@ def test_conditioning_equals_that_of_the_diffusers_pipeline(tiny):
         with torch.no_grad():  # with gradients, attention would use another kernel
             embeds, *_ = tiny.pipe.encode_prompt(prompt, max_sequence_length=tokens, **more)
         used = embeds[0]
-        found = tiny.encoded.tensors["prompt_embeds"][row]
-        assert torch.equal(found[: len(used)], used) and not found[len(used) :].any()
+        result = tiny.encoded.tensors["prompt_embeds"][row]
+        assert torch.equal(result[: len(used)], used) and not result[len(used) :].any()
     first, second = tiny.encoded.tensors["prompt_embeds"]
     assert (first - second).abs().max() > 0.01
 

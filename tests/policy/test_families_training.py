@@ -167,12 +167,12 @@ def test_gradients_match_finite_differences(name, directory, monkeypatch):
         noise = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in parameters]
         length = float(torch.stack([n.norm() for n in noise]).norm())
         direction = [g / norm + n / length for g, n in zip(gradient, noise, strict=True)]
-        found = (
+        actual = (
             8 * (loss_at(h, direction) - loss_at(-h, direction))
             - (loss_at(2 * h, direction) - loss_at(-2 * h, direction))
         ) / (12 * h)
-        wanted = sum(float((g * d).sum()) for g, d in zip(gradient, direction, strict=True))
-        assert found == pytest.approx(wanted, rel=SLOPE.get(name, 1e-4))
+        expected = sum(float((g * d).sum()) for g, d in zip(gradient, direction, strict=True))
+        assert actual == pytest.approx(expected, rel=SLOPE.get(name, 1e-4))
 
 
 @pytest.mark.parametrize("name", one_of_twins(False))

@@ -41,9 +41,9 @@ def test_shift_depends_on_the_resolution(tiny, side, tokens):
     assert family.latent_shape == (tokens, 16)
     mu = 0.5 + 0.65 * (tokens - 256) / 3840
     t = np.linspace(1, 0.1, 10)
-    wanted = np.append(np.exp(mu) / (np.exp(mu) + 1 / t - 1), 0.0)
+    expected = np.append(np.exp(mu) / (np.exp(mu) + 1 / t - 1), 0.0)
     sigmas = family.sigmas(10)
-    np.testing.assert_allclose(sigmas, wanted, rtol=8 * 2.0**-24)
+    np.testing.assert_allclose(sigmas, expected, rtol=8 * 2.0**-24)
     assert sigmas.dtype == torch.float32 and sigmas[0] == 1 and (sigmas[1:] < sigmas[:-1]).all()
 
 

@@ -57,8 +57,8 @@ def test_forward_is_the_product_of_dequantized_operands(device, bias, shape):
     weight = FP8.decode(FP8.pack(linear.weight, True)).double()
     product = rows @ weight.t()
     offset = linear.bias.double() if bias else torch.zeros(48, device=device).double()
-    wanted = product + offset
-    rounding = 2.0**-8 * (product.abs() + offset.abs() + wanted.abs())
+    expected = product + offset
+    rounding = 2.0**-8 * (product.abs() + offset.abs() + expected.abs())
     if device == "cpu":
         sums = 66 * 2.0**-24 * (rows.abs() @ weight.abs().t())
     else:
@@ -68,7 +68,7 @@ def test_forward_is_the_product_of_dequantized_operands(device, bias, shape):
     bound = sums + rounding
     y = fp8_layer(linear)(x)
     assert y.shape == (*shape[:-1], 48) and y.dtype == torch.float32
-    assert ((y.reshape(-1, 48).double() - wanted).abs() <= bound).all()
+    assert ((y.reshape(-1, 48).double() - expected).abs() <= bound).all()
 
 
 @torch.no_grad()

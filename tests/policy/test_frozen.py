@@ -80,11 +80,11 @@ def test_packed_layer_equals_linear_with_unpacked_weight(packing: Any, dtype: to
     x = torch.randn(2, 5, 128, dtype=dtype)
     x_packed, x_plain = x.clone().requires_grad_(), x.clone().requires_grad_()
     y = module(x_packed)
-    wanted = nn.functional.linear(x_plain, module.dequantized(), module.bias)
-    assert torch.equal(y, wanted)
-    weights = torch.randn(wanted.shape).to(dtype)
+    expected = nn.functional.linear(x_plain, module.dequantized(), module.bias)
+    assert torch.equal(y, expected)
+    weights = torch.randn(expected.shape).to(dtype)
     (y * weights).sum().backward()
-    (wanted * weights).sum().backward()
+    (expected * weights).sum().backward()
     assert x_packed.grad is not None and x_plain.grad is not None
     assert torch.equal(x_packed.grad, x_plain.grad)
 
@@ -115,10 +115,10 @@ def test_adapter_gradients_match_those_of_an_unpacked_base(family, packing, dtyp
     # the same products, but roundings in another order
     bound = 1e-5 if dtype == torch.float32 else 0.05
     for name, gradient in gradients[0].items():
-        wanted = gradients[1][name]
-        if wanted is None or not wanted.abs().max():
+        expected = gradients[1][name]
+        if expected is None or not expected.abs().max():
             continue
-        assert (gradient - wanted).norm() <= bound * wanted.norm(), name
+        assert (gradient - expected).norm() <= bound * expected.norm(), name
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

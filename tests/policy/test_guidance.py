@@ -96,13 +96,13 @@ def test_rows_keep_their_negative_prompt(tiny_sd3_dir):
     plain = family.load_text("cpu", torch.float32)
     rows = family.load_text("cpu", torch.float32, NEGATIVE).encode(PROMPTS)
     positive, negative_rows = rows.rows([1, 0]).split_negative()
-    wanted = plain.encode([PROMPTS[1], PROMPTS[0]])
+    expected = plain.encode([PROMPTS[1], PROMPTS[0]])
     negative = plain.encode([NEGATIVE, NEGATIVE])
-    for name, tensor in wanted.tensors.items():
+    for name, tensor in expected.tensors.items():
         assert torch.equal(positive.tensors[name], tensor)
         assert torch.equal(negative_rows.tensors[name], negative.tensors[name])
     with pytest.raises(ValueError, match="without a negative prompt"):
-        wanted.split_negative()
+        expected.split_negative()
 
 
 def test_negative_prompt_is_encoded_with_the_image_of_its_row(tiny_qwen_image_edit_dir):
@@ -125,13 +125,13 @@ def test_gradients_flow_through_both_velocities(tiny_sd3_dir):
     x, sigma = noise_for(SEEDS[:2], tiny.family.latent_shape), torch.tensor([0.3, 0.8])
 
     def gradient(cond: Conditioning, guided: Guided | None) -> torch.Tensor:
-        found = velocity(tiny.family, tiny.denoiser, x, sigma, cond, guided)
-        return torch.autograd.grad(found.sum(), weight)[0]
+        result = velocity(tiny.family, tiny.denoiser, x, sigma, cond, guided)
+        return torch.autograd.grad(result.sum(), weight)[0]
 
     positive, negative = (gradient(part, None) for part in rows.split_negative())
     for one_pass in (True, False):
-        found = gradient(rows, Guided(2.5, one_pass))
-        torch.testing.assert_close(found, 2.5 * positive - 1.5 * negative, rtol=1e-4, atol=1e-3)
+        result = gradient(rows, Guided(2.5, one_pass))
+        torch.testing.assert_close(result, 2.5 * positive - 1.5 * negative, rtol=1e-4, atol=1e-3)
     assert (positive - negative).abs().max() > 0.1
 
 

@@ -71,29 +71,29 @@ DIFFICULT = (
 def assert_fp8(x: torch.Tensor) -> None:
     x = x.to(DEVICE)
     codes, scales = kernels.fp8_pack(x)
-    wanted = row_scales(
+    expected = row_scales(
         x.cpu()
     )  # a GPU computes an eager division by a constant as a product with 1 / 448
-    bits = quantize_rows(x.cpu(), wanted).view(torch.uint8)
-    assert torch.equal(scales.cpu().view(torch.int32), wanted.view(torch.int32)) or bool(
-        (scales.cpu().isnan() == wanted.isnan()).all()
-        and torch.equal(scales.cpu().nan_to_num(1), wanted.nan_to_num(1))
+    bits = quantize_rows(x.cpu(), expected).view(torch.uint8)
+    assert torch.equal(scales.cpu().view(torch.int32), expected.view(torch.int32)) or bool(
+        (scales.cpu().isnan() == expected.isnan()).all()
+        and torch.equal(scales.cpu().nan_to_num(1), expected.nan_to_num(1))
     )
-    found = codes.cpu().view(torch.uint8)
+    actual = codes.cpu().view(torch.uint8)
     nan = (bits & 127) == 127  # the sign of a NaN depends on the processor
-    assert torch.equal(found & 127, bits & 127) and torch.equal(found[~nan], bits[~nan])
+    assert torch.equal(actual & 127, bits & 127) and torch.equal(actual[~nan], bits[~nan])
 
 
 def assert_nvfp4(x: torch.Tensor, exact: bool = False) -> None:
     codes, scales, factor = (t.cpu() for t in kernels.nvfp4_pack(x.to(DEVICE), exact))
-    wanted = pack_activation(padded_rows(x), exact)
-    order = swizzled(wanted.scales)
+    expected = pack_activation(padded_rows(x), exact)
+    order = swizzled(expected.scales)
     assert torch.equal(scales & 127, order & 127)
-    if wanted.amax.isnan():  # every product is NaN, whatever the codes are
+    if expected.amax.isnan():  # every product is NaN, whatever the codes are
         assert factor.isnan() and bool(((order & 127) == 127).any())
         return
-    assert torch.equal(scales, order) and torch.equal(codes, wanted.codes)
-    assert factor == wanted.amax * SPAN_INVERSE
+    assert torch.equal(scales, order) and torch.equal(codes, expected.codes)
+    assert factor == expected.amax * SPAN_INVERSE
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (3, 48), (2, 4096 + 16)])
@@ -203,10 +203,10 @@ def test_power_of_two_above_over_the_whole_range():
     bits = (torch.arange(254, dtype=torch.int32)[:, None] << 23 | low).flatten()
     bits = torch.cat([bits, bits.new_zeros(2048 - len(bits))])
     source = bits.to(DEVICE)
-    found = torch.empty_like(source)
-    apply_power_of_two_above[(1,)](source, found, COUNT=2048)
-    wanted = power_of_two_above(bits.view(torch.float32))
-    assert torch.equal(found.cpu().view(torch.float32), wanted)
+    actual = torch.empty_like(source)
+    apply_power_of_two_above[(1,)](source, actual, COUNT=2048)
+    expected = power_of_two_above(bits.view(torch.float32))
+    assert torch.equal(actual.cpu().view(torch.float32), expected)
 
 
 def test_kernels_require_cuda_and_triton(monkeypatch):

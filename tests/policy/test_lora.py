@@ -63,12 +63,12 @@ def test_adding_adapters_ignores_the_global_random_state(family, transformer):
 
 
 def test_only_current_is_trainable_whichever_adapter_is_active(adapted):
-    wanted = {id(parameter) for _, parameter in trainable(adapted)}
-    assert len(wanted) == 30
+    expected = {id(parameter) for _, parameter in trainable(adapted)}
+    assert len(expected) == 30
     for name in ("current", "old", "ema", None):
         with use_adapter(adapted, name):
-            assert {id(p) for p in adapted.parameters() if p.requires_grad} == wanted
-    assert {id(p) for p in adapted.parameters() if p.requires_grad} == wanted
+            assert {id(p) for p in adapted.parameters() if p.requires_grad} == expected
+    assert {id(p) for p in adapted.parameters() if p.requires_grad} == expected
 
 
 def test_gradients_are_correct_after_using_other_adapters(family, adapted, cond):

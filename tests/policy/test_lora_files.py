@@ -95,11 +95,11 @@ def test_other_families_start_from_their_own_export(name, request, randomise, tm
     add_adapters(
         fresh, Lora(rank=6, alpha=3, targets=targets, init_from=str(tmp_path)), family, seed=9
     )
-    wanted = dict(merged_weights(transformer, "current"))
-    found = dict(merged_weights(fresh, "old"))
-    assert found.keys() == wanted.keys()
-    for module, weight in found.items():
-        torch.testing.assert_close(weight, wanted[module], rtol=1e-5, atol=1e-6)
+    expected = dict(merged_weights(transformer, "current"))
+    actual = dict(merged_weights(fresh, "old"))
+    assert actual.keys() == expected.keys()
+    for module, weight in actual.items():
+        torch.testing.assert_close(weight, expected[module], rtol=1e-5, atol=1e-6)
         assert not torch.equal(weight, dict(merged_weights(fresh, None))[module])
 
 
@@ -112,12 +112,12 @@ def test_run_starts_from_an_existing_lora(
     """
     state = randomise(adapted, "current", 6)
     save_diffusers_lora(tmp_path, state, LORA)
-    wanted = dict(merged_weights(adapted, "current"))
+    expected = dict(merged_weights(adapted, "current"))
     fresh = family.load_transformer("cpu", torch.float32)
     add_adapters(fresh, Lora(rank=rank, alpha=alpha, init_from=str(tmp_path)), family, seed=9)
     for name in ("current", "old", "ema"):
         for module, weight in merged_weights(fresh, name):
-            torch.testing.assert_close(weight, wanted[module], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(weight, expected[module], rtol=1e-5, atol=1e-6)
     downs = adapter_state(fresh, "current")["transformer_blocks.0.attn.to_q.lora_A.weight"]
     assert (downs.abs().sum(1) > 0).all()  # added rows can learn
 

@@ -21,12 +21,12 @@ def test_merging_is_active_inside_the_context_and_undone_after_it(family, random
     transformer = family.load_transformer("cpu", dtype)
     add_adapters(transformer, LORA, family, seed=1)
     randomise(transformer, "ema", 3)
-    before, wanted = bits(transformer), dict(merged_weights(transformer, "ema"))
+    before, expected = bits(transformer), dict(merged_weights(transformer, "ema"))
     pointers = {name: p.data_ptr() for name, p in transformer.named_parameters()}
     with merged(transformer, "ema"):
         for name, layer in adapted_modules(transformer):
             weight = layer.base_layer.weight
-            assert torch.equal(weight, wanted[name].to(dtype)) and layer.disable_adapters
+            assert torch.equal(weight, expected[name].to(dtype)) and layer.disable_adapters
             assert not torch.equal(weight, before[f"{name}.base_layer.weight"])
     after = bits(transformer)
     assert all(torch.equal(after[name], before[name]) for name in before)

@@ -53,8 +53,8 @@ def test_encoding_scale_is_rounded_once():
     values, 1 / amax times 2688 gives another number.
     """
     for amax in torch.linspace(1, 2, 257)[1:]:
-        wanted = np.float32(2688) / np.float32(amax.item())
-        assert nvfp4.encoding_scale(amax).item() == wanted
+        expected = np.float32(2688) / np.float32(amax.item())
+        assert nvfp4.encoding_scale(amax).item() == expected
 
 
 def test_golden_digests_of_bfloat16_weights():
@@ -80,12 +80,12 @@ def test_e2m1_rounding_against_brute_force():
     distance = (inputs.double().abs().unsqueeze(-1) - torch.tensor(nvfp4.VALUES).double()).abs()
     # 1e-12 breaks ties and is smaller than a float32 step
     code = (distance + torch.tensor([0, 1e-12] * 4)).argmin(-1)
-    wanted = torch.tensor(nvfp4.VALUES)[code] * inputs.sign()
+    expected = torch.tensor(nvfp4.VALUES)[code] * inputs.sign()
     # + 0 makes -0 and 0 equal
-    assert torch.equal(nvfp4.round_e2m1_(inputs.clone()) + 0.0, wanted + 0.0)
+    assert torch.equal(nvfp4.round_e2m1_(inputs.clone()) + 0.0, expected + 0.0)
     inside = inputs[inputs.abs() < 7]
     assert torch.equal(
-        nvfp4.round_e2m1_(inside.clone(), saturate=False) + 0.0, wanted[inputs.abs() < 7] + 0.0
+        nvfp4.round_e2m1_(inside.clone(), saturate=False) + 0.0, expected[inputs.abs() < 7] + 0.0
     )
 
 
@@ -216,11 +216,11 @@ def test_unsupported_shape_is_refused(shape):
 
 
 @pytest.mark.parametrize(
-    ("amax", "wanted"),
+    ("amax", "expected"),
     [(0.0, 0.0), (1.0, 1.0), (1.0000001, 2.0), (0.75, 1.0), (3e-39, 2.0**-127), (5.0, 8.0)],
 )
-def test_power_of_two_above(amax, wanted):
-    assert nvfp4.power_of_two_above(torch.tensor(amax)).item() == wanted
+def test_power_of_two_above(amax, expected):
+    assert nvfp4.power_of_two_above(torch.tensor(amax)).item() == expected
 
 
 def test_power_of_two_above_a_non_finite_value_is_nan():

@@ -54,14 +54,14 @@ def test_scales_are_in_the_documented_order(shape):
         1, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
     tile_rows, tile_columns = -(-n // 128), -(-c // 4)
-    wanted = [0] * (tile_rows * tile_columns * 512)
+    expected = [0] * (tile_rows * tile_columns * 512)
     for row in range(n):
         for column in range(c):
             tile = (row // 128) * tile_columns + column // 4
-            wanted[tile * 512 + 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4] = int(
+            expected[tile * 512 + 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4] = int(
                 scales[row, column]
             )
-    assert swizzled(scales).tolist() == wanted
+    assert swizzled(scales).tolist() == expected
 
 
 def test_rows_are_padded_with_zeros():
@@ -87,9 +87,9 @@ def test_packed_activations_decode_to_the_emulated_values(exact):
     """
     rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)) * 3
     operand, amax = quantize_activation(rows, exact)
-    wanted = operand.double() * amax.double() / 2688
+    expected = operand.double() * amax.double() / 2688
     assert torch.allclose(
-        dequantize(pack_activation(rows, exact)).double(), wanted, rtol=4 * 2.0**-24, atol=0
+        dequantize(pack_activation(rows, exact)).double(), expected, rtol=4 * 2.0**-24, atol=0
     )
     assert (amax.item() == rows.abs().max().item()) == exact
 
@@ -233,8 +233,10 @@ def test_kernels_equal_the_emulation(name, rows):
     """
     layer, emulated = layers_on_gpu(name)
     x = torch.randn(rows, 256, device=CUDA, dtype=torch.bfloat16)
-    found, wanted = layer(x).double(), emulated(x).double()
-    assert ((found - wanted).abs() <= 2.0**-7 * wanted.abs() + 2.0**-7 * wanted.abs().mean()).all()
+    actual, expected = layer(x).double(), emulated(x).double()
+    assert (
+        (actual - expected).abs() <= 2.0**-7 * expected.abs() + 2.0**-7 * expected.abs().mean()
+    ).all()
 
 
 @pytest.mark.parametrize("name", [on_gpu(name) for name in HARDWARE])

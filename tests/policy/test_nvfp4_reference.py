@@ -29,8 +29,8 @@ def package() -> Path | None:
     named = os.environ.get("TRANSFORMER_ENGINE_WHEEL")
     if named:
         return Path(named) / "transformer_engine"
-    found = importlib.util.find_spec("transformer_engine")
-    return Path(next(iter(found.submodule_search_locations or []))) if found else None
+    result = importlib.util.find_spec("transformer_engine")
+    return Path(next(iter(result.submodule_search_locations or []))) if result else None
 
 
 PACKAGE = package()
@@ -133,10 +133,10 @@ def arguments(file: str, owner: str, function: str) -> set[str]:
     body = next(
         node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner
     )
-    found = next(
+    result = next(
         node for node in body if isinstance(node, ast.FunctionDef) and node.name == function
     )
-    return {argument.arg for argument in [*found.args.args, *found.args.kwonlyargs]}
+    return {argument.arg for argument in [*result.args.args, *result.args.kwonlyargs]}
 
 
 def test_arguments_that_the_backend_passes_exist():

@@ -119,11 +119,11 @@ def test_compiled_model_uses_the_returned_weights_on_a_gpu():
     device, model = torch.device("cuda"), nn.Linear(64, 64).requires_grad_(False)
     offload, x = Offload(frozen_tensors(model), device), torch.ones(2, 64, device=device)
     compiled = torch.compile(model, dynamic=False)
-    found = []
+    result = []
     for _ in range(3):
         offload.to_device()
         blocker = torch.empty(1 << 20, device=device)  # so that addresses change
-        found.append(compiled(x).cpu())
+        result.append(compiled(x).cpu())
         offload.to_host()
         del blocker
-    assert all(torch.equal(each, found[0]) for each in found)
+    assert all(torch.equal(each, result[0]) for each in result)

@@ -50,9 +50,9 @@ def with_row(module, before: str, row: str) -> dict:
     """Execute a module with one more row in its table, and return its names."""
     source = Path(module.__file__).read_text()
     assert source.count(before) == 1
-    found: dict = {"__name__": module.__name__}
-    exec(compile(source.replace(before, row + before), module.__file__, "exec"), found)
-    return found
+    result: dict = {"__name__": module.__name__}
+    exec(compile(source.replace(before, row + before), module.__file__, "exec"), result)
+    return result
 
 
 @pytest.fixture

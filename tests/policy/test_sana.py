@@ -26,19 +26,19 @@ def test_conditioning_equals_that_of_the_diffusers_pipeline(tiny, instruction):
     same as that of the pipeline.
     """
     family, pipe = tiny.other(complex_human_instruction=instruction), tiny.pipe
-    found = family.load_text("cpu", torch.float32).encode(PROMPTS).tensors
+    result = family.load_text("cpu", torch.float32).encode(PROMPTS).tensors
     received = {}
     pipe.transformer.register_forward_pre_hook(
         lambda _, args, kwargs: received.update(kwargs), with_kwargs=True
     )
     for row, prompt in enumerate(PROMPTS):
         stock_call(pipe, family.model, prompt, noise_for([1], SANA_LATENT), 1, "latent")
-        assert torch.equal(found["prompt_embeds"][row], received["encoder_hidden_states"][0])
+        assert torch.equal(result["prompt_embeds"][row], received["encoder_hidden_states"][0])
         assert torch.equal(
-            found["prompt_attention_mask"][row], received["encoder_attention_mask"][0].float()
+            result["prompt_attention_mask"][row], received["encoder_attention_mask"][0].float()
         )
     pipe.transformer._forward_pre_hooks.clear()
-    same = torch.equal(found["prompt_embeds"], tiny.encoded.tensors["prompt_embeds"])
+    same = torch.equal(result["prompt_embeds"], tiny.encoded.tensors["prompt_embeds"])
     assert same is not instruction
 
 

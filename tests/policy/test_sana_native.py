@@ -164,10 +164,10 @@ def test_velocities_match_the_original_network(tiny_sana_dir, file, sigma, times
     denoiser = sana.load_transformer("cpu", torch.float32)
     x = noise_for([1, 2], SANA_LATENT)
     with torch.no_grad():
-        found = sana.velocity(denoiser, x, torch.tensor(sigma), Conditioning(COND))
+        actual = sana.velocity(denoiser, x, torch.tensor(sigma), Conditioning(COND))
     expected = reference_velocity(native_weights, x, timestep, COND)
     assert expected.std() > 0.1
-    assert torch.allclose(found, expected, atol=2e-5)
+    assert torch.allclose(actual, expected, atol=2e-5)
 
 
 def test_checkpoint_is_loaded_in_the_given_precision_and_frozen(tiny_sana_dir, tmp_path):

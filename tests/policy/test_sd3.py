@@ -35,10 +35,10 @@ def test_sigmas_match_the_closed_form(tiny_model, steps, shift):
     """The sigmas are shift t / (1 + (shift - 1) t) at t = 1, ..., 1/n, then 0, in float32."""
     family = family_for(tiny_model.model_copy(update={"shift": None if shift == 3.0 else shift}))
     t = np.linspace(1, 1 / steps, steps)
-    wanted = np.append(shift * t / (1 + (shift - 1) * t), 0.0)
+    expected = np.append(shift * t / (1 + (shift - 1) * t), 0.0)
     sigmas = family.sigmas(steps)
     assert sigmas.dtype == torch.float32 and sigmas[0] == 1 and sigmas[-1] == 0
-    np.testing.assert_allclose(sigmas, wanted, rtol=4 * 2.0**-24)
+    np.testing.assert_allclose(sigmas, expected, rtol=4 * 2.0**-24)
     assert (sigmas[1:] < sigmas[:-1]).all()
 
 

@@ -88,9 +88,11 @@ def test_density_is_normal_and_averaged_over_dimensions():
     """
     x, v = column(2.0).expand(1, 2), column(3.0).expand(1, 2)
     step = TRANSITIONS["flow_sde"](x, v, sigmas(0.5), sigmas(0.25), 1.0)
-    found = step.log_prob(step.mean + torch.tensor([[0.5, -1.0]], dtype=torch.float64))
-    assert found.shape == (1,)
-    assert found.item() == pytest.approx(-1.25 + math.log(2) - math.log(2 * math.pi) / 2, rel=1e-12)
+    result = step.log_prob(step.mean + torch.tensor([[0.5, -1.0]], dtype=torch.float64))
+    assert result.shape == (1,)
+    assert result.item() == pytest.approx(
+        -1.25 + math.log(2) - math.log(2 * math.pi) / 2, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,9 +106,9 @@ def test_moments_converge_to_those_of_the_flow_with_order_one(name, eta, last):
     are exact.
     """
     mean, variance = marginal(last)
-    found = {steps: moments_after(name, eta, steps, last) for steps in (200, 800)}
-    assert all(abs(found[steps][0] - mean) < 1e-12 for steps in found)
-    coarse, fine = (found[steps][1] - variance for steps in (200, 800))
+    result = {steps: moments_after(name, eta, steps, last) for steps in (200, 800)}
+    assert all(abs(result[steps][0] - mean) < 1e-12 for steps in result)
+    coarse, fine = (result[steps][1] - variance for steps in (200, 800))
     assert abs(coarse) < 0.01 and coarse / fine == pytest.approx(4, rel=0.03)
 
 
@@ -242,14 +244,14 @@ def test_numbers_of_rows_and_seeds_must_agree():
 def test_paths_have_golden_values():
     """The paths have these golden values. The results of a run depend on them."""
     paths = make_paths([1], [2], steps=2)
-    found = np.array(
+    result = np.array(
         [
             paths.states[0, 2, 0, 0].item(),
             paths.log_probs[0, 0].item(),
             paths.log_probs[0, 1].item(),
         ]
     )
-    np.testing.assert_allclose(found, GOLDEN, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(result, GOLDEN, rtol=0, atol=2e-6)
 
 
 GOLDEN = [0.2757234, -1.1727393, -0.8452396]
@@ -270,19 +272,19 @@ def test_relative_spread_of_samples_matches_the_methods_table(
     relative error of the standard deviation, for data with a standard deviation of 0.4 to 1, with
     and without shift 3. The table gives three digits.
     """
-    for (name, eta), wanted in (
+    for (name, eta), expected in (
         (("flow_sde", 1e-9), euler),
         (("flow_sde", 0.7), flow),
         (("dance_sde", 0.3), dance),
     ):
-        found = []
+        actual = []
         for spread in (0.4, 0.5, 0.7, 1.0):
             monkeypatch.setattr("tests.gaussian_flow.SPREAD", spread)
             for shift in (1, 3):
                 even = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
                 grid = shift * even / (1 + (shift - 1) * even)
-                found.append(_final_std(PathSolver(name, eta), grid) / spread - 1)
-        assert (max(found), min(found)) == pytest.approx(wanted, abs=6e-4)
+                actual.append(_final_std(PathSolver(name, eta), grid) / spread - 1)
+        assert (max(actual), min(actual)) == pytest.approx(expected, abs=6e-4)
 
 
 def _final_std(solver: PathSolver, grid: torch.Tensor) -> float:

@@ -64,14 +64,14 @@ def velocities_and_gradients(
     def current_velocity() -> torch.Tensor:
         return velocity(family, transformer, x, sigma, rows, guided)
 
-    found: list[torch.Tensor] = []
+    result: list[torch.Tensor] = []
     for name in ("current", None):
         for weights_of in (use_adapter, merged):
             with torch.no_grad(), weights_of(transformer, name):
-                found.append(current_velocity())
+                result.append(current_velocity())
     with use_adapter(transformer, "current"):
         (current_velocity() - x).square().mean().backward()
-    return found + [p.grad for _, p in trainable(transformer) if p.grad is not None]
+    return result + [p.grad for _, p in trainable(transformer) if p.grad is not None]
 
 
 def assert_same(family: Family, guided: Guided | None = None, checkpointing: bool = False) -> None:
@@ -82,13 +82,13 @@ def assert_same(family: Family, guided: Guided | None = None, checkpointing: boo
     size = stored_base_bytes(sharded)
     shard_base(sharded, CPU)
     assert stored_base_bytes(sharded) == size
-    wanted, found = (
+    expected, actual = (
         velocities_and_gradients(family, whole, guided),
         velocities_and_gradients(family, sharded, guided),
     )
-    assert len(found) == len(wanted) == 4 + len(trainable(whole))
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-    assert not torch.equal(found[0], found[2])  # the adapter changes the velocity
+    assert len(actual) == len(expected) == 4 + len(trainable(whole))
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+    assert not torch.equal(actual[0], actual[2])  # the adapter changes the velocity
     rows = zip(merged_weights(sharded, "current"), merged_weights(whole, "current"), strict=True)
     assert all(one == other and torch.equal(a, b) for (one, a), (other, b) in rows)
 

@@ -81,13 +81,13 @@ def test_pointwise_convolution_equals_the_linear_layer_of_its_pixels(features):
     conv = make_mixer().conv_inverted
     linear = as_linear(conv)
     assert linear.weight.data_ptr() == conv.weight.data_ptr() and linear.bias is conv.bias
-    wanted = torch.nn.functional.linear(
+    expected = torch.nn.functional.linear(
         features.movedim(1, -1), conv.weight[:, :, 0, 0], conv.bias
     ).movedim(-1, 1)
-    found = PointwiseConvolution(linear)(features)
-    assert torch.equal(found, wanted)
+    actual = PointwiseConvolution(linear)(features)
+    assert torch.equal(actual, expected)
     # sums of 32 products of order 1, in another order
-    assert torch.allclose(found, conv(features), atol=32 * 2.0**-24 * 32)
+    assert torch.allclose(actual, conv(features), atol=32 * 2.0**-24 * 32)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -120,13 +120,13 @@ def test_quantized_convolutions_are_published_with_their_adapter_and_loaded_in_p
     )
     packed = backend.pack(merged, True)
     assert all(torch.equal(buffer, packed[part]) for part, buffer in layer.named_buffers())
-    wanted = learner(features)
-    error = ((explorer.transformer(features) - wanted).norm() / wanted.norm()).item()
+    expected = learner(features)
+    error = ((explorer.transformer(features) - expected).norm() / expected.norm()).item()
     # the error for Gaussian operands; three layers follow each other, with a margin of one half
     one_layer = 0.13 if name == "emulated_nvfp4" else 0.037
     assert 1e-4 < error < one_layer * 3**0.5 * 1.5
     # without the adapter the output is different
-    assert (make_mixer()(features) - wanted).norm() / wanted.norm() > 2 * error
+    assert (make_mixer()(features) - expected).norm() / expected.norm() > 2 * error
 
     learner.conv_point.lora_B["current"].weight.mul_(1.5)
     manifest, chunks, statistics = publisher.export("current", 1)

@@ -120,7 +120,7 @@ def test_rows_of_one_pass_use_their_own_transformers(tiny, passes):
     cond = tiny.encoded.rows([0, 1, 0, 1, 0])
     guided = Guided(3.0, False, 2.0)
     rows = encode(tiny.family, PROMPTS[:1], "a blue cross").repeat(5)
-    found = velocity(tiny.family, tiny.denoiser, x, sigma, cond, None)
+    actual = velocity(tiny.family, tiny.denoiser, x, sigma, cond, None)
     assert passes[:2] == [1, 1]
     guided_velocity = velocity(tiny.family, tiny.denoiser, x, sigma, rows, guided)
     high, low = experts_of(tiny.denoiser)
@@ -128,13 +128,13 @@ def test_rows_of_one_pass_use_their_own_transformers(tiny, passes):
     for row, (expert, scale) in enumerate(expert_of_row):
         only = slice(row, row + 1)
         alone = tiny.family.velocity(expert, x[only], sigma[only], cond.rows(only))
-        torch.testing.assert_close(found[only], alone, rtol=0, atol=1e-5)
+        torch.testing.assert_close(actual[only], alone, rtol=0, atol=1e-5)
         positive, negative = (
             tiny.family.velocity(expert, x[only], sigma[only], part.rows(only))
             for part in rows.split_negative()
         )
-        wanted = negative + scale * (positive - negative)
-        torch.testing.assert_close(guided_velocity[only], wanted, rtol=0, atol=4e-5)
+        expected = negative + scale * (positive - negative)
+        torch.testing.assert_close(guided_velocity[only], expected, rtol=0, atol=4e-5)
 
 
 def test_only_the_used_transformer_gets_gradients(tiny):
@@ -147,9 +147,9 @@ def test_only_the_used_transformer_gets_gradients(tiny):
     above = sigma >= 0.875
     family.velocity(denoiser, x[above], sigma[above], cond.rows([0, 0])).sum().backward()
     trained.fill_missing_gradients(2)
-    found = trained.gradients()
-    moved = {name.partition(".")[0] for name, gradient in found.items() if gradient.any()}
-    assert found.keys() == trained.parameters.keys() and moved == {"transformer"}
+    result = trained.gradients()
+    moved = {name.partition(".")[0] for name, gradient in result.items() if gradient.any()}
+    assert result.keys() == trained.parameters.keys() and moved == {"transformer"}
     # a missing gradient of an expert that was used, and an update in which no expert was used
     first = next(iter(trained.parameters))
     trained.parameters[first].grad = None
@@ -187,11 +187,11 @@ def test_plan_counts_both_transformers_and_one_pass(tiny):
 
 
 def test_blocks_of_both_transformers_are_compiled_and_checkpointed(tiny):
-    found = compiled(tiny.denoiser, torch.device("cpu"))
-    assert isinstance(found, Experts)
-    blocks, theirs = list(blocks_of(found)), list(blocks_of(tiny.denoiser))
+    result = compiled(tiny.denoiser, torch.device("cpu"))
+    assert isinstance(result, Experts)
+    blocks, theirs = list(blocks_of(result)), list(blocks_of(tiny.denoiser))
     assert len(blocks) == 4 and [b._orig_mod for b in blocks] == theirs
-    assert held_bytes(found) == held_bytes(tiny.denoiser)
+    assert held_bytes(result) == held_bytes(tiny.denoiser)
 
 
 @pytest.mark.parametrize(
@@ -247,9 +247,9 @@ def test_run_starts_from_its_own_export(tiny, exported):
     transformer, directory = exported
     fresh = tiny.family.load_transformer("cpu", torch.float32)
     add_adapters(fresh, Lora(rank=6, alpha=3, init_from=str(directory)), tiny.family, seed=9)
-    wanted = dict(merged_weights(transformer, "ema"))
+    expected = dict(merged_weights(transformer, "ema"))
     for module, weight in merged_weights(fresh, "current"):
-        torch.testing.assert_close(weight, wanted[module], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weight, expected[module], rtol=1e-5, atol=1e-6)
 
 
 def test_lora_of_one_transformer_is_saved_and_loaded(tiny, randomise, tmp_path):

@@ -70,8 +70,8 @@ def simulated_run(
         GpuAssignment("H200", 1, {"reward": 1}),
     ]
     ran = config(2, replicas)
-    found = simulate(ran, Hardware({"H200": durations}, laid), 3)
-    return record_run(path, ran, laid, found.timeline, found.iteration), found.iteration
+    result = simulate(ran, Hardware({"H200": durations}, laid), 3)
+    return record_run(path, ran, laid, result.timeline, result.iteration), result.iteration
 
 
 def test_durations_without_sharing_are_recovered_from_a_timeline(tmp_path):
@@ -84,18 +84,18 @@ def test_durations_without_sharing_are_recovered_from_a_timeline(tmp_path):
     assert gpus.kind == "H200" and sum(each.count for each in gpus.laid()) == 3
     model = measured_on_gpus(rundir, gpus, summing)
     assert model.seconds == pytest.approx(seconds)
-    found = model.durations
-    for line, wanted, count in (
-        (found.explore, DURATIONS.explore, 16),
-        (found.explore, DURATIONS.explore, 8),
-        (found.generate, DURATIONS.generate, KEEP),
-        (found.update, DURATIONS.update, 2 * KEEP),
-        (found.score["reward"], DURATIONS.score["reward"], 16),
-        (found.load, DURATIONS.load, 1),
-        (found.export, DURATIONS.export, 1),
+    actual = model.durations
+    for line, expected, count in (
+        (actual.explore, DURATIONS.explore, 16),
+        (actual.explore, DURATIONS.explore, 8),
+        (actual.generate, DURATIONS.generate, KEEP),
+        (actual.update, DURATIONS.update, 2 * KEEP),
+        (actual.score["reward"], DURATIONS.score["reward"], 16),
+        (actual.load, DURATIONS.load, 1),
+        (actual.export, DURATIONS.export, 1),
     ):
-        assert line.at(count) == pytest.approx(wanted.at(count), rel=0.03)
-    assert found.summing == summing and found.driver_s < 1e-3
+        assert line.at(count) == pytest.approx(expected.at(count), rel=0.03)
+    assert actual.summing == summing and actual.driver_s < 1e-3
 
 
 def test_time_between_turns_is_measured(tmp_path):
@@ -105,8 +105,8 @@ def test_time_between_turns_is_measured(tmp_path):
         GpuAssignment("H200", 2, {"rollout": 1, "learner": 1}),
         GpuAssignment("H200", 1, {"reward": 1}),
     ]
-    found = simulate(ran, Hardware({"H200": moving}, laid), 3)
-    rundir = record_run(tmp_path / "run", ran, laid, found.timeline, found.iteration)
+    result = simulate(ran, Hardware({"H200": moving}, laid), 3)
+    rundir = record_run(tmp_path / "run", ran, laid, result.timeline, result.iteration)
     model = measured_on_gpus(rundir, gpus_of_run(rundir), Summing())
     assert model.durations.move == pytest.approx(moving.move, rel=1e-3)
 
@@ -139,27 +139,27 @@ def slow_run(tmp_path_factory) -> RunDirectory:
     """A run of SANA on 4 H200 in which every call takes 1.5 times the predicted duration."""
     mine = scenario_on(4)
     mine = replace(mine, durations=slower(mine.durations, 1.5))
-    found = run(mine, 3)
+    result = run(mine, 3)
     path = tmp_path_factory.mktemp("gpus") / "run"
-    return record_run(path, mine.config, mine.laid, found.timeline, found.iteration)
+    return record_run(path, mine.config, mine.laid, result.timeline, result.iteration)
 
 
 @pytest.mark.parametrize(("gpus", "overrides"), [(4, ()), (8, ()), (8, ("layout.mode=split",))])
 def test_other_layouts_are_predicted_correctly(slow_run, gpus, overrides, capsys):
     """The plan does not know that calls are slower than predicted, except from the run."""
-    wanted = scenario_on(gpus, *overrides)
-    wanted = run(replace(wanted, durations=slower(wanted.durations, 1.5)), 3)
+    expected = scenario_on(gpus, *overrides)
+    expected = run(replace(expected, durations=slower(expected.durations, 1.5)), 3)
     given = [part for each in overrides for part in ("--set", each)]
     command = ["plan", PRESET, "--from", str(slow_run.path), "--gpus", str(gpus), *given]
     assert main([*command, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["iteration_s"] == pytest.approx(wanted.iteration, rel=0.03)
-    assert found["layout"]["gpus"] == gpus and found["layout"]["kinds"] == {"H200": gpus}
-    assert 0.8 * found["iteration_s"] < found["bound_s"] <= found["iteration_s"]
-    assert list(found["arms"]) == [
+    actual = json.loads(capsys.readouterr().out)
+    assert actual["iteration_s"] == pytest.approx(expected.iteration, rel=0.03)
+    assert actual["layout"]["gpus"] == gpus and actual["layout"]["kinds"] == {"H200": gpus}
+    assert 0.8 * actual["iteration_s"] < actual["bound_s"] <= actual["iteration_s"]
+    assert list(actual["arms"]) == [
         "sol_rl"
     ]  # other arms would need calls that the run does not have
-    assert found["measured_s"] == pytest.approx(1.5 * scenario_on(4).prediction.iteration, rel=0.1)
+    assert actual["measured_s"] == pytest.approx(1.5 * scenario_on(4).prediction.iteration, rel=0.1)
 
 
 def test_plan_prints_the_source_of_its_durations(slow_run, capsys):

@@ -18,15 +18,15 @@ SHARED = {"name": "dance_grpo", "window": {"size": 3}, "shared_noise": True}
 @pytest.fixture
 def requests(monkeypatch):
     """The recorded (kind, seeds, start, solver) of every task, in the order of the requests."""
-    found = []
+    result = []
     for kind, method in ((actors.Rollout, "explore"), (actors.Learner, "generate")):
-        monkeypatch.setattr(kind, method, recorded(getattr(kind, method), method, found))
-    return found
+        monkeypatch.setattr(kind, method, recorded(getattr(kind, method), method, result))
+    return result
 
 
-def recorded(original, name, found):
+def recorded(original, name, result):
     def record(self, request, conditioning):
-        found.append((name, request.seeds, request.start, request.solver))
+        result.append((name, request.seeds, request.start, request.solver))
         return original(self, request, conditioning)
 
     return record

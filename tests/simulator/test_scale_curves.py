@@ -12,12 +12,12 @@ def test_point_is_a_simulation_of_the_chosen_layout():
     """There is a prompt for each GPU, and at least eight. On 4 B200, the time of SANA is close to
     an even distribution of all work.
     """
-    found = point("sana", True, 4)
-    assert (found.prompts, found.gpus) == (8, 4)
-    assert found.bound < found.seconds < 1.25 * found.bound
-    assert found.rate == 8 / found.seconds
-    assert sum(found.path.values()) == pytest.approx(found.seconds, rel=0.02)
-    assert line(found).startswith("sana        growing     4 GPUs     8 prompts")
+    result = point("sana", True, 4)
+    assert (result.prompts, result.gpus) == (8, 4)
+    assert result.bound < result.seconds < 1.25 * result.bound
+    assert result.rate == 8 / result.seconds
+    assert sum(result.path.values()) == pytest.approx(result.seconds, rel=0.02)
+    assert line(result).startswith("sana        growing     4 GPUs     8 prompts")
 
 
 def test_curves_contain_only_simulated_points():

@@ -103,15 +103,15 @@ def test_waiting_for_nothing_is_an_error():
 )
 def test_users_of_a_shared_resource_slow_each_other(capacity, together, jobs, ends):
     async def go() -> tuple[list[float], float]:
-        resource, found = SharedResource("part", capacity, together), [0.0] * len(jobs)
+        resource, result = SharedResource("part", capacity, together), [0.0] * len(jobs)
         for index, (_, seconds) in sorted(enumerate(jobs), key=lambda job: job[1][0]):
             await asyncio.sleep(jobs[index][0] - clock.now())
-            resource.run(seconds, 1.0, lambda i=index: found.__setitem__(i, clock.now()))
+            resource.run(seconds, 1.0, lambda i=index: result.__setitem__(i, clock.now()))
         await asyncio.sleep(10)
-        return found, resource.used()
+        return result, resource.used()
 
-    found, used = run_virtually(go())
-    assert found == pytest.approx(ends) and used == pytest.approx(max(ends))
+    result, used = run_virtually(go())
+    assert result == pytest.approx(ends) and used == pytest.approx(max(ends))
 
 
 def arguments(method: Callable[..., object]) -> list[str]:
@@ -142,7 +142,7 @@ def test_iteration_on_one_gpu_is_the_sum_of_its_work():
     """All actors are on one GPU and calls need no time for transport, so the GPU is always busy."""
     actors_on_gpu = dict.fromkeys(("rollout", "learner", "reward", "encoder", "selector"), 1)
     hardware = Hardware({"one": DURATIONS}, [GpuAssignment("one", 1, actors_on_gpu)])
-    found = simulate(config(actors=1), hardware)
+    result = simulate(config(actors=1), hardware)
     scored = PROMPTS * (3 * 0.01 + POOL * 0.002 + 0.01 + KEEP * 0.002)
     work = (
         PROMPTS * (3 * 0.3 + POOL * 0.05)
@@ -152,12 +152,12 @@ def test_iteration_on_one_gpu_is_the_sum_of_its_work():
         + PROMPTS * (0.1 + 0.01)
         + (0.2 + 0.05 + 0.1)
     )
-    assert found.iteration == pytest.approx(work) and found.work == pytest.approx(work)
-    assert found.parts[0].idle == pytest.approx(0, abs=1e-9)
-    assert found.update == pytest.approx(PROMPTS * KEEP * 0.25)
-    path = critical_path(found.spans, found.spans_end)
+    assert result.iteration == pytest.approx(work) and result.work == pytest.approx(work)
+    assert result.parts[0].idle == pytest.approx(0, abs=1e-9)
+    assert result.update == pytest.approx(PROMPTS * KEEP * 0.25)
+    path = critical_path(result.spans, result.spans_end)
     assert sum(path.values()) == pytest.approx(work, rel=1e-3)  # spans are rounded to four decimals
-    assert path["update"] == pytest.approx(found.update, rel=1e-3)
+    assert path["update"] == pytest.approx(result.update, rel=1e-3)
 
 
 def test_replicas_share_prompts_and_wait_for_each_other():
@@ -170,7 +170,7 @@ def test_replicas_share_prompts_and_wait_for_each_other():
     ]
     durations = replace(DURATIONS, summing=Summing(6, 0.3, 0.01), driver_s=0.001)
     run_config = config(actors=1, replicas=3)
-    found = simulate(run_config, Hardware({"one": durations}, laid))
+    result = simulate(run_config, Hardware({"one": durations}, laid))
     # the samples of the busiest replica in each of the six steps of this update
     owner_of_sample = owners(PROMPTS, KEEP, 3, "prompts")
     seed = stream_seed(run_config.seed, "shuffle", 0)
@@ -178,8 +178,8 @@ def test_replicas_share_prompts_and_wait_for_each_other():
     assert samples > 2 * KEEP
     sums = 6 * 2 * 2 * (0.1 + 0.01)
     # the driver sends to the three replicas one after the other, a millisecond each
-    assert 0.001 <= found.update - samples * 0.25 - sums <= 0.003 + 1e-9
-    assert found.driver == pytest.approx(0.001 * found.calls / found.iteration, rel=0.1)
+    assert 0.001 <= result.update - samples * 0.25 - sums <= 0.003 + 1e-9
+    assert result.driver == pytest.approx(0.001 * result.calls / result.iteration, rel=0.1)
 
 
 def test_replicas_that_share_samples_work_equally_long():
@@ -196,19 +196,19 @@ def test_replicas_that_share_samples_work_equally_long():
     even = run_config.optimizer.model_copy(update={"deal": "even"})
     run_config = run_config.model_copy(update={"optimizer": even})
     free_sums = replace(DURATIONS, summing=Summing(hop_s=0.0))
-    found = simulate(run_config, Hardware({"one": free_sums}, laid))
+    result = simulate(run_config, Hardware({"one": free_sums}, laid))
     # 8 samples in 6 steps: no step has more than 2 of any 8 consecutive samples
     owner_of_sample = owners(PROMPTS, KEEP, 8, "samples")
     samples = StepAssignment.of(even).busiest(
         owner_of_sample, stream_seed(run_config.seed, "shuffle", 0)
     )
     assert KEEP / 2 < samples <= 12
-    assert found.update == pytest.approx(samples * 0.25)
+    assert result.update == pytest.approx(samples * 0.25)
     two_steps = run_config.optimizer.model_copy(update={"steps_per_iteration": 2})
     run_config = run_config.model_copy(update={"optimizer": two_steps})
-    found = simulate(run_config, Hardware({"one": free_sums}, laid))
-    assert found.update == pytest.approx(KEEP / 2 * 0.25)
-    parts = [span for span in found.spans if span.work == "regenerate"]
+    result = simulate(run_config, Hardware({"one": free_sums}, laid))
+    assert result.update == pytest.approx(KEEP / 2 * 0.25)
+    parts = [span for span in result.spans if span.work == "regenerate"]
     assert sorted(span.unit[1:] for span in parts) == [(p, n) for p in range(4) for n in (0, 1)]
     assert all(abs(s.ended - s.started - (0.1 + KEEP / 2 * 0.2)) < 1e-3 for s in parts)
 
@@ -220,8 +220,8 @@ def test_chunks_are_distributed_evenly_to_rollout_actors(actors):
         GpuAssignment("one", actors, {"rollout": 1}),
         GpuAssignment("one", 1, {"learner": 1, "reward": 1}),
     ]
-    found = simulate(config(actors=actors, chunk=POOL), Hardware({"one": DURATIONS}, laid), 6)
-    chunks = [span for span in found.timeline if span.work == "explore"]
+    result = simulate(config(actors=actors, chunk=POOL), Hardware({"one": DURATIONS}, laid), 6)
+    chunks = [span for span in result.timeline if span.work == "explore"]
     for iteration in range(6):
         actors_of_chunks = [span.actor for span in chunks if span.unit[0] == iteration]
         assert len(set(actors_of_chunks)) == len(actors_of_chunks) == 4, iteration
@@ -237,8 +237,8 @@ def test_actor_leaves_the_gpu_before_the_other_enters():
     ]
     moving = replace(DURATIONS, move={"rollout": 2.0, "learner": 3.0})
     both = config(2, 2, leaves=("rollout", "learner"))
-    found = simulate(both, Hardware({"one": moving}, laid), 2)
-    spans = sorted(found.timeline, key=lambda span: span.started)
+    result = simulate(both, Hardware({"one": moving}, laid), 2)
+    spans = sorted(result.timeline, key=lambda span: span.started)
     learning = ("regenerate", "update", "export", "audit")
     present: set[tuple[str, int]] = set()
     for span in spans:
@@ -260,7 +260,7 @@ def test_actor_leaves_the_gpu_before_the_other_enters():
     free = simulate(both, Hardware({"one": DURATIONS}, laid), 2)
     # the last chunks of the four prompts are scored and selected while rollout actors leave
     most = free.iteration + 2 * (2.0 + 3.0)
-    assert most - PROMPTS * (0.01 + CHUNK * 0.002 + 0.01) <= found.iteration <= most + 1e-9
+    assert most - PROMPTS * (0.01 + CHUNK * 0.002 + 0.01) <= result.iteration <= most + 1e-9
 
 
 def test_exploring_ahead_hides_the_exploring_time():
@@ -300,16 +300,16 @@ def test_durations_are_recovered_from_a_timeline():
     truth = simulate(config(), hardware, 2)
     # calibration ignores the first iteration of the timeline
     late = simulate(config(), hardware, 3).timeline
-    found = calibrate(config(), late, lambda span: "cores", 2.0)
-    assert found.together == pytest.approx(0.8, abs=0.011)
-    assert found.durations.explore.at(16) == pytest.approx(DURATIONS.explore.at(16), rel=0.02)
-    assert found.durations.explore.at(8) == pytest.approx(DURATIONS.explore.at(8), rel=0.02)
-    assert found.durations.update.at(64) == pytest.approx(DURATIONS.update.at(64), rel=0.02)
+    actual = calibrate(config(), late, lambda span: "cores", 2.0)
+    assert actual.together == pytest.approx(0.8, abs=0.011)
+    assert actual.durations.explore.at(16) == pytest.approx(DURATIONS.explore.at(16), rel=0.02)
+    assert actual.durations.explore.at(8) == pytest.approx(DURATIONS.explore.at(8), rel=0.02)
+    assert actual.durations.update.at(64) == pytest.approx(DURATIONS.update.at(64), rel=0.02)
     model = measurements_from_spans(config(), late, [truth.iteration], cores=2)
     for shape in ((1, 1, 0, 16), (3, 1, 0, 8), (2, 2, 0, 16), (1, 1, 1, 16)):
         other = config(*shape)
-        wanted = simulate(other, hardware, 3).iteration
-        assert model.predict(other).iteration == pytest.approx(wanted, rel=0.02), shape
+        expected = simulate(other, hardware, 3).iteration
+        assert model.predict(other).iteration == pytest.approx(expected, rel=0.02), shape
 
 
 def test_plan_from_a_run_predicts_another_layout(tmp_path, capsys, monkeypatch):
@@ -320,19 +320,19 @@ def test_plan_from_a_run_predicts_another_layout(tmp_path, capsys, monkeypatch):
     ran, hardware = config(), Hardware({"cores": DURATIONS}, cores=2.0, together=0.8)
     rundir = RunDirectory(tmp_path / "ran")
     rundir.create(ran)
-    found = simulate(ran, hardware, 3)
-    for span in found.timeline:
+    actual = simulate(ran, hardware, 3)
+    for span in actual.timeline:
         Timeline(rundir.timeline_file).record(span)
     for index in range(3):
-        row = {"kind": "iteration", "iteration": index, "time/iteration_s": found.iteration}
+        row = {"kind": "iteration", "iteration": index, "time/iteration_s": actual.iteration}
         rundir.metric(row)
     other = config(actors=3, chunk=8)
     command = ["plan", str(write_toml(other, tmp_path)), "--from", str(rundir.path)]
     assert main([*command, "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
-    wanted = simulate(other, hardware, 3).iteration
-    assert tree["iteration_s"] == pytest.approx(wanted, rel=0.02)
-    assert tree["bound_s"] < tree["iteration_s"] and tree["measured_s"] == found.iteration
+    expected = simulate(other, hardware, 3).iteration
+    assert tree["iteration_s"] == pytest.approx(expected, rel=0.02)
+    assert tree["bound_s"] < tree["iteration_s"] and tree["measured_s"] == actual.iteration
     assert main([*command, "--set", "explore.steps=7"]) == 2
     error = capsys.readouterr().err
     assert "the run has another explore.steps" in error and error.count("\n") == 1
@@ -368,5 +368,5 @@ def test_layout_search_predicts_the_simulated_time(name, gpus, most):
     plan = make_plan(load(name, []), Assumptions(gpus=gpus))
     assert plan.scenarios is not None
     mine = plan.scenarios.mine
-    found, searched = run(mine).iteration, mine.prediction.iteration
-    assert 0.98 * searched <= found <= most * searched
+    result, searched = run(mine).iteration, mine.prediction.iteration
+    assert 0.98 * searched <= result <= most * searched

@@ -45,8 +45,8 @@ def two_prompts(regenerate_threads, threads=2):
     return parse(tree)
 
 
-def seconds(found: Simulated, work: str) -> list[float]:
-    spans = [span for span in found.spans if span.work == work]
+def seconds(result: Simulated, work: str) -> list[float]:
+    spans = [span for span in result.spans if span.work == work]
     return [span.ended - span.started for span in sorted(spans, key=lambda span: span.started)]
 
 
@@ -71,12 +71,12 @@ def test_two_prompts_on_two_cores_match_a_manual_calculation(
     the first.
     """
     hardware = Hardware({"cores": PLAIN}, cores=2.0, together=TOGETHER)
-    found = simulate(two_prompts(regenerate_threads, threads), hardware)
-    assert seconds(found, "explore") == pytest.approx([4.0, explored], abs=1e-3)
-    assert seconds(found, "regenerate") == pytest.approx(regenerated, abs=1e-3)
-    assert seconds(found, "update") == pytest.approx([trained], abs=1e-3)
-    assert found.iteration == pytest.approx(4.0 + sum(regenerated) + trained)
-    assert found.work == pytest.approx(
+    result = simulate(two_prompts(regenerate_threads, threads), hardware)
+    assert seconds(result, "explore") == pytest.approx([4.0, explored], abs=1e-3)
+    assert seconds(result, "regenerate") == pytest.approx(regenerated, abs=1e-3)
+    assert seconds(result, "update") == pytest.approx([trained], abs=1e-3)
+    assert result.iteration == pytest.approx(4.0 + sum(regenerated) + trained)
+    assert result.work == pytest.approx(
         2 * 4.0 + 2 * 6.0 * (regenerate_threads or threads) + 8.0 * threads
     )
 
@@ -92,10 +92,10 @@ def test_threads_do_not_matter_on_gpus():
 
 
 @pytest.mark.parametrize(
-    ("cores", "weights", "wanted"),
+    ("cores", "weights", "expected"),
     [(2.0, None, 1.0), (2.0, "ema", None), (2.0, "base", None), (0.0, None, None)],
 )
-def test_held_out_images_use_the_training_threads(cores, weights, wanted):
+def test_held_out_images_use_the_training_threads(cores, weights, expected):
     async def make_learner() -> Learner:
         board = Board(Hardware({"any": PLAIN}, cores=cores))
         services = SimulatedServices(threaded(1), board, lambda *args, **fields: None, print)
@@ -104,7 +104,7 @@ def test_held_out_images_use_the_training_threads(cores, weights, wanted):
         return learner
 
     work = run_virtually(make_learner()).generate(GenerateRequest((1, 2), 2, None, weights), None)
-    assert work.seconds == 6.0 and work.wanted == wanted
+    assert work.seconds == 6.0 and work.wanted == expected
 
 
 def span(service: str, work: str, started: float, ended: float) -> Span:
@@ -124,8 +124,8 @@ def test_uncontended_work_uses_the_threads_of_each_call(regenerate_threads, shar
     done = uncontended_work(
         spans, lambda _: "cores", lambda each: cores_of(ran, each, 2.0), 2.0, TOGETHER
     )
-    wanted = [shared, shared, audited, 8.0, 8.0]
-    assert [done[each] for each in spans] == pytest.approx(wanted)
+    expected = [shared, shared, audited, 8.0, 8.0]
+    assert [done[each] for each in spans] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("audited", [0, 4])
@@ -140,18 +140,18 @@ def test_durations_are_recovered_from_a_timeline(cores, threads, regenerate_thre
     hardware = Hardware({"cores": DURATIONS}, cores=float(cores), together=TOGETHER)
     ran = threaded(regenerate_threads, threads, audited)
     late = simulate(ran, hardware, 3)
-    found = calibrate(ran, late.timeline, lambda each: "cores", float(cores))
-    assert found.together == pytest.approx(TOGETHER, abs=0.011)
-    assert found.durations.generate.at(KEEP) == pytest.approx(3.3, rel=0.02)
-    assert found.durations.update.at(4 * KEEP) == pytest.approx(16.0, rel=0.02)
-    assert found.durations.explore.at(16) == pytest.approx(1.1, rel=0.02)
+    actual = calibrate(ran, late.timeline, lambda each: "cores", float(cores))
+    assert actual.together == pytest.approx(TOGETHER, abs=0.011)
+    assert actual.durations.generate.at(KEEP) == pytest.approx(3.3, rel=0.02)
+    assert actual.durations.update.at(4 * KEEP) == pytest.approx(16.0, rel=0.02)
+    assert actual.durations.explore.at(16) == pytest.approx(1.1, rel=0.02)
     if audited:  # audits have fewer images, whose time is assumed to be proportional
         return
     model = measurements_from_spans(ran, late.timeline, [late.iteration], cores)
     for shape in ({"actors": 1}, {"actors": 3, "chunk": 8}, {"replicas": 2}):
         other = threaded(regenerate_threads, threads, **shape)
-        wanted = simulate(other, hardware, 3).iteration
-        assert model.predict(other).iteration == pytest.approx(wanted, rel=0.02), shape
+        expected = simulate(other, hardware, 3).iteration
+        assert model.predict(other).iteration == pytest.approx(expected, rel=0.02), shape
 
 
 @pytest.mark.parametrize("shape", [{"actors": 1}, {"actors": 3, "chunk": 8}, {"replicas": 2}])
@@ -164,8 +164,8 @@ def test_predictions_if_cores_are_never_used_alone(shape):
     model = measurements_from_spans(threaded(2), late.timeline, [late.iteration], 2)
     assert model.hardware.together < 0.7
     other = threaded(2, **shape)
-    wanted = simulate(other, hardware, 3).iteration
-    assert model.predict(other).iteration == pytest.approx(wanted, rel=0.03)
+    expected = simulate(other, hardware, 3).iteration
+    assert model.predict(other).iteration == pytest.approx(expected, rel=0.03)
 
 
 def test_plan_from_a_run_keeps_its_threads(tmp_path, capsys, monkeypatch):
@@ -174,18 +174,18 @@ def test_plan_from_a_run_keeps_its_threads(tmp_path, capsys, monkeypatch):
     """
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     ran = threaded(1)
-    found = simulate(ran, Hardware({"cores": DURATIONS}, cores=2.0, together=TOGETHER), 3)
+    result = simulate(ran, Hardware({"cores": DURATIONS}, cores=2.0, together=TOGETHER), 3)
     rundir = RunDirectory(tmp_path / "ran")
     rundir.create(ran)
-    for each in found.timeline:
+    for each in result.timeline:
         Timeline(rundir.timeline_file).record(each)
     for index in range(3):
-        row = {"kind": "iteration", "iteration": index, "time/iteration_s": found.iteration}
+        row = {"kind": "iteration", "iteration": index, "time/iteration_s": result.iteration}
         rundir.metric(row)
     command = ["plan", str(write_toml(ran, tmp_path)), "--from", str(rundir.path)]
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert f"simulated   {found.iteration:.2f} s" in out
+    assert f"simulated   {result.iteration:.2f} s" in out
     assert "threads as there: learner 2, 1 while it regenerates\n" in out
     for key, here, there in (("threads", 1, 2), ("regenerate_threads", 2, 1)):
         assert main([*command, "--set", f"services.learner.{key}={here}"]) == 2
