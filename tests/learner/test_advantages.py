@@ -1,4 +1,4 @@
-"""Advantages by hand, and schedules by hand."""
+"""Advantages and schedules are compared with manual calculations."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ RULE = Advantages(std="global", eps=1e-4)
 GROUPS = [np.array([1.0, 3.0]), np.array([0.0, 0.0]), np.array([2.0, 6.0, 4.0])]
 
 
-def test_advantages_with_global_std():
-    """All seven rewards: mean 16/7, mean square 66/7, so the variance is 66/7 - 256/49 = 206/49."""
+def test_global_std_matches_a_manual_calculation():
+    """The seven rewards have mean 16/7 and mean square 66/7, so the variance is 66/7 - 256/49 =
+    206/49.
+    """
     values, metrics = advantages(GROUPS, Advantages(std="global", eps=0.5))
     std = np.sqrt(206) / 7
     assert values[0].dtype == np.float32
@@ -27,13 +29,13 @@ def test_advantages_with_global_std():
     assert metrics == {"zero_std_ratio": 1 / 3}
 
 
-def test_advantages_with_group_std():
+def test_group_std_matches_a_manual_calculation():
     values, _ = advantages(GROUPS, Advantages(std="group", eps=1e-4))
     np.testing.assert_allclose(values[0], np.array([-1, 1]) / 1.0001, rtol=1e-6)
     np.testing.assert_allclose(values[2], np.array([-2, 2, 0]) / (np.sqrt(8 / 3) + 1e-4), rtol=1e-6)
 
 
-def test_equal_rewards_give_exactly_zero_advantages():
+def test_advantages_of_equal_rewards_are_exactly_zero():
     rewards = np.full(3, 0.1, np.float32)
     values, metrics = advantages([rewards, np.array([0.0, 1.0])], RULE)
     assert values[0].tolist() == [0.0] * 3 and metrics["zero_std_ratio"] == 0.5
@@ -42,17 +44,17 @@ def test_equal_rewards_give_exactly_zero_advantages():
 
 
 @pytest.mark.parametrize("bad", [[np.nan, 1.0], [np.inf, 1.0], []])
-def test_missing_rewards_are_ignored(bad):
+def test_missing_or_non_finite_rewards_are_refused(bad):
     with pytest.raises(ValueError, match="group 1"):
         advantages([np.array([0.0, 1.0]), np.array(bad)], RULE)
 
 
-def test_no_groups_are_refused():
+def test_empty_list_of_groups_is_refused():
     with pytest.raises(ValueError, match="at least one prompt"):
         advantages([], RULE)
 
 
-def test_learning_rates():
+def test_learning_rate_schedules():
     rates = [
         learning_rate(Optimizer(lr=1.0, schedule="linear", warmup_iterations=2), done, 6)
         for done in range(6)
@@ -76,7 +78,7 @@ def test_old_policy_decays():
     assert [old_policy_decay(delayed, s) for s in (1, 75, 77, 500)] == [0.0, 0.0, 0.015, 0.999]
 
 
-def test_early_stops():
+def test_stop_reasons_name_the_exceeded_limit():
     assert stop_reason(Stop(), {"loss/kl": 1e9}, 1e9) is None
     assert "above stop.max_kl = 0.5" in stop_reason(Stop(max_kl=0.5), {"loss/kl": 0.6}, 0)
     assert stop_reason(Stop(max_kl=0.5), {"loss/kl": 0.5}, 0) is None

@@ -1,5 +1,6 @@
-"""Which passes do without cuDNN's attention: those with a gradient, backward too, and those whose
-density is trained. The switch is torch's own, which a CPU has too.
+"""Which passes must not use cuDNN's attention: passes with gradients, including their backward
+passes, and passes whose densities are used for training. The tests read torch's own switch, which
+also exists on a CPU.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ def allowed() -> bool:
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch) -> Iterator[None]:
+def gpu_behavior(monkeypatch) -> Iterator[None]:
     before = allowed()
     torch.backends.cuda.enable_cudnn_sdp(True)
     for module in (learner.update, learner.generator):
@@ -33,16 +34,16 @@ def as_on_a_gpu(monkeypatch) -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def watched(trainer: Trainer) -> list[tuple[str, bool]]:
-    """(direction, whether cuDNN was allowed) of every pass of the second block."""
-    seen: list[tuple[str, bool]] = []
+def recorded_passes(trainer: Trainer) -> list[tuple[str, bool]]:
+    """Record the direction and whether cuDNN was allowed, for every pass of the second block."""
+    passes: list[tuple[str, bool]] = []
     block = next(m for n, m in trainer.transformer.named_modules() if n.endswith("blocks.1"))
-    block.register_forward_hook(lambda *_: seen.append(("forward", allowed())))
-    block.register_full_backward_hook(lambda *_: seen.append(("backward", allowed())))
-    return seen
+    block.register_forward_hook(lambda *_: passes.append(("forward", allowed())))
+    block.register_full_backward_hook(lambda *_: passes.append(("backward", allowed())))
+    return passes
 
 
-def test_cudnn_attention_is_disabled_only_within_the_context_on_cuda():
+def test_context_disables_cudnn_only_inside_and_only_on_cuda():
     with without_cudnn_attention(torch.device("cpu")):
         assert allowed()
     with pytest.raises(KeyError), without_cudnn_attention(CUDA):
@@ -52,19 +53,19 @@ def test_cudnn_attention_is_disabled_only_within_the_context_on_cuda():
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_cudnn_attention_is_disabled_in_all_passes_of_an_update(tiny_sd3_dir, recomputed):
+def test_update_never_uses_cudnn_attention(tiny_sd3_dir, recomputed):
     trainer = tiny_trainer(tiny_sd3_dir, optimizer={"gradient_checkpointing": recomputed})
-    seen = watched(trainer)
+    passes = recorded_passes(trainer)
     trainer.update(0, tiny_groups(1))
-    assert {direction for direction, _ in seen} == {"forward", "backward"}
-    assert not any(allowed for _, allowed in seen)
+    assert {direction for direction, _ in passes} == {"forward", "backward"}
+    assert not any(allowed for _, allowed in passes)
 
 
 @pytest.mark.parametrize(("objective", "expected"), [("diffusion_nft", True), ("flow_grpo", False)])
-def test_merged_weights_use_any_attention_and_paths_that_of_training(
+def test_regeneration_allows_cudnn_attention_unless_it_records_paths(
     tiny_sd3_dir, objective, expected
 ):
     trainer = tiny_trainer(tiny_sd3_dir, objective={"name": objective})
-    seen = watched(trainer)
+    passes = recorded_passes(trainer)
     trainer.generator.generate(tiny_groups(1)[0].cond, [1, 2])
-    assert seen and {allowed for _, allowed in seen} == {expected}
+    assert passes and {allowed for _, allowed in passes} == {expected}

@@ -1,4 +1,4 @@
-"""Checkpoints: bit-exact, and whole or absent whatever goes wrong, at whichever instant."""
+"""Checkpoints restore every bit. A checkpoint is complete or absent, whenever a failure happens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from learner.checkpoint import (
     step_of,
     write,
 )
-from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
+from tests.learner.tiny import identical, tiny_groups, tiny_trainer, training_state
 
 TENSORS = {
     "adapter": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([float("nan"), -0.0])},
@@ -32,14 +32,14 @@ TENSORS = {
 
 
 class Kill(BaseException):
-    """Stands for SIGKILL: nothing catches it, nothing cleans up."""
+    """Simulates SIGKILL: no code catches this exception or cleans up."""
 
 
 # ---- the trainer's checkpoint
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tiny_sd3_dir, tmp_path, steps):
+def test_resumed_training_equals_uninterrupted_training_bit_for_bit(tiny_sd3_dir, tmp_path, steps):
     settings = {
         "optimizer": {
             "lr": 1e-2,
@@ -50,26 +50,28 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tiny_sd3_dir, tmp
         "old_policy": {"schedule": "linear_cap", "slope": 0.2, "cap": 0.5},
         "iterations": 5,
     }
-    straight = tiny_trainer(tiny_sd3_dir, **settings)
+    uninterrupted = tiny_trainer(tiny_sd3_dir, **settings)
     for s in range(4):
-        straight.update(s, tiny_groups(seed=s))
+        uninterrupted.update(s, tiny_groups(seed=s))
         if s == 1:
-            half = everything(straight)
-            straight.save(tmp_path / "step_000002", {"cursor": [1, 2], "text": "é"})
+            state_after_two = training_state(uninterrupted)
+            uninterrupted.save(tmp_path / "step_000002", {"cursor": [1, 2], "text": "é"})
     resumed = tiny_trainer(tiny_sd3_dir, perturb=False, **settings)
     assert resumed.load(tmp_path / "step_000002") == {"cursor": [1, 2], "text": "é"}
-    assert resumed.done == 2 and identical(half, everything(resumed))
+    assert resumed.done == 2 and identical(state_after_two, training_state(resumed))
     for s in range(2, 4):
         resumed.update(s, tiny_groups(seed=s))
-    assert identical(everything(straight), everything(resumed))
-    assert not identical(half, everything(resumed))  # training went on
-    with pytest.raises(ValueError, match="iteration 3 was already trained on"):
+    assert identical(training_state(uninterrupted), training_state(resumed))
+    assert not identical(state_after_two, training_state(resumed))  # training continued
+    with pytest.raises(ValueError, match="iteration 3 was trained already"):
         resumed.update(3, tiny_groups())
 
 
-def test_files_are_safetensors_and_json(tiny_sd3_dir, tmp_path):
+def test_checkpoint_consists_of_safetensors_and_json_files(tiny_sd3_dir, tmp_path):
     trainer = tiny_trainer(tiny_sd3_dir)
-    trainer.save(tmp_path / "step_000000", {})  # before the first update: no moments yet
+    trainer.save(
+        tmp_path / "step_000000", {}
+    )  # before the first update, the optimizer has no moments
     names = {
         "adapter.safetensors",
         "old.safetensors",
@@ -80,10 +82,10 @@ def test_files_are_safetensors_and_json(tiny_sd3_dir, tmp_path):
     assert {path.name for path in (tmp_path / "step_000000").iterdir()} == names
     fresh = tiny_trainer(tiny_sd3_dir, perturb=False)
     fresh.load(tmp_path / "step_000000")
-    assert identical(everything(trainer), everything(fresh))
+    assert identical(training_state(trainer), training_state(fresh))
 
 
-def test_loading_a_mismatched_checkpoint_changes_nothing(tiny_sd3_dir, tmp_path):
+def test_unsuitable_checkpoint_is_refused_and_changes_nothing(tiny_sd3_dir, tmp_path):
     trainer = tiny_trainer(tiny_sd3_dir)
     trainer.update(0, tiny_groups())
     trainer.save(tmp_path / "step_000001", {})
@@ -99,16 +101,16 @@ def test_loading_a_mismatched_checkpoint_changes_nothing(tiny_sd3_dir, tmp_path)
         ({"seed": 12}, "is of run seed 11, but this run has seed 12"),
     ):
         other = tiny_trainer(tiny_sd3_dir, **more)
-        before = everything(other)
+        before = training_state(other)
         with pytest.raises(CheckpointError, match=message) as caught:
             other.load(tmp_path / "step_000001")
-        assert identical(before, everything(other))
+        assert identical(before, training_state(other))
         assert other.done == 0
         assert "\n" not in str(caught.value)
 
 
-def test_missing_optimizer_moments_are_detected(tiny_sd3_dir, tmp_path):
-    """Without them AdamW would start afresh, and nothing would fail."""
+def test_missing_moments_are_refused(tiny_sd3_dir, tmp_path):
+    """Without the moments, AdamW would start same_step from zero, and no error would occur."""
     trainer = tiny_trainer(tiny_sd3_dir)
     trainer.update(0, tiny_groups())
     trainer.save(tmp_path / "step_000001", {})
@@ -117,15 +119,15 @@ def test_missing_optimizer_moments_are_detected(tiny_sd3_dir, tmp_path):
     del body["files"]["optimizer.safetensors"]
     state.write_text(json.dumps(body))
     other = tiny_trainer(tiny_sd3_dir)
-    before = everything(other)
+    before = training_state(other)
     with pytest.raises(
         CheckpointError, match="optimizer: 'exp_avg/.*' is absent in the checkpoint"
     ):
         other.load(tmp_path / "step_000001")
-    assert identical(before, everything(other)) and other.done == 0
+    assert identical(before, training_state(other)) and other.done == 0
 
 
-def test_save_keeps_the_last_ones(tiny_sd3_dir, tmp_path):
+def test_save_keeps_the_last_checkpoints(tiny_sd3_dir, tmp_path):
     trainer = tiny_trainer(tiny_sd3_dir, checkpoint={"keep_last": 2})
     for step in (0, 1, 2, 10):
         trainer.save(step_directory(tmp_path, step), {"step": step})
@@ -136,18 +138,18 @@ def test_save_keeps_the_last_ones(tiny_sd3_dir, tmp_path):
 # ---- directories
 
 
-def test_round_trip_is_bit_exact(tmp_path):
+def test_checkpoint_round_trip_is_bit_exact(tmp_path):
     write(tmp_path / "step_000001", TENSORS, {"x": 1})
     files, state = read(tmp_path / "step_000001")
     assert state == {"x": 1} and files["optimizer"] == {}
     assert (
         files["adapter"]["b"].view(torch.int32).tolist()
         == TENSORS["adapter"]["b"].view(torch.int32).tolist()
-    )  # NaN and -0 too
+    )  # NaN and -0 are restored too
     assert torch.equal(files["adapter"]["a"], TENSORS["adapter"]["a"])
 
 
-def test_a_checkpoint_left_under_its_replaced_name_is_found(tmp_path):
+def test_replaced_checkpoint_that_a_kill_left_is_found(tmp_path):
     rundir = SimpleNamespace(path=tmp_path, checkpoints=tmp_path)
     for step in (9, 10):
         write(step_directory(tmp_path, step), TENSORS, {})
@@ -157,7 +159,7 @@ def test_a_checkpoint_left_under_its_replaced_name_is_found(tmp_path):
         find(rundir, 3)
 
 
-def test_the_latest_checkpoint_is_the_highest_complete_step(tmp_path):
+def test_latest_checkpoint_is_the_highest_complete_step(tmp_path):
     assert latest_checkpoint(tmp_path) is None and latest_checkpoint(tmp_path / "absent") is None
     for step in (2, 10, 1_000_000):
         write(step_directory(tmp_path, step), TENSORS, {})
@@ -172,7 +174,7 @@ def test_the_latest_checkpoint_is_the_highest_complete_step(tmp_path):
         prune(tmp_path, 0)
 
 
-def test_damaged_checkpoints_are_detected(tmp_path):
+def test_damaged_checkpoint_is_refused(tmp_path):
     path = tmp_path / "step_000001"
     with pytest.raises(CheckpointError, match="cannot be read: No such file"):
         read(path)
@@ -194,8 +196,8 @@ def test_damaged_checkpoints_are_detected(tmp_path):
 SYSTEM_CALLS = ("mkdir", "rename", "replace", "fsync", "rmdir", "unlink", "open")
 
 
-def dying_after(monkeypatch, calls: int, error: type[BaseException]) -> list[int]:
-    """Every call that changes the disk counts; from number ``calls`` on each raises. Returns the
+def fail_after(monkeypatch, calls: int, error: type[BaseException]) -> list[int]:
+    """Count every call that changes the disk, and let each raise after number ``calls``. Return the
     counter.
     """
     count = [0]
@@ -214,18 +216,18 @@ def dying_after(monkeypatch, calls: int, error: type[BaseException]) -> list[int
     return count
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step again"])
-def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path, monkeypatch, again):
-    """Die before each disk-changing call of write and prune in turn; afterwards old or new can be
-    read, and writing goes on.
+@pytest.mark.parametrize("same_step", [False, True], ids=["a new step", "the same step again"])
+def test_last_checkpoint_is_complete_after_a_kill_at_any_time(tmp_path, monkeypatch, same_step):
+    """The test simulates a kill before each disk-changing call of write and prune. Afterwards the
+    old or the new checkpoint can be read, and writing a later one works.
     """
     calls, outcomes = 0, set()
     while True:
         root = tmp_path / str(calls)
         write(step_directory(root, 1), TENSORS, {"value": "old"})
-        new = step_directory(root, 1 if again else 2)
+        new = step_directory(root, 1 if same_step else 2)
         with monkeypatch.context() as patch:
-            count = dying_after(patch, calls, Kill)
+            count = fail_after(patch, calls, Kill)
             try:
                 write(new, TENSORS, {"value": "new"})
                 prune(root, 1)
@@ -245,8 +247,8 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path, monkeypatch
     assert calls > 5 and outcomes == {"old", "new"}
 
 
-def test_a_full_disk_keeps_the_last_checkpoint_and_is_reported(tmp_path):
-    """A limit on file size makes write(2) itself fail, as a full disk does."""
+def test_full_disk_keeps_the_last_checkpoint_and_is_reported(tmp_path):
+    """A limit on the file size makes write(2) fail, as a full disk does."""
     write(step_directory(tmp_path, 1), TENSORS, {"value": "old"})
     big = {"adapter": {"a": torch.zeros(100_000)}}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -262,13 +264,13 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_is_reported(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "\n" not in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]  # nothing half-written
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]  # no incomplete checkpoint
     assert read(latest_checkpoint(tmp_path))[1]["value"] == "old"
     write(step_directory(tmp_path, 2), big, {"value": "new"})
     assert read(latest_checkpoint(tmp_path))[1]["value"] == "new"
 
 
-def test_a_failed_first_checkpoint_is_reported(tmp_path):
+def test_failed_first_checkpoint_reports_that_there_is_none(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="there is no earlier checkpoint"):
         write(tmp_path / "file" / "step_000001", TENSORS, {})

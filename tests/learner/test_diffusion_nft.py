@@ -1,4 +1,6 @@
-"""DiffusionNFT against a hand-worked case, finite differences and its gradient's closed form."""
+"""DiffusionNFT is compared with a manual calculation, with finite differences and with the closed
+form of its gradient.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import torch
 from learner.objectives import build_objective
 from learner.objectives.base import Points, draw_times
 from learner.objectives.diffusion_nft import DiffusionNFTSettings
-from tests.learner.tiny import in_double
+from tests.learner.tiny import in_float64
 
 
 def one_point(x_t, t, x0) -> Points:
@@ -26,14 +28,14 @@ def random_points(count: int = 6, latent: tuple[int, ...] = (2, 3), seed: int = 
     return objective.points({"latents": samples}, torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0]), rng)
 
 
-def test_loss_of_known_values():
-    """x_t = (1, 2), x0 = (0, 1), t = 1/2, v = (2, 0), old = (0, 2), ref = (1, 1); b = 1/2, c = 2, A
-    = 1, kl = 1/4.
+def test_loss_matches_a_manual_calculation():
+    """The inputs are x_t = (1, 2), x0 = (0, 1), t = 1/2, v = (2, 0), old = (0, 2), ref = (1, 1), b
+    = 1/2, c = 2, A = 1 and kl = 1/4.
 
-    v+ = (v + old)/2 = (1, 1): residual x_t - v+/2 - x0 = (1/2, 1/2): squares mean 1/4, weight 1/2,
-    L+ = 1/2. v- = 3/2 old - v/2 = (-1, 3): residual (3/2, -1/2): squares mean 5/4, weight 1, L- =
-    5/4. r = clip(1/2)/2 + 1/2 = 3/4: policy = 2 (3/4 * 1/2 + 1/4 * 5/4) / (1/2) = 2.75; kl =
-    mean(1, 1) = 1; loss = 3.
+    v+ = (v + old)/2 = (1, 1). Its residual x_t - v+/2 - x0 is (1/2, 1/2), with mean square 1/4 and
+    weight 1/2, so L+ = 1/2. v- = 3/2 old - v/2 = (-1, 3). Its residual is (3/2, -1/2), with mean
+    square 5/4 and weight 1, so L- = 5/4. r = clip(1/2)/2 + 1/2 = 3/4. The policy loss is 2 (3/4 *
+    1/2 + 1/4 * 5/4) / (1/2) = 2.75, kl = mean(1, 1) = 1, and the loss is 3.
     """
     objective = build_objective(DiffusionNFTSettings(beta=0.5, kl=0.25, advantage_clip=2.0))
     velocities = {
@@ -52,9 +54,9 @@ def test_loss_of_known_values():
     assert loss.dtype == torch.float64
 
 
-def test_the_adaptive_weight_has_a_floor():
-    """A residual of 1e-6 everywhere: squares mean 1e-12 over the floor 1e-5, not over 1e-6; c = 5,
-    b = 1, A = 5: loss 5 L+.
+def test_weight_has_a_minimum():
+    """The residual is 1e-6 everywhere. Its mean square 1e-12 is divided by the minimum 1e-5 and not
+    by 1e-6. With c = 5, b = 1 and A = 5, the loss is 5 L+.
     """
     objective = build_objective(DiffusionNFTSettings(kl=0.0))
     velocities = {name: torch.zeros(1, 2) for name in ("current", "old")}
@@ -85,10 +87,10 @@ def gradient(
     return current.grad
 
 
-def test_gradient_at_the_old_policy_is_the_closed_form():
-    """At v = v_old: v+ = v- = v, so d loss / dv = c (2 r - 1) dL/dv = A dL/dv with |A| <= c,
-    whatever beta, and dL/dv = -2 t (x_t - t v - x0) / (n w), divided by the number of points.
-    Float32 sums: 1e-5 of the largest entry.
+def test_gradient_at_the_old_policy_matches_the_closed_form():
+    """At v = v_old, v+ = v- = v. So d loss / dv = c (2 r - 1) dL/dv = A dL/dv with |A| <= c,
+    whatever beta is. dL/dv = -2 t (x_t - t v - x0) / (n w), divided by the number of points. Sums
+    in float32 have an error of 1e-5 of the largest entry.
     """
     points = random_points()
     v = torch.from_numpy(np.random.default_rng(3).standard_normal((6, 2, 3), np.float32))
@@ -101,21 +103,23 @@ def test_gradient_at_the_old_policy_is_the_closed_form():
     )
     for beta in (0.3, 1.0, 2.0):
         objective = build_objective(DiffusionNFTSettings(beta=beta, kl=0.0))
-        found = gradient(objective, points, v, {"old": v}, advantages).double()
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+        actual = gradient(objective, points, v, {"old": v}, advantages).double()
+        torch.testing.assert_close(
+            actual, expected, rtol=0, atol=1e-5 * expected.abs().max().item()
+        )
 
 
-def test_gradient_by_finite_differences_with_constant_weights():
-    """Central differences of a float64 loss of degree 2 in v (weights frozen at v) are exact up to
-    rounding: 1e-16 / 1e-3 = 1e-13.
+def test_gradient_matches_finite_differences_with_frozen_weights():
+    """Central differences of a float64 loss of degree 2 in v (with weights frozen at v) are exact
+    up to rounding: 1e-16 / 1e-3 = 1e-13.
 
-    The weight is a stop-gradient, so the reference freezes it; everything is written out here
+    The weight is a stop-gradient, so the reference freezes it. The test computes the loss
     independently of the code.
     """
     beta, clip, kl = 0.7, 5.0, 0.3
     rng = np.random.default_rng(5)
     points = random_points(3)
-    points = in_double(points)
+    points = in_float64(points)
     v, old, ref = (torch.from_numpy(rng.standard_normal((3, 2, 3))) for _ in range(3))
     advantages = torch.tensor([2.0, -3.0, 11.0], dtype=torch.float64)
     t = points.sigma.reshape(-1, 1, 1)
@@ -136,7 +140,7 @@ def test_gradient_by_finite_differences_with_constant_weights():
             clip * (r * plus / beta + (1 - r) * minus / beta).mean() + kl * ((u - ref) ** 2).mean()
         )
 
-    found = gradient(
+    result = gradient(
         build_objective(DiffusionNFTSettings(beta=beta, kl=kl)),
         points,
         v,
@@ -146,7 +150,7 @@ def test_gradient_by_finite_differences_with_constant_weights():
     for index in np.ndindex(3, 2, 3):
         step = torch.zeros_like(v)
         step[index] = 1e-3
-        assert found[index].item() == pytest.approx(
+        assert result[index].item() == pytest.approx(
             (loss(v + step) - loss(v - step)).item() / 2e-3, abs=1e-11
         )
 
@@ -160,7 +164,7 @@ def test_no_gradient_reaches_old_and_reference():
     assert old.grad is None and ref.grad is None
 
 
-def test_the_loss_of_a_batch_is_the_mean_over_its_points():
+def test_batch_loss_is_the_mean_over_its_points():
     objective, points = build_objective(DiffusionNFTSettings()), random_points(6)
     rng = np.random.default_rng(8)
     velocities = {
@@ -175,11 +179,11 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_points():
         * len(points.rows(p))
         for p in parts
     ]
-    # the kl part is summed in float32
+    # the sums of the KL term are in float32
     assert sum(losses).item() / 6 == pytest.approx(whole.item(), rel=1e-7)
 
 
-def test_the_reference_is_evaluated_only_if_it_is_used():
+def test_reference_is_computed_only_if_it_is_used():
     assert build_objective(DiffusionNFTSettings()).policies == ("current", "old", "ref")
     assert build_objective(DiffusionNFTSettings(kl=0)).policies == ("current", "old")
     assert build_objective(DiffusionNFTSettings(kl=0), measure_kl=True).policies == (
@@ -190,7 +194,7 @@ def test_the_reference_is_evaluated_only_if_it_is_used():
     assert build_objective(DiffusionNFTSettings()).sampling_adapter == "old"
 
 
-def test_points_lie_on_the_path_at_times_of_the_schedule():
+def test_points_are_on_the_path_at_times_of_the_schedule():
     sigmas = torch.tensor([1.0, 0.9, 0.7, 0.4, 0.0])
     samples = torch.from_numpy(np.random.default_rng(0).standard_normal((5, 4, 2, 2), np.float32))
     points = build_objective(DiffusionNFTSettings(times_per_sample=3)).points(
@@ -212,6 +216,6 @@ def test_points_lie_on_the_path_at_times_of_the_schedule():
     assert torch.equal(again.sigma, points.sigma)
 
 
-def test_more_times_than_steps_repeat_them():
+def test_more_times_than_in_the_schedule_are_repeated_evenly():
     times = draw_times(torch.tensor([1.0, 0.5, 0.0]), 4, 5, np.random.default_rng(0))
     assert times.shape == (4, 5) and all(2 <= row.count(1.0) <= 3 for row in times.tolist())

@@ -1,6 +1,6 @@
-"""Against numbers that the formulas of the public codes give on the same tensors
-(``tests/golden``): in float64 to 1e-12 of their size, where float32 is part of the product to its
-last bits.
+"""Our results are compared with the results of the formulas of the public codes on the same tensors
+(``tests/golden``). The relative tolerance is 1e-12 in float64. Where our code uses float32, the
+last bits may differ.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def double(value: object) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def close(found: object, expected: object, rtol: float = 1e-12) -> None:
-    np.testing.assert_allclose(found, expected, rtol=rtol, atol=rtol)
+def assert_close(actual: object, expected: object, rtol: float = 1e-12) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=rtol, atol=rtol)
 
 
-def test_selection():
-    given = GOLDEN["selection"]
-    assert list(select(given["rewards"], 24)) == given["chosen"]
+def test_selection_matches_the_golden_values():
+    golden = GOLDEN["selection"]
+    assert list(select(golden["rewards"], 24)) == golden["chosen"]
 
 
 @pytest.mark.parametrize(
@@ -51,76 +51,77 @@ def test_selection():
         ("group_unbiased", Advantages(std="group", eps=1e-8, unbiased=True)),
     ],
 )
-def test_advantages(name, settings):
-    """They are handed on in float32: half of its last bit is 6e-8."""
-    given = GOLDEN["advantages"]
-    found, _ = advantages([np.array(row) for row in given["rewards"]], settings)
-    close(np.stack(found), given[name], 1.2e-7)
+def test_advantages_match_the_golden_values(name, settings):
+    """Advantages are float32, and half of the last bit is 6e-8."""
+    golden = GOLDEN["advantages"]
+    result, _ = advantages([np.array(row) for row in golden["rewards"]], settings)
+    assert_close(np.stack(result), golden[name], 1.2e-7)
 
 
 @pytest.mark.parametrize("row", [0, 1])
-def test_diffusion_nft(row):
-    given = GOLDEN["diffusion_nft"][row]
-    objective = build_objective(DiffusionNFTSettings(beta=given["beta"], kl=given["kl"]))
-    x0, eps, t = (double(given[name]) for name in ("x0", "eps", "t"))
+def test_diffusion_nft_matches_the_golden_values(row):
+    golden = GOLDEN["diffusion_nft"][row]
+    objective = build_objective(DiffusionNFTSettings(beta=golden["beta"], kl=golden["kl"]))
+    x0, eps, t = (double(golden[name]) for name in ("x0", "eps", "t"))
     column = t.reshape(-1, 1, 1)
     x_t = (1 - column) * x0 + column * eps
     points = Points(x_t, t, torch.arange(4), {"x0": x0, "eps": eps})
-    velocities = {name: double(given[name]) for name in ADAPTERS}
+    velocities = {name: double(golden[name]) for name in ADAPTERS}
     current = velocities["current"].requires_grad_(True)
-    loss, _ = objective.loss(points, velocities, double(given["advantages"]))
+    loss, _ = objective.loss(points, velocities, double(golden["advantages"]))
     loss.backward()
-    close(loss.item(), given["loss"])
-    close(current.grad, given["gradient"])
+    assert_close(loss.item(), golden["loss"])
+    assert_close(current.grad, golden["gradient"])
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo"])
-def test_path_objectives(name):
-    """One of the four ratios is held by the clip: its gradient is 0."""
-    given = GOLDEN[name]
+def test_path_objectives_match_the_golden_values(name):
+    """One of the four ratios is clipped, so its gradient is 0."""
+    golden = GOLDEN[name]
     settings = (
-        FlowGRPOSettings(eta=given["eta"], ratio_clip=given["clip"], kl=given["kl"])
+        FlowGRPOSettings(eta=golden["eta"], ratio_clip=golden["clip"], kl=golden["kl"])
         if name == "flow_grpo"
-        else DanceGRPOSettings(eta=given["eta"], ratio_clip=given["clip"])
+        else DanceGRPOSettings(eta=golden["eta"], ratio_clip=golden["clip"])
     )
     objective = build_objective(settings)
-    x, x_next, now, after = (double(given[n]) for n in ("x", "x_next", "sigma", "sigma_next"))
-    velocities = {policy: double(given[policy]) for policy in ADAPTERS}
+    x, x_next, now, after = (double(golden[n]) for n in ("x", "x_next", "sigma", "sigma_next"))
+    velocities = {policy: double(golden[policy]) for policy in ADAPTERS}
     current = velocities["current"].requires_grad_(True)
     log_prob = objective.path_solver.step(x, current, now, after).log_prob(x_next)
-    close(log_prob.detach(), given["log_prob"])
+    assert_close(log_prob.detach(), golden["log_prob"])
     stored = {"x_next": x_next, "sigma_next": after, "log_prob": log_prob.detach()}
     points = Points(x, now, torch.arange(4), stored)
-    loss, metrics = objective.loss(points, velocities, double(given["advantages"]))
+    loss, metrics = objective.loss(points, velocities, double(golden["advantages"]))
     loss.backward()
-    close(metrics["loss/ratio"].item(), np.mean(given["ratio"]))
-    close(loss.item(), given["loss"])
-    close(current.grad, given["gradient"], 1e-11)  # 1 / std^2 is up to 100
+    assert_close(metrics["loss/ratio"].item(), np.mean(golden["ratio"]))
+    assert_close(loss.item(), golden["loss"])
+    assert_close(current.grad, golden["gradient"], 1e-11)  # 1 / std^2 is up to 100
 
 
-def test_decay_schedules():
-    given = GOLDEN["schedules"]
+def test_decay_schedules_match_the_golden_values():
+    golden = GOLDEN["schedules"]
     for name in ("linear_cap", "delayed_linear_cap"):
-        own = {"slope": 0.0075, "cap": 0.999} if name == "delayed_linear_cap" else {}
-        settings = OldPolicy(schedule=name, **own)
-        close([old_policy_decay(settings, s) for s in given["s"]], given[name], 1e-15)
+        options = {"slope": 0.0075, "cap": 0.999} if name == "delayed_linear_cap" else {}
+        settings = OldPolicy(schedule=name, **options)
+        assert_close([old_policy_decay(settings, s) for s in golden["s"]], golden[name], 1e-15)
     warm = Ema(warmup=True)
-    close([ema_decay(warm, s) for s in given["s"]], given["ema"], 1e-15)
-    close(np.prod([ema_decay(warm, s) for s in range(1, 11)]), given["base_left"])
+    assert_close([ema_decay(warm, s) for s in golden["s"]], golden["ema"], 1e-15)
+    assert_close(np.prod([ema_decay(warm, s) for s in range(1, 11)]), golden["base_left"])
 
 
 @pytest.mark.parametrize("spacing", ["own", "scheduler"])
-def test_spacing_and_solvers(spacing):
-    """diffusers works in float32: 1e-6. From the same float32 schedule dpmpp_2m agrees to 1e-12;
-    euler takes the differences of sigmas in float32, whose last bits are 1e-8 of them.
+def test_spacing_and_solvers_match_the_golden_values(spacing):
+    """diffusers works in float32, so the schedules agree to 1e-6. From the same float32 schedule,
+    dpmpp_2m agrees to 1e-12. euler uses differences of sigmas in float32, whose relative error is
+    about 1e-8.
     """
     shift = {"num_train_timesteps": 1000, "shift": 3.0}
-    found = flow_match_sigmas(shift, 6, None, schedule=spacing)
+    actual = flow_match_sigmas(shift, 6, None, schedule=spacing)
     expected = GOLDEN["spacing"][spacing]
-    close(found, expected, 1e-6)
-    given = GOLDEN["solver"]
-    matrix, bias, start = (double(given[name]) for name in ("matrix", "bias", "start"))
+    assert_close(actual, expected, 1e-6)
+    golden = GOLDEN["solver"]
+    matrix, bias, start = (double(golden[name]) for name in ("matrix", "bias", "start"))
     grid = torch.tensor(expected, dtype=torch.float32)
-    for name in ("dpmpp_2m", "euler"):  # those of the reference
+    for name in ("dpmpp_2m", "euler"):  # the solvers of the reference
         end = SOLVERS[name](lambda x, s: x @ matrix.T + s.double() * bias, start[None], grid)
-        close(end[0], given[spacing][name], 1e-12 if name == "dpmpp_2m" else 1e-7)
+        assert_close(end[0], golden[spacing][name], 1e-12 if name == "dpmpp_2m" else 1e-7)

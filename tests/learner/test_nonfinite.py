@@ -1,4 +1,4 @@
-"""An update whose numbers are not finite changes nothing, says where, and leaves its data."""
+"""An update with non-finite numbers changes nothing, names the place, and saves its data."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from safetensors import safe_open
 
 from learner.nonfinite import NonFiniteTraining, first_nonfinite, first_nonfinite_module
 from policy.lora import adapter_state
-from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
+from tests.learner.tiny import identical, tiny_groups, tiny_trainer, training_state
 
 
 def assert_all_or_nothing(trainer, failure_dir, groups, message: str) -> NonFiniteTraining:
-    """The update raises, changes nothing, and leaves the data of the iteration."""
-    before = everything(trainer)
+    """Check that the update raises an error, changes nothing, and saves the data of the
+    iteration.
+    """
+    before = training_state(trainer)
     with pytest.raises(NonFiniteTraining, match=message) as caught:
         trainer.update(5, groups)
-    assert identical(before, everything(trainer)) and trainer.done == 0
+    assert identical(before, training_state(trainer)) and trainer.done == 0
     assert "\n" not in str(caught.value)
     with safe_open(failure_dir / "iteration_000005.safetensors", "pt") as saved:
         assert saved.metadata()["iteration"] == "5" and saved.metadata()["seed"] == "11"
@@ -41,7 +43,7 @@ def assert_all_or_nothing(trainer, failure_dir, groups, message: str) -> NonFini
     return caught.value
 
 
-def test_a_non_finite_loss_names_the_module(tiny_sd3_dir, tmp_path):
+def test_non_finite_loss_names_the_module(tiny_sd3_dir, tmp_path):
     trainer = tiny_trainer(tiny_sd3_dir, tmp_path)
     dict(trainer.transformer.named_modules())["transformer_blocks.1.ff.net.2"].weight.data[0, 0] = (
         float("nan")
@@ -55,7 +57,7 @@ def test_a_non_finite_loss_names_the_module(tiny_sd3_dir, tmp_path):
     assert error.module == "transformer_blocks.1.ff.net.2"
 
 
-def test_a_non_finite_old_policy_is_distinguished_from_the_current_one(tiny_sd3_dir, tmp_path):
+def test_non_finite_old_policy_is_distinguished_from_the_current_one(tiny_sd3_dir, tmp_path):
     trainer = tiny_trainer(tiny_sd3_dir, tmp_path)
     layer = dict(trainer.transformer.named_modules())["transformer_blocks.0.attn.to_q"]
     layer.lora_B["old"].weight.data[0, 0] = float("inf")
@@ -63,7 +65,7 @@ def test_a_non_finite_old_policy_is_distinguished_from_the_current_one(tiny_sd3_
     assert error.module == "transformer_blocks.0.attn.to_q.lora_B.old"
 
 
-def test_latents_that_are_not_finite_name_the_prompt(tiny_sd3_dir, tmp_path):
+def test_non_finite_latents_name_the_prompt(tiny_sd3_dir, tmp_path):
     groups = tiny_groups()
     groups[1].samples["latents"][0, 0, 0, 0] = np.nan
     assert_all_or_nothing(
@@ -72,7 +74,7 @@ def test_latents_that_are_not_finite_name_the_prompt(tiny_sd3_dir, tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_non_finite_gradient_names_its_module(tiny_sd3_dir, tmp_path, value):
+def test_non_finite_gradient_names_its_module(tiny_sd3_dir, tmp_path, value):
     trainer = tiny_trainer(tiny_sd3_dir, tmp_path)
     name = "transformer_blocks.1.attn.to_k.lora_A.weight"
     trainer.updater.trained.parameters[name].register_hook(lambda grad: grad * value)
@@ -82,9 +84,9 @@ def test_a_non_finite_gradient_names_its_module(tiny_sd3_dir, tmp_path, value):
     )
 
 
-def test_an_overflowing_step_is_rolled_back(tiny_sd3_dir, tmp_path):
-    """As a learning rate far out of bounds would make it; torch refuses a step size beyond float32
-    itself.
+def test_overflowing_step_is_undone(tiny_sd3_dir, tmp_path):
+    """The test simulates a learning rate that is much too large. torch itself refuses a step size
+    beyond float32.
     """
     trainer = tiny_trainer(tiny_sd3_dir, tmp_path)
     name = "transformer_blocks.0.attn.to_v.lora_B.weight"
@@ -101,7 +103,7 @@ def test_an_overflowing_step_is_rolled_back(tiny_sd3_dir, tmp_path):
     assert error.module == name
 
 
-def test_a_failure_in_the_second_step_rolls_back_the_first(tiny_sd3_dir, tmp_path):
+def test_failure_in_the_second_step_undoes_the_first(tiny_sd3_dir, tmp_path):
     trainer = tiny_trainer(
         tiny_sd3_dir, tmp_path, optimizer={"lr": 1e-2, "steps_per_iteration": 2, "batch_size": 100}
     )
@@ -118,7 +120,7 @@ def test_a_failure_in_the_second_step_rolls_back_the_first(tiny_sd3_dir, tmp_pat
     assert len(calls) == 2
 
 
-def test_evidence_that_cannot_be_saved_does_not_hide_the_error(tiny_sd3_dir, tmp_path):
+def test_failure_to_save_the_data_does_not_hide_the_error(tiny_sd3_dir, tmp_path):
     (tmp_path / "file").write_text("")
     groups = tiny_groups()
     groups[0].samples["latents"][:] = np.inf
@@ -141,7 +143,7 @@ def test_first_nonfinite_module_follows_the_order_of_execution():
     assert not any(module._forward_hooks for module in model)
 
 
-def test_first_nonfinite():
+def test_first_nonfinite_names_the_first_non_finite_tensor():
     good = {"a": torch.zeros(2), "b": torch.tensor([1.0])}
     assert first_nonfinite(good) is None
     assert first_nonfinite({**good, "c": torch.tensor([np.inf])}) == "c"

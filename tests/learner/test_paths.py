@@ -1,5 +1,5 @@
-"""The trainer with objectives other than DiffusionNFT: what is recorded, what it is trained with,
-and what is kept when it fails.
+"""The trainer with objectives other than DiffusionNFT: which paths are recorded, how they are used
+for training, and which data is saved after a failure.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from policy.lora import adapter_state, load_adapter_state, use_adapter
 from policy.precision.backends import resolve_backend
 from policy.sampling.noise import noise_for, stream_seed
 from policy.sampling.paths import explored_paths, shared_start
-from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
+from tests.learner.tiny import identical, tiny_groups, tiny_trainer, training_state
 
 SEEDS = [3, 2**63 + 5, 7]
 PATHS = {"flow_grpo": {"name": "flow_grpo"}, "dance_grpo": {"name": "dance_grpo"}}
 
 
 def on_policy(model, objective, **more):
-    """A trainer whose LoRA does something and whose sampling policy is the trained one, as after
-    any iteration.
+    """Return a trainer with a non-trivial LoRA whose sampling policy equals the trained policy, as
+    after any iteration.
     """
     trainer = tiny_trainer(model, objective=objective, **more)
     load_adapter_state(trainer.transformer, "old", adapter_state(trainer.transformer, "current"))
@@ -35,11 +35,11 @@ def on_policy(model, objective, **more):
 
 
 def groups_of(trainer, count: int = 2) -> list[Group]:
-    """``count`` prompts, three regenerated samples and random rewards each."""
-    made = []
+    """Return ``count`` prompts with three regenerated samples and random rewards each."""
+    groups = []
     for group in tiny_groups(count):
         seeds = [stream_seed(1, "test", group.prompt_index, n) for n in range(3)]
-        made.append(
+        groups.append(
             Group(
                 group.prompt_index,
                 group.cond,
@@ -47,11 +47,11 @@ def groups_of(trainer, count: int = 2) -> list[Group]:
                 group.rewards,
             )
         )
-    return made
+    return groups
 
 
 @pytest.mark.parametrize("objective", PATHS.values(), ids=PATHS)
-def test_regenerating_records_the_path(tiny_sd3_dir, objective):
+def test_regeneration_records_the_path(tiny_sd3_dir, objective):
     trainer, cond = on_policy(tiny_sd3_dir, objective), tiny_groups(1)[0].cond
     samples, images = trainer.generator.generate(cond, SEEDS)
     assert {name: rows.shape for name, rows in samples.items()} == {
@@ -66,20 +66,20 @@ def test_regenerating_records_the_path(tiny_sd3_dir, objective):
     assert np.array_equal(samples["states"][:, 0], noise_for(SEEDS, (4, 8, 8)).numpy())
     decoded = trainer.family.decode(trainer.vae, torch.from_numpy(samples["latents"]), batch_size=8)
     assert np.array_equal(images, decoded.numpy())
-    # evaluation draws as ever: deterministic, latents alone
+    # evaluation stays deterministic and records only latents
     assert trainer.generator.generate(cond, SEEDS, weights="ema", solver="dpmpp_2m")[0].keys() == {
         "latents"
     }
 
 
 @pytest.mark.parametrize("objective", PATHS.values(), ids=PATHS)
-def test_the_stored_log_probability_is_that_of_the_weights_and_step(tiny_sd3_dir, objective):
-    """Same weights, same batch: the same bits. Other weights: another density."""
+def test_stored_log_probability_matches_weights_and_step(tiny_sd3_dir, objective):
+    """The same weights and batch give the same bits. Other weights give another density."""
     trainer, cond = on_policy(tiny_sd3_dir, objective), tiny_groups(1)[0].cond
     samples, _ = trainer.generator.generate(cond, SEEDS)
     states = torch.from_numpy(samples["states"])
 
-    def again(policy: str, j: int) -> np.ndarray:
+    def recompute(policy: str, j: int) -> np.ndarray:
         now, after = trainer.sigmas[j].expand(3), trainer.sigmas[j + 1].expand(3)
         with torch.no_grad(), use_adapter(trainer.transformer, policy):
             v = trainer.family.velocity(trainer.transformer, states[:, j], now, cond.repeat(3))
@@ -90,14 +90,14 @@ def test_the_stored_log_probability_is_that_of_the_weights_and_step(tiny_sd3_dir
         )
 
     for j in range(4):
-        assert np.array_equal(again("old", j), samples["log_probs"][:, j])
-        assert np.array_equal(again("current", j), samples["log_probs"][:, j])
-        assert np.abs(again("ema", j) - samples["log_probs"][:, j]).max() > 1e-4
+        assert np.array_equal(recompute("old", j), samples["log_probs"][:, j])
+        assert np.array_equal(recompute("current", j), samples["log_probs"][:, j])
+        assert np.abs(recompute("ema", j) - samples["log_probs"][:, j]).max() > 1e-4
 
 
-def test_a_sample_does_not_depend_on_the_others(tiny_sd3_dir):
-    """Noise is the sample's own; only the rounding of another batch shape is left, 1e-6 through 4
-    steps: 1e-4 allowed.
+def test_sample_does_not_depend_on_other_samples(tiny_sd3_dir):
+    """The noise depends only on the sample. Another batch shape changes only the rounding, by 1e-6
+    through 4 steps. The test allows 1e-4.
     """
     trainer, cond = on_policy(tiny_sd3_dir, PATHS["flow_grpo"]), tiny_groups(1)[0].cond
     whole, _ = trainer.generator.generate(cond, SEEDS)
@@ -111,7 +111,7 @@ def test_a_sample_does_not_depend_on_the_others(tiny_sd3_dir):
     assert not np.array_equal(other[:, 1], whole["states"][:, 1])
 
 
-def test_a_group_can_share_one_noise(tiny_sd3_dir):
+def test_group_can_share_its_initial_noise(tiny_sd3_dir):
     objective = {"name": "dance_grpo", "shared_noise": True}
     trainer, cond = on_policy(tiny_sd3_dir, objective, arm="diffusionnft"), tiny_groups(1)[0].cond
     assert shared_start(trainer.config, SEEDS) == SEEDS[0]
@@ -123,15 +123,16 @@ def test_a_group_can_share_one_noise(tiny_sd3_dir):
     latents = trainer.generator.generate(cond, SEEDS, weights="ema", solver="dpmpp_2m")[0][
         "latents"
     ]
-    assert len({row.tobytes() for row in latents}) == 3  # held-out images keep their own noises
+    assert len({row.tobytes() for row in latents}) == 3  # held-out images have separate noise
     assert shared_start(tiny_trainer(tiny_sd3_dir, objective={"name": "awm"}).config, SEEDS) is None
 
 
 @pytest.mark.parametrize("start", [None, 99])
 @pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo"])
-def test_explored_paths_equal_the_trained_ones(tiny_sd3_dir, name, start):
-    """In FP32 and as many steps: the regenerated latents up to the rounding of merged weights, 1e-6
-    through 4 steps; 1e-4 allowed. In one step less only what follows the window differs.
+def test_explored_paths_match_the_regenerated_paths(tiny_sd3_dir, name, start):
+    """In FP32 and with the same number of steps, the explored latents equal the regenerated ones up
+    to the rounding of merged weights, 1e-6 through 4 steps. The test allows 1e-4. With one step
+    less, only the part after the window differs.
     """
     objective = {"name": name, "window": {"size": 2}, "shared_noise": start is not None}
     explore = {"pool_size": 8, "backend": "fp32", "paths": True, "steps": 3}
@@ -151,34 +152,36 @@ def test_explored_paths_equal_the_trained_ones(tiny_sd3_dir, name, start):
     x, sigma = torch.from_numpy(truth["states"][:, 2]), trainer.sigmas
     with torch.no_grad(), use_adapter(trainer.transformer, "old"):
         v = trainer.family.velocity(trainer.transformer, x, sigma[2].expand(3), cond.repeat(3))
-    expected = x + (sigma[4] - sigma[2]) * v  # one step of Euler from the end of the window
+    expected = x + (sigma[4] - sigma[2]) * v  # one Euler step from the end of the window
     np.testing.assert_allclose(few, expected.numpy(), rtol=0, atol=1e-4)
     assert np.abs(few - whole).max() > 1e-2
     alone = explorer.explore(cond, SEEDS, 4, "euler")[1]  # without the paths' noise
     assert np.abs(alone - whole).max() > 1e-1
 
 
-def test_exploring_follows_a_moving_window(tiny_sd3_dir):
-    """After three iterations at one place it is one step on, for exploring as for regenerating."""
+def test_exploring_uses_the_current_place_of_a_moving_window(tiny_sd3_dir):
+    """After three iterations at one place, the window moves by one step, for exploring and for
+    regenerating.
+    """
     window = {"size": 1, "schedule": "progressive", "every": 3}
     objective = {"name": "flow_grpo", "window": window}
     trainer = on_policy(tiny_sd3_dir, objective, explore={"paths": True, "steps": 4})
     places = []
     for done in (2, 3):
         trainer.generator.updates = done
-        drawn = trainer.generator.generate(tiny_groups(1)[0].cond, SEEDS)[0]["stochastic"][0]
+        stochastic = trainer.generator.generate(tiny_groups(1)[0].cond, SEEDS)[0]["stochastic"][0]
         path = explored_paths(trainer.config, "flow_sde", done)
         assert path is not None and path.window is not None
-        assert np.flatnonzero(drawn).tolist() == list(path.window)
+        assert np.flatnonzero(stochastic).tolist() == list(path.window)
         places.append(path.window.start)
     assert places == [0, 1]
 
 
 @pytest.mark.parametrize("shortcut", [True, False])
 @pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo", "awm"])
-def test_the_ratio_at_the_sampling_weights_is_1_to_the_last_bit(tiny_sd3_dir, name, shortcut):
-    """In micro-batches of 4, which are not the batches the samples were drawn in; with a pass of
-    the old adapter of its own too.
+def test_ratio_at_the_sampling_weights_is_exactly_1(tiny_sd3_dir, name, shortcut):
+    """The micro-batches have 4 points and so differ from the batches of sampling. The test also
+    covers a separate pass with the old adapter.
     """
     objective = {"name": name, "times_per_sample": 3} if name == "awm" else {"name": name}
     trainer = on_policy(tiny_sd3_dir, objective, optimizer={"lr": 1e-2, "batch_size": 4})
@@ -188,7 +191,7 @@ def test_the_ratio_at_the_sampling_weights_is_1_to_the_last_bit(tiny_sd3_dir, na
     assert metrics["loss/ratio"] == 1.0
     assert metrics["loss/clip_share"] == 0.0
     assert metrics["grad_norm"] > 0
-    # only the rounding of another batch shape lies between the stored and the recomputed one
+    # the stored and the recomputed value differ only by the rounding of another batch shape
     if name != "awm":
         assert metrics["loss/log_prob_drift"] < 1e-5
     assert metrics["old_policy/decay"] == 0.0
@@ -197,7 +200,7 @@ def test_the_ratio_at_the_sampling_weights_is_1_to_the_last_bit(tiny_sd3_dir, na
     )
 
 
-def test_a_path_of_other_weights_appears_as_drift(tiny_sd3_dir):
+def test_path_of_other_weights_is_visible_as_drift(tiny_sd3_dir):
     trainer = on_policy(tiny_sd3_dir, PATHS["flow_grpo"])
     groups = groups_of(trainer)
     for name in ("current", "old"):
@@ -208,9 +211,12 @@ def test_a_path_of_other_weights_appears_as_drift(tiny_sd3_dir):
 @pytest.mark.parametrize(
     "objective", [*PATHS.values(), {"name": "awm", "times_per_sample": 3}], ids=[*PATHS, "awm"]
 )
-def test_later_steps_are_compared_with_the_sampling_weights(tiny_sd3_dir, objective):
-    """Passes per micro-batch: in the first step old is current; afterwards it is run. Its weights
-    do not move before the end.
+def test_later_steps_of_an_iteration_are_compared_with_the_sampling_weights(
+    tiny_sd3_dir, objective
+):
+    """The test counts the passes per micro-batch. In the first step the old policy equals the
+    current one and needs no pass. Later it needs one. The old weights do not change before the end
+    of the iteration.
     """
     optimizer = {"lr": 1e-2, "steps_per_iteration": 2, "batch_size": 100}
     trainer = on_policy(
@@ -236,7 +242,7 @@ def test_later_steps_are_compared_with_the_sampling_weights(tiny_sd3_dir, object
 
     trainer.objective.loss = watch
     metrics = trainer.update(1, groups)
-    # the anchor, which is not the current adapter here
+    # one pass more for the anchor, which is not the current adapter
     extra = 1 if objective["name"] == "awm" else 0
     assert [count for count, _, _ in ratios] == [1 + extra, 3 + 2 * extra]
     assert all(same for _, _, same in ratios)
@@ -247,8 +253,8 @@ def test_later_steps_are_compared_with_the_sampling_weights(tiny_sd3_dir, object
     assert not identical(before, adapter_state(trainer.transformer, "old"))
 
 
-def test_awm_keeps_its_own_average(tiny_sd3_dir, tmp_path):
-    """Decay min(0.25 s, 0.3) for the anchor beside 0.9 for the evaluated average; both are in the
+def test_awm_has_a_separate_average(tiny_sd3_dir, tmp_path):
+    """The anchor has the decay min(0.25 s, 0.3), and the evaluated average has 0.9. Both are in the
     checkpoint.
     """
     objective = {"name": "awm", "times_per_sample": 2, "ema_slope": 0.25}
@@ -268,29 +274,31 @@ def test_awm_keeps_its_own_average(tiny_sd3_dir, tmp_path):
     trainer.save(tmp_path / "step_000002", {})
     resumed = tiny_trainer(tiny_sd3_dir, perturb=False, objective=objective)
     resumed.load(tmp_path / "step_000002")
-    assert identical(everything(trainer), everything(resumed))
+    assert identical(training_state(trainer), training_state(resumed))
 
 
 @pytest.mark.parametrize(
-    # the two have paths of one kind, and their own ratios above
+    # both GRPO objectives have the same kind of paths, and tests above cover their ratios
     "name",
     ["awm", "flow_grpo", pytest.param("dance_grpo", marks=pytest.mark.slow)],
 )
-def test_a_resumed_path_run_equals_an_uninterrupted_one_bit_for_bit(tiny_sd3_dir, tmp_path, name):
-    """With two optimizer steps an iteration, resumed from a checkpoint in between."""
+def test_resumed_path_training_equals_uninterrupted_training_bit_for_bit(
+    tiny_sd3_dir, tmp_path, name
+):
+    """There are two optimizer steps per iteration, and training resumes from a checkpoint."""
     settings = {
         "objective": {"name": name},
         "optimizer": {"lr": 1e-2, "steps_per_iteration": 2, "batch_size": 16},
     }
-    straight = on_policy(tiny_sd3_dir, **settings)
+    uninterrupted = on_policy(tiny_sd3_dir, **settings)
     for s in range(2):
-        straight.update(s, groups_of(straight))
-    straight.save(tmp_path / "step_000002", {})
+        uninterrupted.update(s, groups_of(uninterrupted))
+    uninterrupted.save(tmp_path / "step_000002", {})
     resumed = tiny_trainer(tiny_sd3_dir, perturb=False, **settings)
     resumed.load(tmp_path / "step_000002")
-    for trainer in (straight, resumed):
+    for trainer in (uninterrupted, resumed):
         trainer.update(2, groups_of(trainer))
-    assert identical(everything(straight), everything(resumed))
+    assert identical(training_state(uninterrupted), training_state(resumed))
 
 
 def test_samples_without_a_path_are_refused(tiny_sd3_dir):
@@ -306,16 +314,16 @@ def test_samples_without_a_path_are_refused(tiny_sd3_dir):
     groups = groups_of(trainer)
     for group in groups:
         group.samples["states"] = group.samples["states"][:, 1:]
-    before = everything(trainer)
+    before = training_state(trainer)
     with pytest.raises(ValueError, match="paths of 3 steps, the schedule has 4"):
         trainer.update(1, groups)
-    assert identical(before, everything(trainer)) and trainer.done == 0
+    assert identical(before, training_state(trainer)) and trainer.done == 0
 
 
-# ---- evidence
+# ---- saved data of failures
 
 
-def test_a_failed_update_keeps_the_paths(tiny_sd3_dir, tmp_path):
+def test_failed_update_saves_the_paths(tiny_sd3_dir, tmp_path):
     trainer = on_policy(tiny_sd3_dir, PATHS["dance_grpo"], failure_dir=tmp_path)
     groups = groups_of(trainer)
     groups[1].samples["states"][0, 1, 0, 0, 0] = np.nan
@@ -330,15 +338,15 @@ def test_a_failed_update_keeps_the_paths(tiny_sd3_dir, tmp_path):
                 np.testing.assert_array_equal(
                     saved.get_tensor(f"prompt_{group.prompt_index:04d}/{name}").numpy(), rows
                 )
-    again = pickle.loads(pickle.dumps(caught.value))  # as it leaves an actor
+    again = pickle.loads(pickle.dumps(caught.value))  # as Ray sends it from an actor
     assert str(again) == str(caught.value)
     assert again.module is None
     assert again.what == caught.value.what
 
 
-def test_non_finite_merged_weights_save_the_data_of_their_iteration(tiny_sd3_dir, tmp_path):
-    """Adapters that are finite one by one overflow when they are merged: the update cannot see it,
-    the export does.
+def test_non_finite_merged_weights_save_the_previous_iteration(tiny_sd3_dir, tmp_path):
+    """Adapters that are finite may overflow when they are merged. The update cannot detect this,
+    but the export does.
     """
     trainer = tiny_trainer(tiny_sd3_dir, tmp_path)
     trainer.export(0)

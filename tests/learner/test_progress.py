@@ -1,5 +1,5 @@
-"""Learning in which nothing fails and nothing is learned: injected, and refused with a line, with
-weights as they were.
+"""Training that does not fail but also learns nothing. The tests inject such faults. Each is
+refused with one line, and weights stay unchanged.
 """
 
 import pytest
@@ -22,17 +22,17 @@ def test_gradients_of_zero_are_refused(tiny_sd3_dir, monkeypatch):
     before, groups = state(trainer), tiny_groups()
     loss = trainer.objective.loss
 
-    def blind(*args):
+    def zero_loss(*args):
         value, metrics = loss(*args)
         return value * 0, metrics
 
-    monkeypatch.setattr(trainer.objective, "loss", blind)
+    monkeypatch.setattr(trainer.objective, "loss", zero_loss)
     with pytest.raises(NothingLearned, match="every gradient is zero although advantages are not"):
         trainer.update(0, groups)
     assert state(trainer) == before
 
 
-def test_an_optimizer_that_skips_is_refused(tiny_sd3_dir, monkeypatch):
+def test_optimizer_that_changes_nothing_is_refused(tiny_sd3_dir, monkeypatch):
     trainer = tiny_trainer(tiny_sd3_dir)
     before, groups = state(trainer), tiny_groups()
     monkeypatch.setattr(trainer.updater.trained.optimizer, "step", lambda: None)
@@ -41,33 +41,33 @@ def test_an_optimizer_that_skips_is_refused(tiny_sd3_dir, monkeypatch):
     assert state(trainer) == before
 
 
-def test_a_learning_rate_lost_to_rounding_is_refused(tiny_sd3_dir):
+def test_learning_rate_that_is_lost_in_rounding_is_refused(tiny_sd3_dir):
     trainer = tiny_trainer(tiny_sd3_dir, optimizer={"lr": 1e-30, "weight_decay": 0.0, "eps": 1e-3})
     with pytest.raises(NothingLearned, match=r"optimizer.lr = 1e-30 a step is lost to rounding"):
         trainer.update(0, tiny_groups())
 
 
 @pytest.mark.parametrize("name", ["ema", "old"])
-def test_an_average_that_does_not_move_is_refused(name, tiny_sd3_dir, monkeypatch):
+def test_average_that_does_not_change_is_refused(name, tiny_sd3_dir, monkeypatch):
     trainer = tiny_trainer(tiny_sd3_dir)
-    honest = lora.blend
+    original = lora.blend
 
-    def stuck(transformer, dst, src, decay):
+    def blend_except_one(transformer, dst, src, decay):
         if dst != name:
-            honest(transformer, dst, src, decay)
+            original(transformer, dst, src, decay)
 
-    monkeypatch.setattr("learner.averages.blend", stuck)
+    monkeypatch.setattr("learner.averages.blend", blend_except_one)
     with pytest.raises(NothingLearned, match=f"the average {name!r} did not move although"):
         trainer.update(0, tiny_groups())
 
 
-def test_an_ema_whose_decay_rounds_to_one_is_refused(tiny_sd3_dir):
+def test_ema_decay_that_rounds_to_one_is_refused(tiny_sd3_dir):
     trainer = tiny_trainer(tiny_sd3_dir, ema={"decay": 1 - 2**-53}, optimizer={"lr": 1e-4})
     with pytest.raises(NothingLearned, match="a step is lost to rounding; lower ema.decay"):
         trainer.update(0, tiny_groups())
 
 
-def test_equal_rewards_are_not_a_failure(tiny_sd3_dir):
+def test_equal_rewards_are_not_an_error(tiny_sd3_dir):
     trainer = tiny_trainer(tiny_sd3_dir)
     groups = tiny_groups()
     for group in groups:
@@ -76,21 +76,21 @@ def test_equal_rewards_are_not_a_failure(tiny_sd3_dir):
     assert metrics["zero_std_ratio"] == 1.0
 
 
-def test_every_layer_of_the_family_must_exist(tiny_sd3_dir, monkeypatch):
-    """A list of the family's that misses ``to_out.0`` in this model is no list for this model."""
+def test_every_lora_target_must_match_a_layer(tiny_sd3_dir, monkeypatch):
+    """A LoRA target of the family that matches no layer of this model is an error."""
     monkeypatch.setattr(SD3, "lora_targets", ("attn.to_q", "attn.to_out.zero"))
     with pytest.raises(ValueError, match=r"no linear .* ends in 'attn.to_out.zero'"):
         tiny_trainer(tiny_sd3_dir)
 
 
-def test_a_lora_that_misses_a_layer_is_refused(tiny_sd3_dir, tmp_path):
+def test_initial_lora_without_one_layer_is_refused(tiny_sd3_dir, tmp_path):
     trainer = tiny_trainer(tiny_sd3_dir)
     lora_files.save_diffusers_lora(
         tmp_path, lora.adapter_state(trainer.transformer, "current"), Lora(rank=4, alpha=8)
     )
     file = tmp_path / lora_files.FILE
-    kept = {k: v for k, v in load_file(file).items() if "blocks.0.attn.to_out.0" not in k}
-    save_file(kept, file)
+    remaining = {k: v for k, v in load_file(file).items() if "blocks.0.attn.to_out.0" not in k}
+    save_file(remaining, file)
     start = {"rank": 4, "alpha": 8, "init_from": str(tmp_path)}
     with pytest.raises(
         ValueError,

@@ -1,4 +1,4 @@
-"""Regeneration with the weights that were asked for."""
+"""Regeneration with the requested weights, and export of the sampling policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.learner.tiny import tiny_groups, tiny_trainer
 SEEDS = [3, 2**63 + 5, 7]
 
 
-def test_base_weights_are_the_bare_transformer(tiny_sd3_dir):
+def test_base_weights_equal_the_transformer_without_adapters(tiny_sd3_dir):
     trainer, cond = tiny_trainer(tiny_sd3_dir), tiny_groups(1)[0].cond
     bare = trainer.family.load_transformer("cpu", torch.float32)
     expected = sample(trainer.family, bare, cond.repeat(3), SEEDS, 4, "dpmpp_2m", batch_size=8)
@@ -31,17 +31,20 @@ def test_base_weights_are_the_bare_transformer(tiny_sd3_dir):
     )
 
 
-def test_each_weights_choice_is_its_adapter_and_the_default_samples_with_old(tiny_sd3_dir):
+def test_each_choice_of_weights_uses_its_adapter_and_the_default_is_old(tiny_sd3_dir):
     trainer, cond = tiny_trainer(tiny_sd3_dir), tiny_groups(1)[0].cond
-    made = {
+    latents_by_weights = {
         weights: trainer.generator.generate(cond, SEEDS, weights=weights)[0]["latents"]
         for weights in ("current", "old", "ema", "base")
     }
-    assert len({latents.tobytes() for latents in made.values()}) == 4
-    assert np.array_equal(trainer.generator.generate(cond, SEEDS)[0]["latents"], made["old"])
+    assert len({latents.tobytes() for latents in latents_by_weights.values()}) == 4
+    assert np.array_equal(
+        trainer.generator.generate(cond, SEEDS)[0]["latents"], latents_by_weights["old"]
+    )
     load_adapter_state(trainer.transformer, "current", adapter_state(trainer.transformer, "ema"))
     assert np.array_equal(
-        trainer.generator.generate(cond, SEEDS, weights="current")[0]["latents"], made["ema"]
+        trainer.generator.generate(cond, SEEDS, weights="current")[0]["latents"],
+        latents_by_weights["ema"],
     )
     with pytest.raises(
         ValueError, match="unknown weights 'best': use one of current, ema, old, base"
@@ -49,9 +52,9 @@ def test_each_weights_choice_is_its_adapter_and_the_default_samples_with_old(tin
         trainer.generator.generate(cond, SEEDS, weights="best")
 
 
-def test_evaluation_settings_reach_the_solver(tiny_sd3_dir):
-    """One Euler step from sigma 1 to 0 is x0 = eps - v; a row of conditioning per seed is used as
-    it is.
+def test_evaluation_settings_are_passed_to_the_solver(tiny_sd3_dir):
+    """One Euler step from sigma 1 to 0 gives x0 = eps - v. If the conditioning has a row per seed,
+    it is used unchanged.
     """
     trainer = tiny_trainer(tiny_sd3_dir)
     cond = type(tiny_groups(1)[0].cond).cat([group.cond for group in tiny_groups(3)])
@@ -65,9 +68,9 @@ def test_evaluation_settings_reach_the_solver(tiny_sd3_dir):
     np.testing.assert_array_equal(samples["latents"], (noise + (-1.0) * v).numpy())
 
 
-def test_regenerating_does_not_change_the_trainer(tiny_sd3_dir):
-    """The same again after sampling with other weights, and an update after it equals an update
-    without it.
+def test_regeneration_does_not_change_the_trainer(tiny_sd3_dir):
+    """Regeneration gives the same result after sampling with other weights, and an update after it
+    equals an update without it.
     """
     cond = tiny_groups(1)[0].cond
     with_sampling, without = tiny_trainer(tiny_sd3_dir), tiny_trainer(tiny_sd3_dir)
@@ -81,11 +84,11 @@ def test_regenerating_does_not_change_the_trainer(tiny_sd3_dir):
     assert metrics[0] == metrics[1]
     names = {"loss/policy", "loss/kl", "grad_norm", "zero_std_ratio"}
     assert names <= metrics[0].keys()
-    # the driver knows all rewards and the whole time, and reports them
+    # the driver reports these, because it knows all rewards and the total time
     assert not {"reward/train_mean", "reward/train_std", "time/update_s"} & metrics[0].keys()
 
 
-def test_adapters_start_equal_and_the_seed_decides_them(tiny_sd3_dir):
+def test_adapters_start_equal_and_depend_on_the_seed(tiny_sd3_dir):
     one, same, other = (
         tiny_trainer(tiny_sd3_dir, perturb=False, seed=seed) for seed in (11, 11, 12)
     )
@@ -98,29 +101,29 @@ def test_adapters_start_equal_and_the_seed_decides_them(tiny_sd3_dir):
     assert one.trainable_parameters == sum(t.numel() for t in states[0].values())
 
 
-def test_what_is_exported_is_the_sampling_policy(tiny_sd3_dir):
-    """An explorer in full precision draws what the learner draws, bit for bit: both with the merged
-    weights. Other adapters differ by more than 1e-2.
+def test_exported_weights_are_the_sampling_policy(tiny_sd3_dir):
+    """An explorer in full precision generates the same latents as the learner, bit for bit, because
+    both use the merged weights. Other adapters differ by more than 1e-2.
     """
     trainer, cond = tiny_trainer(tiny_sd3_dir), tiny_groups(1)[0].cond
     manifest, chunks, statistics = trainer.export(7)
     assert manifest.version == 7 and statistics == {}
     explorer = Explorer(trainer.family, BACKENDS["fp32"])
     assert explorer.load(manifest, chunks) == (7, manifest.checksum)
-    _, drawn = explorer.explore(cond, SEEDS, 4, "dpmpp_2m")
+    _, explored = explorer.explore(cond, SEEDS, 4, "dpmpp_2m")
     np.testing.assert_array_equal(
-        drawn, trainer.generator.generate(cond, SEEDS, weights="old")[0]["latents"]
+        explored, trainer.generator.generate(cond, SEEDS, weights="old")[0]["latents"]
     )
     for other in ("current", "ema", "base"):
         assert (
             np.abs(
-                drawn - trainer.generator.generate(cond, SEEDS, weights=other)[0]["latents"]
+                explored - trainer.generator.generate(cond, SEEDS, weights=other)[0]["latents"]
             ).max()
             > 1e-2
         )
 
 
-def test_exports_report_changes_and_quantized_modules(tiny_sd3_dir):
+def test_exports_report_changed_codes_and_quantized_layers(tiny_sd3_dir):
     trainer = tiny_trainer(
         tiny_sd3_dir,
         explore={
@@ -142,10 +145,10 @@ def test_exports_report_changes_and_quantized_modules(tiny_sd3_dir):
     _, _, statistics = trainer.export(2)
     assert 0 < statistics["weights/codes_changed"] <= 1
     assert 0 < statistics["weights/delta_cosine"] <= 1
-    assert same.checksum != first.checksum  # the version is part of it
+    assert same.checksum != first.checksum  # the checksum includes the version
 
 
-def test_an_arm_without_exploring_exports_nothing(tiny_sd3_dir):
+def test_arm_without_exploring_exports_nothing(tiny_sd3_dir):
     trainer = tiny_trainer(tiny_sd3_dir, arm="diffusionnft")
     assert trainer.exporter.table == []
     with pytest.raises(ValueError, match="'diffusionnft' explores nothing"):

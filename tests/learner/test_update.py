@@ -1,4 +1,6 @@
-"""The update against one plain batch and AdamW's formula, and what it refuses."""
+"""The update is compared with one plain batch and with the formula of AdamW. Invalid groups are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import torch
 from learner.advantages import advantages
 from policy.lora import adapter_state, use_adapter
 from policy.sampling.noise import stream_seed
-from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
+from tests.learner.tiny import identical, tiny_groups, tiny_trainer, training_state
 
 
 def one_sample(group, position: int) -> dict[str, torch.Tensor]:
@@ -20,7 +22,7 @@ def one_sample(group, position: int) -> dict[str, torch.Tensor]:
 
 
 def plain_gradients(trainer, iteration: int, groups) -> tuple[dict[str, torch.Tensor], float]:
-    """Gradients and loss of all points in one batch, written without the updater."""
+    """Return gradients and loss of all points in one batch, computed without the updater."""
     values, _ = advantages([group.rewards for group in groups], trainer.config.resolved_advantages)
     x_t, sigma, cond, points, weights = [], [], [], [], []
     for group, advantage in zip(groups, values, strict=True):
@@ -30,12 +32,12 @@ def plain_gradients(trainer, iteration: int, groups) -> tuple[dict[str, torch.Te
                     key=stream_seed(11, "train", iteration, group.prompt_index, position)
                 )
             )
-            made = trainer.objective.points(one_sample(group, position), trainer.sigmas, rng)
-            points.append(made)
-            x_t.append(made.x_t)
-            sigma.append(made.sigma)
-            cond.append(group.cond.repeat(len(made)))
-            weights += [float(advantage[position])] * len(made)
+            new_points = trainer.objective.points(one_sample(group, position), trainer.sigmas, rng)
+            points.append(new_points)
+            x_t.append(new_points.x_t)
+            sigma.append(new_points.sigma)
+            cond.append(group.cond.repeat(len(new_points)))
+            weights += [float(advantage[position])] * len(new_points)
     batch, rows = type(points[0]).cat(points), type(cond[0]).cat(cond)
     velocities = {}
     for policy in trainer.objective.policies:
@@ -49,11 +51,11 @@ def plain_gradients(trainer, iteration: int, groups) -> tuple[dict[str, torch.Te
     return dict(zip(parameters, grads, strict=True)), loss.item()
 
 
-# 18 points: sample borders are at multiples of 3
+# there are 18 points, and the points of a sample start at multiples of 3
 @pytest.mark.parametrize("batch_size", [1, 4, 7, 100])
 def test_accumulated_gradients_equal_those_of_one_batch(tiny_sd3_dir, batch_size):
-    """After the first step AdamW's first moment is 0.1 g. Float32 sums over 18 points in another
-    order: 1e-5 of the norm.
+    """After the first step, the first moment of AdamW is 0.1 g. Float32 sums over 18 points in
+    another order differ by 1e-5 of the norm.
     """
     optimizer = {"lr": 1e-3, "batch_size": batch_size, "max_grad_norm": 1e9}
     trainer = tiny_trainer(
@@ -64,9 +66,9 @@ def test_accumulated_gradients_equal_those_of_one_batch(tiny_sd3_dir, batch_size
     metrics = trainer.update(1, groups)
     moments = trainer.updater.trained.state()
     norm = float(torch.stack([g.double().norm() for g in expected.values()]).norm())
-    idle = {name.rsplit(".lora_")[0] for name, g in expected.items() if not g.any()}
-    # the last block's text queries go nowhere; all others are reached
-    assert idle == {"transformer_blocks.1.attn.add_q_proj"}
+    unused = {name.rsplit(".lora_")[0] for name, g in expected.items() if not g.any()}
+    # the text queries of the last block are not used; all others get gradients
+    assert unused == {"transformer_blocks.1.attn.add_q_proj"}
     for name, gradient in expected.items():
         torch.testing.assert_close(
             moments[f"exp_avg/{name}"], 0.1 * gradient, rtol=0, atol=1e-6 * norm
@@ -76,9 +78,9 @@ def test_accumulated_gradients_equal_those_of_one_batch(tiny_sd3_dir, batch_size
     assert metrics["loss/kl"] > 0 and metrics["optimizer/points"] == 18
 
 
-def test_the_step_is_adamw_with_clipped_gradients(tiny_sd3_dir):
-    """First step by hand: w (1 - lr wd) - lr g / (|g| + eps) with g scaled to norm 0.01; 1e-6 is lr
-    times float32 rounding of the ratio.
+def test_step_is_adamw_with_clipped_gradients(tiny_sd3_dir):
+    """The first step of AdamW is w (1 - lr wd) - lr g / (|g| + eps), with g scaled to norm 0.01.
+    The tolerance 1e-6 is lr times the float32 rounding of the ratio.
     """
     optimizer = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5, "max_grad_norm": 0.01}
     trainer = tiny_trainer(tiny_sd3_dir, optimizer=optimizer)
@@ -88,14 +90,14 @@ def test_the_step_is_adamw_with_clipped_gradients(tiny_sd3_dir):
     clipped = {name: state[f"exp_avg/{name}"].double() / 0.1 for name in before}
     assert float(torch.stack([g.norm() for g in clipped.values()]).norm()) == pytest.approx(
         0.01, rel=1e-4
-    )  # norm + 1e-6 inside
+    )  # torch divides by norm + 1e-6
     for name, old in before.items():
         g = clipped[name]
         expected = old.double() * (1 - 1e-2 * 0.1) - 1e-2 * g / (g.abs() + 1e-5)
         torch.testing.assert_close(state[f"weight/{name}"].double(), expected, rtol=0, atol=1e-6)
 
 
-def test_only_the_adapters_change_and_the_averages_follow(tiny_sd3_dir):
+def test_update_changes_only_adapters_and_averages(tiny_sd3_dir):
     trainer = tiny_trainer(
         tiny_sd3_dir,
         old_policy={"schedule": "linear_cap", "slope": 0.25, "cap": 0.6},
@@ -132,25 +134,25 @@ def test_several_steps_use_every_sample_once(tiny_sd3_dir, deal, steps):
         tiny_sd3_dir,
         optimizer={"lr": 1e-3, "steps_per_iteration": steps, "batch_size": 3, "deal": deal},
     )
-    seen: list[list[int]] = []
+    parts: list[list[int]] = []
     original = trainer.updater._step
 
     def spy(samples, part, sigmas, sums):
-        seen.append(part.tolist())
+        parts.append(part.tolist())
         return original(samples, part, sigmas, sums)
 
     trainer.updater._step = spy
     trainer.update(1, tiny_groups(2, 3))
-    assert sorted(map(len, seen)) == {"random": [1, 1, 2, 2], "even": [2, 2, 2]}[deal]
-    assert sorted(i for part in seen for i in part) == list(range(6))
-    assert seen != [list(part) for part in np.array_split(np.arange(6), steps)]  # shuffled
+    assert sorted(map(len, parts)) == {"random": [1, 1, 2, 2], "even": [2, 2, 2]}[deal]
+    assert sorted(i for part in parts for i in part) == list(range(6))
+    assert parts != [list(part) for part in np.array_split(np.arange(6), steps)]  # shuffled
     if deal == "even":  # each step has a sample of each prompt
-        assert all(first < 3 <= second for first, second in seen)
+        assert all(first < 3 <= second for first, second in parts)
     state = trainer.updater.trained.state()
     assert {t.item() for name, t in state.items() if name.startswith("step/")} == {float(steps)}
 
 
-def test_order_of_groups_and_global_random_state_do_not_matter(tiny_sd3_dir):
+def test_update_ignores_group_order_and_global_random_state(tiny_sd3_dir):
     results = []
     for seed, flip in ((1, False), (2, True)):
         torch.manual_seed(seed)
@@ -158,12 +160,14 @@ def test_order_of_groups_and_global_random_state_do_not_matter(tiny_sd3_dir):
         trainer = tiny_trainer(tiny_sd3_dir, optimizer={"lr": 1e-2, "steps_per_iteration": 2})
         groups = tiny_groups()
         trainer.update(1, groups[::-1] if flip else groups)
-        results.append(everything(trainer))
+        results.append(training_state(trainer))
     assert identical(*results)
 
 
-def test_the_reference_runs_only_if_its_distance_is_used(tiny_sd3_dir):
-    """Forward passes per batch: current, old, and the reference with a kl weight or limit."""
+def test_reference_runs_only_if_the_kl_is_used(tiny_sd3_dir):
+    """The forward passes per batch are those of the current and the old policy, and that of the
+    reference if there is a KL weight or a KL limit.
+    """
     for objective, stop, passes in (
         ({"kl": 0.0}, {}, 2),
         ({"kl": 0.1}, {}, 3),
@@ -184,9 +188,9 @@ def test_the_reference_runs_only_if_its_distance_is_used(tiny_sd3_dir):
         assert ("loss/kl" in metrics) == (passes == 3)
 
 
-def test_training_moves_towards_good_samples_and_away_from_bad_ones(tiny_sd3_dir):
-    """Forty steps on one good and one bad sample: x0 predicted for the good one comes nearer than
-    at the start, for the bad one not.
+def test_training_approaches_good_samples_and_not_bad_ones(tiny_sd3_dir):
+    """After forty steps on one good and one bad sample, the predicted x0 of the good sample is
+    nearer to it than at the start, and that of the bad sample is not.
     """
     trainer = tiny_trainer(
         tiny_sd3_dir,
@@ -220,7 +224,7 @@ def test_training_moves_towards_good_samples_and_away_from_bad_ones(tiny_sd3_dir
     assert good < -0.01 * start[0] and bad > 0
 
 
-def test_half_precision_base_with_float32_adapters(tiny_sd3_dir):
+def test_half_precision_base_trains_float32_adapters(tiny_sd3_dir):
     trainer = tiny_trainer(tiny_sd3_dir, regenerate={"steps": 4, "precision": "bf16"})
     kinds = {("lora_" in name, p.dtype) for name, p in trainer.transformer.named_parameters()}
     assert (True, torch.float32) in kinds
@@ -232,7 +236,7 @@ def test_half_precision_base_with_float32_adapters(tiny_sd3_dir):
     assert not identical(before, adapter_state(trainer.transformer, "current"))
 
 
-def test_missing_rewards_and_ill_shaped_groups_are_refused(tiny_sd3_dir):
+def test_missing_rewards_and_invalid_groups_are_refused(tiny_sd3_dir):
     trainer = tiny_trainer(tiny_sd3_dir)
     groups = tiny_groups()
     with pytest.raises(ValueError, match="each prompt may occur only once"):

@@ -1,4 +1,6 @@
-"""Windows of stochastic steps and weights of steps: places, bits, closed forms, refusals."""
+"""Windows of stochastic steps and weights of steps: places, equal bits, closed forms, and refused
+settings.
+"""
 
 from __future__ import annotations
 
@@ -39,24 +41,24 @@ def places(window: Window, limit: int, iterations: int) -> list[int]:
         ({"schedule": "progressive", "every": 2}, [0, 0, 1, 1, 2, 2, 3, 3, 3]),
         ({"schedule": "progressive", "every": 2, "stride": 2}, [0, 0, 2, 2, 3, 3, 3, 3, 3]),
         ({"schedule": "progressive", "every": 2, "wrap": True}, [0, 0, 1, 1, 2, 2, 3, 3, 0]),
-        # stays of int(8 - 6 at / 6) iterations: 8, 7, 6, 5
+        # the window stays for int(8 - 6 at / 6) iterations at each place: 8, 7, 6, 5
         ({"schedule": "linear_decay", "every": 8}, [0] * 8 + [1] * 7 + [2] * 6 + [3] * 9),
     ],
 )
-def test_the_window_moves_by_its_schedule(settings, starts):
+def test_window_moves_by_its_schedule(settings, starts):
     assert places(Window(size=3, **settings), 6, len(starts)) == starts
 
 
-def test_exponential_decay_equals_mixgrpo():
-    """ceil(5 exp(-0.1 relu(at - 13))): 5 at step 13, then 5, 5, 4, 4, 4 (5 e^-0.1 = 4.52, e^-0.2:
-    4.09, e^-0.3: 3.70, e^-0.4: 3.35, e^-0.5: 3.03).
+def test_exponential_decay_matches_mixgrpo():
+    """The window stays for ceil(5 exp(-0.1 relu(at - 13))) iterations: 5 at step 13, then 5, 5, 4,
+    4, 4 (5 e^-0.1 = 4.52, e^-0.2: 4.09, e^-0.3: 3.70, e^-0.4: 3.35, e^-0.5: 3.03).
     """
     window = Window(size=4, start=13, schedule="exponential_decay", every=5)
     starts = places(window, 25, 27)
     assert [starts.count(at) for at in range(13, 19)] == [5, 5, 5, 4, 4, 4]
 
 
-def test_a_random_window_is_a_function_of_seed_and_iteration():
+def test_random_window_depends_only_on_seed_and_iteration():
     window = Window(size=3, schedule="random")
     starts = places(window, 9, 200)
     assert starts == places(window, 9, 200) and set(starts) == set(range(7))
@@ -66,19 +68,23 @@ def test_a_random_window_is_a_function_of_seed_and_iteration():
 @pytest.mark.parametrize(
     ("steps", "window", "taken"),
     [
-        (6, range(3), [0, 1, 2, 3, 5, 8, 10]),  # 7 steps in 3: 2 1/3, 4 2/3 and 7 further
+        (
+            6,
+            range(3),
+            [0, 1, 2, 3, 5, 8, 10],
+        ),  # the last 7 steps become 3: they end after 2 1/3, 4 2/3 and 7 steps
         (4, range(3), [0, 1, 2, 3, 10]),
         (6, range(2, 4), [0, 1, 2, 3, 4, 7, 10]),
         (10, range(3), list(range(11))),
         (10, None, list(range(11))),
     ],
 )
-def test_explored_paths_contain_the_whole_window(steps, window, taken):
+def test_explored_paths_keep_all_steps_to_the_end_of_the_window(steps, window, taken):
     assert fewer_steps(10, steps, window) == taken
 
 
 @pytest.mark.parametrize(("steps", "window"), [(3, range(3)), (11, range(3)), (9, None)])
-def test_too_few_steps_to_explore_a_path(steps, window):
+def test_too_few_steps_to_explore_a_path_are_refused(steps, window):
     least = 9 if window is None else 3
     with pytest.raises(ValueError, match=f"use more than {least}, up to 10"):
         fewer_steps(10, steps, window)
@@ -89,7 +95,7 @@ def test_too_few_steps_to_explore_a_path(steps, window):
         lambda full: st.tuples(st.just(full), st.integers(0, full - 1), st.integers(1, full))
     )
 )
-def test_explored_paths_start_and_end_like_regenerated_ones(case):
+def test_explored_paths_begin_and_end_like_the_complete_paths(case):
     full, stop, steps = case
     steps = min(max(steps, stop + 1), full)
     taken = fewer_steps(full, steps, range(stop))
@@ -99,7 +105,7 @@ def test_explored_paths_start_and_end_like_regenerated_ones(case):
     assert gaps.max() - gaps.min() <= 1
 
 
-def drawn(solver, window=None):
+def make_paths(solver, window=None):
     return sample_paths(
         GaussianFamily(),
         Denoiser(32),
@@ -113,19 +119,24 @@ def drawn(solver, window=None):
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_a_window_over_all_steps_equals_no_window(solver):
-    whole, windowed = drawn(solver), drawn(solver, range(10))
+def test_window_over_all_steps_equals_no_window_bit_for_bit(solver):
+    whole, windowed = make_paths(solver), make_paths(solver, range(10))
     for name in ("states", "log_probs", "latents", "stochastic"):
         assert torch.equal(getattr(whole, name), getattr(windowed, name))
     assert whole.stochastic.min() == 1
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_outside_the_window_steps_are_euler_steps(solver):
-    """Bit by bit: before it the path of euler from the noise, after it euler from its end; inside
-    it the noise of a path without a window.
+def test_path_outside_the_window_is_that_of_euler(solver):
+    """Before the window, the path equals that of euler from the noise, and after it that of euler
+    from the end of the window, bit for bit. Inside the window it has the noise of a path without a
+    window.
     """
-    paths, whole, grid = drawn(solver, range(2, 4)), drawn(solver), GaussianFamily().sigmas(10)
+    paths, whole, grid = (
+        make_paths(solver, range(2, 4)),
+        make_paths(solver),
+        GaussianFamily().sigmas(10),
+    )
     assert torch.equal(paths.stochastic[0], torch.tensor([0, 0, 1, 1, 0, 0, 0, 0, 0, 0.0]))
     x = paths.states[:, 0]
     for j in range(2):
@@ -134,20 +145,25 @@ def test_outside_the_window_steps_are_euler_steps(solver):
     assert torch.equal(paths.latents, euler(velocity, paths.states[:, 4], grid[4:]))
     assert torch.equal(paths.log_probs == 0, paths.stochastic == 0)
 
-    def noise(some, j):
-        x, now, after = some.states[:, j], grid[j].expand(3), grid[j + 1].expand(3)
+    def noise(of_paths, j):
+        x, now, after = of_paths.states[:, j], grid[j].expand(3), grid[j + 1].expand(3)
         step = PathSolver(*solver).step(x, velocity(x, now), now, after)
-        return (some.states[:, j + 1] - step.mean) / step.std
+        return (of_paths.states[:, j + 1] - step.mean) / step.std
 
-    for j in (2, 3):  # the same draw: rounding of states below 3 over std, 1e-6 / 0.1
+    for j in (
+        2,
+        3,
+    ):  # the same noise: the rounding of states below 3, divided by std, is 1e-6 / 0.1
         torch.testing.assert_close(noise(paths, j), noise(whole, j), rtol=0, atol=2e-5)
 
 
-def test_training_uses_the_stochastic_steps_of_the_paper():
+def test_training_uses_the_stochastic_steps_of_each_paper():
     samples = path_samples(2) | {"stochastic": torch.zeros(2, 10)}
     samples["stochastic"][:, 7:10] = 1
     points = build_objective(FlowGRPOSettings()).points(samples, GRID, np.random.default_rng(0))
-    assert torch.equal(points.sigma, GRID[7:9].repeat(2))  # the last step is never trained on
+    assert torch.equal(
+        points.sigma, GRID[7:9].repeat(2)
+    )  # the last step is never used for training
     dance = build_objective(DanceGRPOSettings(step_fraction=1.0))
     points = dance.points(samples, GRID, np.random.default_rng(0))
     assert torch.equal(points.sigma, GRID[7:9].repeat(2))
@@ -155,13 +171,16 @@ def test_training_uses_the_stochastic_steps_of_the_paper():
     for settings in (FlowGRPOSettings(), DanceGRPOSettings()):
         objective = build_objective(settings)
         plain = objective.points(path_samples(2), GRID, np.random.default_rng(3))
-        all_of_it = objective.points(everywhere, GRID, np.random.default_rng(3))
-        assert torch.equal(plain.x_t, all_of_it.x_t) and torch.equal(plain.sigma, all_of_it.sigma)
+        all_stochastic = objective.points(everywhere, GRID, np.random.default_rng(3))
+        assert torch.equal(plain.x_t, all_stochastic.x_t) and torch.equal(
+            plain.sigma, all_stochastic.sigma
+        )
 
 
-def test_noise_weights_of_known_steps():
-    """Dance-SDE, eta 0.3, equal steps of 0.1: all stds equal, all weights 1. Flow-SDE, eta 1: std^2
-    = 0.1 sigma / (1 - sigma): at sigma 0.8 and 0.5, p = 2: 4 and 1 over their mean 2.5.
+def test_noise_weights_match_a_manual_calculation():
+    """For Dance-SDE with eta 0.3 and equal steps of 0.1, all standard deviations are equal, so all
+    weights are 1. For Flow-SDE with eta 1, std^2 = 0.1 sigma / (1 - sigma). At sigma 0.8 and 0.5
+    with p = 2 this gives 4 and 1, divided by their mean 2.5.
     """
     flat = build_objective(DanceGRPOSettings(noise_weight=3.0))
     points = flat.points(path_samples(1), GRID, np.random.default_rng(0))
@@ -176,11 +195,10 @@ def test_noise_weights_of_known_steps():
     assert loss.item() == pytest.approx(-(1.6 * 1 - 0.4 * 2) / 2, rel=1e-6)  # ratios are 1
 
 
-def test_the_normalized_ratio_of_known_values():
-    """Values of test_a_flow_grpo_step_with_known_values: means 3/8 and 3/4, std 1/2, x_next 1.
-
-    The log ratio is -0.65625 and the drift (3/8)^2 / (2 / 4) = 0.28125; their sum times std is
-    -0.1875; the loss is divided by -dsigma = 1/4.
+def test_normed_ratio_matches_a_manual_calculation():
+    """As in test_flow_grpo_step_matches_a_manual_calculation, the means are 3/8 and 3/4, std is 1/2
+    and x_next is 1. The log ratio is -0.65625 and the drift (3/8)^2 / (2 / 4) = 0.28125. Their sum
+    times std is -0.1875. The loss is divided by -dsigma = 1/4.
     """
     objective = build_objective(FlowGRPOSettings(eta=1.0, kl=0.0, ratio_clip=0.9, ratio_norm=True))
     velocities = {"current": column(3.0), "old": column(2.0)}
@@ -189,10 +207,10 @@ def test_the_normalized_ratio_of_known_values():
     assert loss.item() == pytest.approx(-2 * 4 * math.exp(-0.1875), rel=1e-12)
 
 
-def test_the_normalized_log_ratio_has_no_drift():
-    """Over x_next ~ N(mean_old, std^2) the plain log ratio has the mean -d^2 / (2 std^2), here
-    -0.28125; the normed one 0, with standard deviation d = 3/8. 40,000 draws: 4 standard errors
-    are 0.0075.
+def test_normed_log_ratio_has_no_drift():
+    """For x_next ~ N(mean_old, std^2), the plain log ratio has the mean -d^2 / (2 std^2) =
+    -0.28125. The normed log ratio has the mean 0 and the standard deviation d = 3/8. With 40,000
+    draws, 4 standard errors are 0.0075.
     """
     objective = build_objective(FlowGRPOSettings(eta=1.0, kl=0.0, ratio_norm=True))
     count = 40_000
@@ -205,13 +223,13 @@ def test_the_normalized_log_ratio_has_no_drift():
     }
     x_next = steps["old"].mean + steps["old"].std * z
     plain = steps["current"].log_prob(x_next) - steps["old"].log_prob(x_next)
-    found = objective._normed(plain, steps)
+    result = objective._normed(plain, steps)
     assert plain.mean().item() == pytest.approx(-0.28125, abs=0.015)
-    assert found.mean().item() == pytest.approx(0.0, abs=0.0075)
-    assert found.std().item() == pytest.approx(3 / 8, rel=4 / math.sqrt(2 * count))
+    assert result.mean().item() == pytest.approx(0.0, abs=0.0075)
+    assert result.std().item() == pytest.approx(3 / 8, rel=4 / math.sqrt(2 * count))
 
 
-def test_at_the_sampling_weights_the_normalized_ratio_is_exactly_1():
+def test_normed_ratio_at_the_sampling_weights_is_exactly_1():
     objective = build_objective(DanceGRPOSettings(ratio_norm=True))
     points: Points = objective.points(path_samples(4), GRID, np.random.default_rng(0))
     v = torch.from_numpy(np.random.default_rng(1).standard_normal((20, 2, 3), np.float32))
@@ -219,7 +237,7 @@ def test_at_the_sampling_weights_the_normalized_ratio_is_exactly_1():
     assert metrics["loss/ratio"].item() == 1.0 and metrics["loss/clip_share"].item() == 0.0
 
 
-def test_a_trainer_moves_its_window_and_trains_on_it(tiny_sd3_dir):
+def test_trainer_moves_its_window_and_trains_on_it(tiny_sd3_dir):
     window = {"size": 2, "schedule": "progressive", "every": 1}
     trainer = on_policy(tiny_sd3_dir, {"name": "flow_grpo", "window": window})
     groups = tiny_groups(1)
@@ -232,15 +250,15 @@ def test_a_trainer_moves_its_window_and_trains_on_it(tiny_sd3_dir):
         assert metrics["optimizer/points"] == 6 and metrics["grad_norm"] > 0
 
 
-def test_a_window_over_all_steps_trains_the_same_bits(tiny_sd3_dir):
-    ends = []
+def test_training_with_a_window_of_all_steps_gives_the_same_bits(tiny_sd3_dir):
+    states = []
     for window in (None, {"size": 4}):
         trainer = on_policy(tiny_sd3_dir, {"name": "flow_grpo", "window": window})
         groups = tiny_groups(1)
         groups[0].samples.update(trainer.generator.generate(groups[0].cond, [3, 4, 5])[0])
         trainer.update(0, groups)
-        ends.append(trainer.updater.trained.state())
-    assert identical(*ends)
+        states.append(trainer.updater.trained.state())
+    assert identical(*states)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +283,7 @@ def test_a_window_over_all_steps_trains_the_same_bits(tiny_sd3_dir):
         ),
     ],
 )
-def test_bad_windows_are_one_line(overrides, message):
+def test_invalid_windows_are_refused_in_one_line(overrides, message):
     with pytest.raises(ConfigError) as error:
         load("quickstart", overrides)
     (line,) = error.value.lines

@@ -1,4 +1,4 @@
-"""A trainer of the tiny random SD3, its adapters not trivial, and groups to train it on."""
+"""A trainer of the tiny random SD3 with non-trivial adapters, and groups to train it on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from tests.tiny_sd3 import TINY_HEIGHT, TINY_LATENT, TINY_WIDTH
 
 
 def tiny_config(model: Path, **more: Any) -> RunConfig:
-    """Defaults of the paper but for what a tiny model needs; ``more`` replaces whole sections."""
+    """Return a configuration with the defaults of the paper, except what a tiny model needs.
+    ``more`` replaces whole sections.
+    """
     sections: dict[str, Any] = {
         "name": "tiny",
         "seed": 11,
@@ -47,8 +49,8 @@ def tiny_trainer(
     shard: bool = False,
     **more: Any,
 ) -> Trainer:
-    """``perturb`` gives each adapter weights of its own, so that old, current, EMA and reference
-    all differ.
+    """Return a tiny trainer. ``perturb`` gives each adapter different weights, so that old,
+    current, EMA and reference all differ.
     """
     trainer = Trainer(tiny_config(model, **more), failure_dir=failure_dir, shard=shard)
     if perturb:
@@ -63,7 +65,7 @@ def tiny_trainer(
 
 
 def tiny_groups(count: int = 2, samples: int = 3, seed: int = 0) -> list[Group]:
-    """``count`` prompts with random conditioning, latents and rewards."""
+    """Return ``count`` prompts with random conditioning, latents and rewards."""
     rng = np.random.default_rng(seed)
     return [
         Group(
@@ -81,13 +83,13 @@ def tiny_groups(count: int = 2, samples: int = 3, seed: int = 0) -> list[Group]:
     ]
 
 
-def in_double(points: Points) -> Points:
-    """The same points in float64, for finite differences."""
+def in_float64(points: Points) -> Points:
+    """Return the same points in float64, for finite differences."""
     return points._each(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
 
-def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Every number that training may change."""
+def training_state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Return every tensor that training may change."""
     states = {
         f"{name}/{key}": t
         for name in trainer.adapters
@@ -97,7 +99,7 @@ def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    """Same names and bits."""
+    """Return whether names and bits are equal."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 

@@ -1,9 +1,10 @@
-"""Replicas of a learner in processes of their own, through scenes that need two: ``python -m
-tests.learner.together SIZE PORT MODEL OUT SCENE ...`` (all) prints their exit codes.
+"""Replicas of a learner in separate processes, for tests that need two. ``python -m
+tests.learner.together SIZE PORT MODEL OUT SCENE ...`` runs these scenes (default: all) and prints
+the exit codes of the replicas.
 
-They are forks of this process, so that torch and diffusers are imported once. The store they meet
-at is the caller's. Each scene leaves what it saw in ``OUT/SCENE.RANK.json`` and the state of its
-trainer in ``OUT/SCENE.RANK.safetensors``.
+The replicas are forks of this process, so that torch and diffusers are imported only once. They
+connect to the store of the caller. Each scene writes its results to ``OUT/SCENE.RANK.json`` and the
+state of its trainer to ``OUT/SCENE.RANK.safetensors``.
 """
 
 from __future__ import annotations
@@ -40,36 +41,39 @@ from policy import sharding
 from policy.lora import adapter_state, load_adapter_state
 from policy.sampling.noise import stream_seed
 from policy.sharding import blocks_of
-from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
+from tests.learner.tiny import identical, tiny_groups, tiny_trainer, training_state
 
 CPU = torch.device("cpu")
 COUNTS = (3, 2, 4)
-"""Samples of the prompts: two replicas have 7 and 2, and at some steps one of them has none or half
-as many points.
+"""The numbers of samples of the prompts. Two replicas have 7 and 2 samples. In some steps, one of
+them has no points or half as many as the other.
 """
 OPTIMIZER = {"lr": 1e-4, "steps_per_iteration": 3, "batch_size": 5, "max_grad_norm": 0.02}
 EPS = {"diffusion_nft": 2e-4, "flow_grpo": 4e-5}
-"""AdamW's: a hundredth of the gradient's norm, which is 0.04 before it is clipped, and 0.004."""
+"""The eps of AdamW: a hundredth of the norm of the gradient, which is 0.04 before clipping, and
+0.004.
+"""
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "diffusion_nft": {"times_per_sample": 3, "kl": 0.1},
     "flow_grpo": {
         "name": "flow_grpo",
+        # a wide clip: at the edge of the clip, the last bit would decide about a whole point
         "ratio_clip": 0.5,
-    },  # wide: at the edge of the clip a last bit decides about a whole point
+    },
 }
 
 
-def held_here(transformer: torch.nn.Module) -> int:
-    """Bytes that this process holds of the weights, adapters not counted."""
-    held = (p for name, p in transformer.named_parameters() if ".lora_" not in name)
-    local = (p if (shard := sharding.sharded(p)) is None else shard.to_local() for p in held)
+def stored_base_bytes(transformer: torch.nn.Module) -> int:
+    """Return the bytes of the base weights that this process stores, without adapters."""
+    base = (p for name, p in transformer.named_parameters() if ".lora_" not in name)
+    local = (p if (shard := sharding.sharded(p)) is None else shard.to_local() for p in base)
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
 def trainer_for(
     model: Path, objective: str, failure_dir: Path | None = None, **more: Any
 ) -> Trainer:
-    """A tiny trainer whose sampling policy is the trained one."""
+    """Return a tiny trainer whose sampling policy equals the trained policy."""
     trainer = tiny_trainer(
         model,
         failure_dir,
@@ -81,30 +85,30 @@ def trainer_for(
 
 
 def groups_for(trainer: Trainer, iteration: int, prompts: range) -> list[Group]:
-    """Regenerated samples of some of the iteration's three prompts; every prompt's are its own,
-    the first draws them.
+    """Return regenerated samples of some of the three prompts of an iteration. The samples of a
+    prompt do not depend on the replica.
     """
     plain = tiny_groups(len(COUNTS), max(COUNTS), seed=iteration)
-    made = []
+    groups = []
     for prompt in prompts:
         seeds = [stream_seed(1, "test", iteration, prompt, n) for n in range(COUNTS[prompt])]
         samples = trainer.generator.generate(plain[prompt].cond, seeds)[0]
-        made.append(
+        groups.append(
             Group(prompt, plain[prompt].cond, samples, plain[prompt].rewards[: COUNTS[prompt]])
         )
-    return made
+    return groups
 
 
 def train(trainer: Trainer, iterations: int = 2) -> list[dict[str, float]]:
-    """``iterations`` updates on this replica's prompts, those of its rank and every ``size``
-    further; their metrics.
+    """Run ``iterations`` updates on the prompts of this replica and return their metrics. A replica
+    has every ``size``-th prompt, starting at its rank.
     """
     rank, size = trainer.replicas.rank, trainer.replicas.size
     metrics = []
     for iteration in range(iterations):
         mine = groups_for(trainer, iteration, range(rank, len(COUNTS), size))
         if trainer.sharded and len(mine) < -(-len(COUNTS) // size):
-            trainer.generator.stand_by()  # while others draw their last prompt
+            trainer.generator.stand_by()  # while other replicas regenerate their last prompt
         plain = tiny_groups(len(COUNTS), max(COUNTS), seed=iteration)
         elsewhere = {
             p: plain[p].rewards[: COUNTS[p]] for p in range(len(COUNTS)) if p % size != rank
@@ -113,36 +117,41 @@ def train(trainer: Trainer, iterations: int = 2) -> list[dict[str, float]]:
     return metrics
 
 
-Seen = tuple[Trainer, dict[str, Any]]
+Outcome = tuple[Trainer, dict[str, Any]]
 
 
-def equal_to_one(model: Path, join: Callable[[], Replicas], objective: str) -> Seen:
-    """Two iterations."""
+def run_two_iterations(model: Path, join: Callable[[], Replicas], objective: str) -> Outcome:
+    """Run two iterations of complete replicas."""
     trainer = trainer_for(model, objective)
     trainer.join(join())
-    seen = {"metrics": train(trainer), "checksum": trainer.checksum()}
-    return trainer, seen | (made(trainer) if objective == "diffusion_nft" else {})
+    results = {"metrics": train(trainer), "checksum": trainer.checksum()}
+    return trainer, results | (
+        checksums_of_outputs(trainer) if objective == "diffusion_nft" else {}
+    )
 
 
-def sharded(model: Path, join: Callable[[], Replicas], objective: str) -> Seen:
-    """The same with the base in shards."""
+def sharded(model: Path, join: Callable[[], Replicas], objective: str) -> Outcome:
+    """Run two iterations with a sharded base."""
     trainer = trainer_for(model, objective, shard=True)
-    held = [held_here(trainer.transformer)]
+    held = [stored_base_bytes(trainer.transformer)]
     trainer.join(join())
-    held.append(held_here(trainer.transformer))
+    held.append(stored_base_bytes(trainer.transformer))
     metrics = train(trainer)
-    seen = {"metrics": metrics, "checksum": trainer.checksum()}
-    seen |= {"held": [*held, held_here(trainer.transformer)]}
-    return trainer, seen | (made(trainer) if objective == "diffusion_nft" else {})
+    results = {"metrics": metrics, "checksum": trainer.checksum()}
+    results |= {"held": [*held, stored_base_bytes(trainer.transformer)]}
+    return trainer, results | (
+        checksums_of_outputs(trainer) if objective == "diffusion_nft" else {}
+    )
 
 
-def made(trainer: Trainer) -> dict[str, Any]:
-    """Checksums of what a trained learner draws with each kind of weights, twelve images on the
-    last replica and three on the others, of what it publishes, and of a probe of that.
+def checksums_of_outputs(trainer: Trainer) -> dict[str, Any]:
+    """Return checksums of the images that a trained learner generates with each kind of weights
+    (twelve on the last replica and three on the others), of the weights that it publishes, and of a
+    probe of these.
     """
     last = trainer.replicas.rank == trainer.replicas.size - 1
     cond = tiny_groups(1, 1)[0].cond
-    drawn = [
+    generated = [
         trainer.generator.generate(cond, list(range(12 if last else 3)), 2, weights, "euler")
         for weights in ("old", "ema", "base")
     ]
@@ -151,7 +160,7 @@ def made(trainer: Trainer) -> dict[str, Any]:
         trainer.exporter.probe(cond, 1, [5], 1, "euler")[0] if not trainer.replicas.rank else None
     )
     return {
-        "drawn": [digest(samples["latents"]) + digest(images) for samples, images in drawn],
+        "generated": [digest(samples["latents"]) + digest(images) for samples, images in generated],
         "published": manifest.hashes,
         "probed": None if probed is None else digest(probed),
     }
@@ -161,29 +170,29 @@ def digest(values: np.ndarray) -> str:
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(values).data)
 
 
-def sharded_not_finite(model: Path, join: Callable[[], Replicas]) -> Seen:
-    """The last replica's second loss is not finite; after that all is well again."""
+def sharded_not_finite(model: Path, join: Callable[[], Replicas]) -> Outcome:
+    """The second loss of the last replica is not finite. Afterwards training works again."""
     trainer = trainer_for(model, "diffusion_nft", shard=True)
     trainer.join(replicas := join())
     objective, calls = trainer.objective, []
-    whole = objective.loss
+    original = objective.loss
 
     def loss(points: Points, *arguments: Any) -> Any:
-        found, metrics = whole(points, *arguments)
-        calls.extend([1] if len(points) > 1 else [])  # in a turn of its own
-        return found * (np.nan if len(calls) == 2 else 1), metrics
+        result, metrics = original(points, *arguments)
+        calls.extend([1] if len(points) > 1 else [])  # only in a turn of this replica
+        return result * (np.nan if len(calls) == 2 else 1), metrics
 
     if replicas.rank == replicas.size - 1:
         objective.__dict__["loss"] = loss
-    before = everything(trainer)
-    message = raised(lambda: train(trainer, 1), NonFiniteTraining)
+    before = training_state(trainer)
+    error = message_of(lambda: train(trainer, 1), NonFiniteTraining)
     objective.__dict__.pop("loss", None)
-    unchanged = identical(before, everything(trainer))
-    return trainer, {"said": message, "unchanged": unchanged, "metrics": train(trainer, 1)}
+    unchanged = identical(before, training_state(trainer))
+    return trainer, {"error": error, "unchanged": unchanged, "metrics": train(trainer, 1)}
 
 
-def sharded_dies(model: Path, join: Callable[[], Replicas]) -> Seen:
-    """The last replica is killed within a pass; it leaves nothing."""
+def sharded_dies(model: Path, join: Callable[[], Replicas]) -> Outcome:
+    """The last replica is killed within a pass and writes no results."""
     trainer = trainer_for(model, "diffusion_nft", shard=True)
     trainer.join(replicas := join())
     calls: list[int] = []
@@ -194,40 +203,40 @@ def sharded_dies(model: Path, join: Callable[[], Replicas]) -> Seen:
             os.kill(os.getpid(), signal.SIGKILL)
 
     list(blocks_of(trainer.transformer))[-1].register_forward_hook(counted)
-    before = everything(trainer)
-    message = raised(lambda: train(trainer, 1), GroupBroken)
-    return trainer, {"said": message, "unchanged": identical(before, everything(trainer))}
+    before = training_state(trainer)
+    error = message_of(lambda: train(trainer, 1), GroupBroken)
+    return trainer, {"error": error, "unchanged": identical(before, training_state(trainer))}
 
 
-def sharded_out_of_step(model: Path, join: Callable[[], Replicas]) -> Seen:
-    """Replicas are asked to draw with different weights."""
+def sharded_out_of_step(model: Path, join: Callable[[], Replicas]) -> Outcome:
+    """The replicas generate with different weights."""
     trainer = trainer_for(model, "diffusion_nft", shard=True)
     trainer.join(replicas := join())
     weights = ("old", "ema")[replicas.rank]
-    return trainer, {"said": raised(lambda: trainer.generator.stand_by(weights), OutOfStep)}
+    return trainer, {"error": message_of(lambda: trainer.generator.stand_by(weights), OutOfStep)}
 
 
-def not_finite(model: Path, join: Callable[[], Replicas], out: Path) -> Seen:
-    """The last replica's samples hold a NaN; after that all is well again."""
+def not_finite(model: Path, join: Callable[[], Replicas], out: Path) -> Outcome:
+    """The samples of the last replica contain a NaN. Afterwards training works again."""
     trainer = trainer_for(model, "diffusion_nft", out)
     trainer.join(replicas := join())
     groups = groups_for(trainer, 0, range(replicas.rank, len(COUNTS), replicas.size))
     if replicas.rank == replicas.size - 1:
         groups[0].samples["latents"][0] = np.nan
-    before = everything(trainer)
-    message = raised(
+    before = training_state(trainer)
+    error = message_of(
         lambda: trainer.update(0, groups, {p: groups_rewards(0, p) for p in others(replicas)}),
         NonFiniteTraining,
     )
     return trainer, {
-        "said": message,
-        "unchanged": identical(before, everything(trainer)),
+        "error": error,
+        "unchanged": identical(before, training_state(trainer)),
         "metrics": train(trainer, 1),
     }
 
 
-def fails(model: Path, join: Callable[[], Replicas]) -> Seen:
-    """The last replica's forward pass raises in the second step."""
+def fails(model: Path, join: Callable[[], Replicas]) -> Outcome:
+    """The forward pass of the last replica raises an error in the second step."""
     trainer = trainer_for(model, "diffusion_nft")
     trainer.join(replicas := join())
     if replicas.rank == replicas.size - 1:
@@ -240,25 +249,25 @@ def fails(model: Path, join: Callable[[], Replicas]) -> Seen:
             return step(*arguments)
 
         trainer.updater._accumulate = accumulate
-    before = everything(trainer)
-    message = raised(
+    before = training_state(trainer)
+    error = message_of(
         lambda: train(trainer, 1),
         ReplicaFailed if replicas.rank < replicas.size - 1 else ArithmeticError,
     )
-    return trainer, {"said": message, "unchanged": identical(before, everything(trainer))}
+    return trainer, {"error": error, "unchanged": identical(before, training_state(trainer))}
 
 
-def differs(model: Path, join: Callable[[], Replicas]) -> Seen:
-    """The last replica starts with one bit of one number changed."""
+def differs(model: Path, join: Callable[[], Replicas]) -> Outcome:
+    """One bit of one weight of the last replica differs at the start."""
     trainer, replicas = trainer_for(model, "diffusion_nft"), join()
     if replicas.rank == replicas.size - 1:
         parameter = next(iter(trainer.updater.trained.parameters.values())).data
         parameter[0, 0] = torch.nextafter(parameter[0, 0], torch.tensor(9.0))
-    return trainer, {"said": raised(lambda: trainer.join(replicas), ReplicasDiffer)}
+    return trainer, {"error": message_of(lambda: trainer.join(replicas), ReplicasDiffer)}
 
 
-def dies(model: Path, join: Callable[[], Replicas]) -> Seen:
-    """The last replica is killed in the second step; it leaves nothing."""
+def dies(model: Path, join: Callable[[], Replicas]) -> Outcome:
+    """The last replica is killed in the second step and writes no results."""
     trainer = trainer_for(model, "diffusion_nft")
     trainer.join(replicas := join())
     step, calls = trainer.updater._accumulate, []
@@ -270,10 +279,10 @@ def dies(model: Path, join: Callable[[], Replicas]) -> Seen:
         return step(*arguments)
 
     trainer.updater._accumulate = accumulate
-    before = everything(trainer)
+    before = training_state(trainer)
     return trainer, {
-        "said": raised(lambda: train(trainer, 1), GroupBroken),
-        "unchanged": identical(before, everything(trainer)),
+        "error": message_of(lambda: train(trainer, 1), GroupBroken),
+        "unchanged": identical(before, training_state(trainer)),
     }
 
 
@@ -281,11 +290,13 @@ HALVES: tuple[dict[int, range], dict[int, range]] = (
     {0: range(3), 1: range(1)},
     {1: range(1, 2), 2: range(4)},
 )
-"""Rows by prompt where two replicas share nine samples: four and five, the second prompt in two."""
+"""The rows of each prompt for two replicas that share nine samples: four and five, with the second
+prompt divided.
+"""
 
 
-def halves(model: Path, join: Callable[[], Replicas]) -> Seen:
-    """Two iterations of which each replica has a run of the samples."""
+def halves(model: Path, join: Callable[[], Replicas]) -> Outcome:
+    """Run two iterations in which each replica has a contiguous part of the samples."""
     trainer = trainer_for(model, "diffusion_nft")
     trainer.join(replicas := join())
     rows, metrics = HALVES[replicas.rank], []
@@ -310,8 +321,8 @@ def groups_rewards(iteration: int, prompt: int) -> np.ndarray:
     return tiny_groups(len(COUNTS), max(COUNTS), seed=iteration)[prompt].rewards[: COUNTS[prompt]]
 
 
-def raised(work: Callable[[], Any], kind: type[Exception]) -> str:
-    """What it said; another exception, or none, is no answer."""
+def message_of(work: Callable[[], Any], kind: type[Exception]) -> str:
+    """Return the message of the expected exception, or a note that it was not message_of."""
     try:
         work()
     except kind as error:
@@ -319,13 +330,16 @@ def raised(work: Callable[[], Any], kind: type[Exception]) -> str:
     return f"no {kind.__name__}"
 
 
-Scene = Callable[[Callable[[], Replicas]], Seen]
+Scene = Callable[[Callable[[], Replicas]], Outcome]
 
 
 def scenes_of(model: Path, out: Path) -> dict[str, Scene]:
-    """By name. The last one kills a replica."""
+    """Return the scenes by name. The last one kills a replica."""
     return {
-        **{name: lambda join, name=name: equal_to_one(model, join, name) for name in OBJECTIVES},
+        **{
+            name: lambda join, name=name: run_two_iterations(model, join, name)
+            for name in OBJECTIVES
+        },
         **{
             f"{name}_sharded": lambda join, name=name: sharded(model, join, name)
             for name in OBJECTIVES
@@ -342,37 +356,39 @@ def scenes_of(model: Path, out: Path) -> dict[str, Scene]:
 
 
 def replica(rank: int, size: int, port: int, model: Path, out: Path, only: tuple[str, ...]) -> None:
-    """Play these scenes, or all."""
+    """Run these scenes (default: all)."""
     torch.set_num_threads(1)
     store: dist.TCPStore | None = None
 
-    def meets(scene: str) -> Callable[[], Replicas]:
+    def connect(scene: str) -> Callable[[], Replicas]:
         assert store is not None
         return partial(DistributedReplicas, rank, size, dist.PrefixStore(scene, store), CPU, 240)
 
-    def play(name: str, scene: Scene) -> None:
-        trainer, seen = scene(meets(name))
-        state = {key: tensor.contiguous() for key, tensor in everything(trainer).items()}
+    def run_scene(name: str, scene: Scene) -> None:
+        trainer, results = scene(connect(name))
+        state = {key: tensor.contiguous() for key, tensor in training_state(trainer).items()}
         (out / f"{name}.{rank}.safetensors").write_bytes(safetensors.torch.save(state))
-        (out / f"{name}.{rank}.json").write_text(json.dumps(seen))
+        (out / f"{name}.{rank}.json").write_text(json.dumps(results))
 
     scenes = {
         name: scene for name, scene in scenes_of(model, out).items() if not only or name in only
     }
     if last := scenes.pop("sharded_dies", None):
-        child = os.fork()  # before there is a store, as one of the two will be killed
+        child = (
+            os.fork()
+        )  # forked before connecting to the store, because one of the two will be killed
         if not child:
             store = reach_store("127.0.0.1", port, 240)
-            play("sharded_dies", last)
+            run_scene("sharded_dies", last)
             os._exit(0)
         os.waitpid(child, 0)
     store = reach_store("127.0.0.1", port, 240)
     for name, scene in scenes.items():
-        play(name, scene)
+        run_scene(name, scene)
 
 
 def main(size: int, port: int, model: Path, out: Path, *only: str) -> None:
-    trainer_for(model, "diffusion_nft")  # imports what theirs are made of
+    trainer_for(model, "diffusion_nft")  # imports all modules before the fork
     context = multiprocessing.get_context("fork")
     replicas = [
         context.Process(target=replica, args=(rank, size, port, model, out, only), daemon=True)

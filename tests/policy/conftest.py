@@ -1,4 +1,4 @@
-"""Families and adapters on the tiny pipeline."""
+"""Fixtures: model families and adapters on the tiny pipelines."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +21,13 @@ LORA = Lora(rank=4, alpha=8)
 
 @pytest.fixture(params=NAMES)
 def name(request) -> str:
-    """Of every family in turn."""
+    """The name of each model family in turn."""
     return request.param
 
 
 @pytest.fixture
 def directory(name, request) -> Path:
-    """Its tiny pipeline."""
+    """The directory of the family's tiny pipeline."""
     return request.getfixturevalue(f"tiny_{name}_dir")
 
 
@@ -48,7 +48,7 @@ def family(tiny_model: Model) -> Family:
 
 @pytest.fixture(scope="session")
 def cond(family: Family) -> Conditioning:
-    """Two prompts, encoded."""
+    """The conditioning of two encoded prompts."""
     return family.load_text("cpu", torch.float32).encode(
         ["a red circle", "two blue crosses above a green square"]
     )
@@ -61,14 +61,14 @@ def transformer(family: Family) -> torch.nn.Module:
 
 @pytest.fixture
 def adapted(family: Family, transformer: torch.nn.Module) -> torch.nn.Module:
-    """With adapters current, old, ema: all equal, B = 0."""
+    """The transformer with the adapters current, old and ema. All are equal and have B = 0."""
     add_adapters(transformer, LORA, family, seed=1)
     return transformer
 
 
 @pytest.fixture(scope="session")
 def randomise() -> Callable[[torch.nn.Module, str, int], dict[str, torch.Tensor]]:
-    """Gives an adapter random weights (A and B) and returns them."""
+    """A function that sets random weights A and B in an adapter and returns them."""
 
     def fill(transformer: torch.nn.Module, name: str, seed: int) -> dict[str, torch.Tensor]:
         from policy.lora import adapter_state

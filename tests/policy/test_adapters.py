@@ -1,5 +1,5 @@
-"""Adapters beside a bfloat16 base: what narrow products may cost, derived and held on the shipped
-model.
+"""Adapters on a bfloat16 base model. The tests derive a bound for the rounding error of bfloat16
+products and check that the shipped model stays within it.
 """
 
 from types import MethodType
@@ -18,12 +18,12 @@ from policy.sampling.noise import noise_for
 
 U, V = 2.0**-8, 2.0**-24
 """Unit roundoffs of bfloat16 and float32."""
-LORA = Lora(rank=8, alpha=20)  # a scaling that is no power of two
+LORA = Lora(rank=8, alpha=20)  # the scaling is not a power of two
 ROWS = 4
 
 
 def build(dtype: torch.dtype):
-    """(family, the shipped model with one adapter whose B is as large as A)."""
+    """Return the family and the shipped model with one adapter. Its B is as large as its A."""
     family = family_for(Model(path="shapes", height=32, width=32, max_sequence_length=1))
     transformer = family.load_transformer("cpu", dtype)
     add_adapters(transformer, LORA, family, names=("current",), seed=3)
@@ -37,7 +37,7 @@ def build(dtype: torch.dtype):
 
 
 def backward(family, transformer) -> None:
-    """Leaves the gradient of a squared error of four images in the adapter."""
+    """Backpropagate a squared error of four images, which sets the gradients of the adapter."""
     dtype = next(transformer.parameters()).dtype
     x = noise_for(range(ROWS), family.latent_shape)
     cond = conditioning_like(family, ROWS, dtype, "cpu")
@@ -56,43 +56,44 @@ def gradient(transformer) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def shipped():
-    """The shipped model in bfloat16 after ``backward``, with what every layer was given: x, the
-    gradient of y, and y itself.
+    """The shipped model in bfloat16 after ``backward``, and the recorded tensors of every layer:
+    the input x, the output y, and the gradient g of y.
     """
     family, transformer = build(torch.bfloat16)
-    given: dict[str, dict[str, torch.Tensor]] = {}
+    recorded: dict[str, dict[str, torch.Tensor]] = {}
     for name, layer in adapted_modules(transformer):
-        seen = given.setdefault(name, {})
+        tensors = recorded.setdefault(name, {})
 
-        def keep(module, inputs, output, seen=seen) -> None:
-            seen["x"], seen["y"] = inputs[0].detach(), output.detach()
-            output.register_hook(lambda grad: seen.__setitem__("g", grad))
+        def record(module, inputs, output, tensors=tensors) -> None:
+            tensors["x"], tensors["y"] = inputs[0].detach(), output.detach()
+            output.register_hook(lambda grad: tensors.__setitem__("g", grad))
 
-        layer.register_forward_hook(keep)
+        layer.register_forward_hook(record)
     backward(family, transformer)
-    return transformer, given
+    return transformer, recorded
 
 
-def test_adapter_gradients_of_the_shipped_model_are_within_their_bounds(shipped):
-    """Each gradient is two products over K1 and K2 terms, summed in float32, of factors of which
-    one is rounded to bfloat16, the product between is, and the result: relative to the same sums
-    of absolute values the error is at most (1 + U)^3 (1 + (K1 + K2 + 3) V) - 1. The output has one
-    rounding more, of the sum with W x + b, which was rounded itself.
+def test_every_layer_of_the_shipped_model_stays_within_its_error_bound(shipped):
+    """Each gradient is computed by two products over K1 and K2 terms, which are summed in float32.
+    Three values are rounded to bfloat16: one factor, the intermediate product, and the result.
+    Relative to the same sums of absolute values, the error is therefore at most
+    (1 + U)^3 (1 + (K1 + K2 + 3) V) - 1. The output has one more rounding: that of the sum with
+    W x + b, which was itself rounded.
     """
-    transformer, given = shipped
+    transformer, recorded = shipped
     for name, layer in adapted_modules(transformer):
-        x, g, y = (given[name][part].flatten(0, -2).double() for part in ("x", "g", "y"))
+        x, g, y = (recorded[name][part].flatten(0, -2).double() for part in ("x", "g", "y"))
         a, b = (part["current"].weight.detach().double() for part in (layer.lora_A, layer.lora_B))
         s = layer.scaling["current"]
-        desired = {
+        expected = {
             "A": (s * (g @ b).t() @ x, s * (g.abs() @ b.abs()).t() @ x.abs(), len(b)),
             "B": (s * g.t() @ (x @ a.t()), s * g.abs().t() @ (x.abs() @ a.abs().t()), a.shape[1]),
         }
-        for part, (exact, size, terms) in desired.items():
-            found = getattr(layer, f"lora_{part}")["current"].weight.grad
-            assert found.dtype == torch.float32
+        for part, (exact, size, terms) in expected.items():
+            actual = getattr(layer, f"lora_{part}")["current"].weight.grad
+            assert actual.dtype == torch.float32
             bound = (1 + U) ** 3 * (1 + (terms + len(x) + 3) * V) - 1
-            assert ((found.double() - exact).abs() <= bound * size).all(), (name, part)
+            assert ((actual.double() - exact).abs() <= bound * size).all(), (name, part)
         base = layer.base_layer
         start = x @ base.weight.double().t() + base.bias.double()
         size = x.abs() @ base.weight.double().abs().t() + base.bias.double().abs()
@@ -101,11 +102,13 @@ def test_adapter_gradients_of_the_shipped_model_are_within_their_bounds(shipped)
         sums = (x.shape[1] + 2) * V * size
         bound = U * start.abs() + ((1 + U) ** 3 - 1) * beside + 2 * x.shape[1] * V * beside + sums
         assert ((y - exact).abs() <= bound * (1 + U) + U * exact.abs()).all(), name
-    assert len(given) == 31
+    assert len(recorded) == 31
 
 
-def test_the_input_gradient_is_the_sum_of_both_products():
-    """(W + s B A)^T g: s (g B) A has three roundings, the sum one more after that of g W."""
+def test_input_gradient_includes_base_and_adapter_products():
+    """The gradient of the input is (W + s B A)^T g. The adapter's part s (g B) A is rounded three
+    times and the base model's part g W once. Their sum is rounded once more.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -134,8 +137,10 @@ def test_the_input_gradient_is_the_sum_of_both_products():
     assert x.grad.shape == x.shape and x.grad.dtype == torch.bfloat16
 
 
-def test_a_narrow_convolution_computes_as_its_linear_does(monkeypatch):
-    """Sums differ in order only: bits equal on integers small enough to be exact."""
+def test_bfloat16_convolution_adapter_equals_linear_adapter(monkeypatch):
+    """Both layers differ only in the order of sums, so on small integers, whose sums are exact, the
+    results are equal bit for bit.
+    """
     from policy.lora import inject
 
     host = torch.nn.ModuleDict({"c": torch.nn.Conv2d(4, 6, 1), "l": torch.nn.Linear(4, 6)})
@@ -144,26 +149,27 @@ def test_a_narrow_convolution_computes_as_its_linear_does(monkeypatch):
     assert type(host["c"]) is AdaptedConv2d
     generator = torch.Generator().manual_seed(1)
 
-    def whole(*shape: int) -> torch.Tensor:
+    def small_integers(*shape: int) -> torch.Tensor:
         return torch.randint(-2, 3, shape, generator=generator).float()
 
     for part in ("base_layer", "lora_A", "lora_B"):
         owners = [getattr(host[name], part) for name in "cl"]
         owners = owners if part == "base_layer" else [each["current"].float() for each in owners]
-        weight = whole(*owners[1].weight.shape)
+        weight = small_integers(*owners[1].weight.shape)
         for owner in owners:
             owner.weight.data.copy_(weight.view_as(owner.weight))
     host["c"].base_layer.bias.data.copy_(host["l"].base_layer.bias.data.zero_())
-    x = whole(3, 4, 5, 5).to(torch.bfloat16)
-    of_linear = host["l"](x.movedim(1, -1)).movedim(-1, 1)
-    assert host["c"](x).dtype == torch.bfloat16 and torch.equal(host["c"](x), of_linear)
+    x = small_integers(3, 4, 5, 5).to(torch.bfloat16)
+    linear_output = host["l"](x.movedim(1, -1)).movedim(-1, 1)
+    assert host["c"](x).dtype == torch.bfloat16 and torch.equal(host["c"](x), linear_output)
 
 
-def test_the_whole_gradient_is_as_far_from_exact_as_with_float32_adapters(shipped):
-    """Both paths round every activation to bfloat16: with n roundings one after the other, of
-    independent signs, the relative error is near U sqrt(n). A block rounds some 20 times on its
-    way, forward and backward: n = 2 * 4 * 20, so 0.05. Adapters in bfloat16 add three roundings of
-    the part that they contribute.
+def test_full_gradient_is_as_accurate_as_with_float32_adapters(shipped):
+    """The gradients with bfloat16 adapters and with PEFT's float32 adapters have similar errors.
+    Both paths round every activation to bfloat16. After n successive roundings with independent
+    signs, the relative error is near U sqrt(n). A block rounds about 20 times in each direction:
+    n = 2 * 4 * 20 for forward and backward passes of four blocks, which gives 0.05. Adapters in
+    bfloat16 add three roundings of the part that they contribute.
     """
     transformer, _ = shipped
     own = gradient(transformer)
@@ -177,18 +183,22 @@ def test_the_whole_gradient_is_as_far_from_exact_as_with_float32_adapters(shippe
         for name, parameter in exact.named_parameters():
             parameter.copy_(narrow[name].float())
     backward(family, exact)
-    desired, peft = gradient(exact), gradient(other)
+    exact_gradient, peft = gradient(exact), gradient(other)
 
-    def apart(one: torch.Tensor, two: torch.Tensor) -> float:
-        return float((one - two).norm() / desired.norm())
+    def relative_distance(one: torch.Tensor, two: torch.Tensor) -> float:
+        return float((one - two).norm() / exact_gradient.norm())
 
-    print(apart(own, desired), apart(peft, desired), apart(own, peft))
+    print(
+        relative_distance(own, exact_gradient),
+        relative_distance(peft, exact_gradient),
+        relative_distance(own, peft),
+    )
     expected = U * (2 * 4 * 20) ** 0.5
-    assert apart(own, peft) < expected
-    assert apart(own, desired) < 1.25 * apart(peft, desired)
+    assert relative_distance(own, peft) < expected
+    assert relative_distance(own, exact_gradient) < 1.25 * relative_distance(peft, exact_gradient)
 
 
-def test_master_weights_stay_float32_and_a_float32_base_equals_peft():
+def test_adapter_weights_stay_float32_and_a_float32_base_matches_peft():
     family, transformer = build(torch.float32)
     backward(family, transformer)
     own = gradient(transformer)

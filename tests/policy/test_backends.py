@@ -1,4 +1,4 @@
-"""Which backend a device gets, and what is said about it."""
+"""Which backend is selected for a device, and which reason is reported."""
 
 import re
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from policy.precision.cost import Step
 
 @dataclass
 class Recipe:
-    """NVFP4BlockScaling as it has to be."""
+    """A NVFP4BlockScaling recipe that has all the required options."""
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
@@ -29,14 +29,14 @@ class Recipe:
 
 @dataclass
 class OldRecipe:
-    """One whose 2D scaling cannot be turned off."""
+    """A recipe of an old version: 2D scaling cannot be turned off."""
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
 
 
 class Engine:
-    """TransformerEngine as far as being asked goes."""
+    """A fake TransformerEngine that only answers questions about availability."""
 
     DType = NVFP4Quantizer = NVFP4Tensor = autocast = object
 
@@ -49,14 +49,16 @@ class Engine:
 
 
 def without(name: str, recipe: object = Recipe) -> object:
-    """An engine that lacks one part."""
+    """Return a fake engine that lacks one required part."""
     parts = {part: object for part in te_nvfp4.PARTS if part != name}
     return SimpleNamespace(**parts, recipes=SimpleNamespace(NVFP4BlockScaling=recipe))
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Pretend to have a GPU of some capability, with or without TransformerEngine."""
+    """A function that simulates a GPU of a given compute capability, with or without
+    TransformerEngine.
+    """
 
     def pretend(capability: tuple[int, int], engine: Any) -> None:
         def importing():
@@ -94,13 +96,13 @@ def gpu(monkeypatch):
         ((8, 0), None, "bf16", "not fp8: FP8 needs compute capability 8.9, but this GPU has 8.0"),
     ],
 )
-def test_auto_takes_the_best_backend_and_explains_the_others(
+def test_auto_selects_the_fastest_backend_and_reports_the_reasons(
     gpu, capability, engine, expected, why
 ):
     gpu(capability, engine)
     backend, reason = resolve_backend("auto", "cuda")
     assert backend is BACKENDS[expected]
-    assert reason.startswith(f"auto: {expected} is the fastest")
+    assert reason.startswith(f"auto: {expected} is the quickest")
     assert why in reason
     assert "\n" not in reason
 
@@ -116,7 +118,7 @@ def test_auto_takes_the_best_backend_and_explains_the_others(
         (SimpleNamespace(recipes=None), f"{', '.join(te_nvfp4.PARTS)}, NVFP4BlockScaling"),
     ],
 )
-def test_an_old_transformer_engine_is_refused(gpu, engine, missing):
+def test_too_old_transformer_engine_is_refused(gpu, engine, missing):
     gpu((10, 0), engine)
     with pytest.raises(ValueError) as caught:
         resolve_backend("te_nvfp4", "cuda")
@@ -129,14 +131,14 @@ def test_an_old_transformer_engine_is_refused(gpu, engine, missing):
     ("engine", "why"),
     [(None, "does not import (No module named"), (Engine(False), "says: cuBLAS is too old")],
 )
-def test_a_transformer_engine_that_does_not_run_is_refused(gpu, engine, why):
+def test_unusable_transformer_engine_is_refused(gpu, engine, why):
     gpu((10, 3), engine)
     with pytest.raises(ValueError, match=re.escape(why)):
         resolve_backend("te_nvfp4", "cuda")
 
 
-def test_auto_takes_no_backend_that_packs_eagerly(gpu, monkeypatch):
-    """Unless it is compiled, where packing is fused too."""
+def test_auto_skips_backends_that_pack_eagerly(gpu, monkeypatch):
+    """The exception is a compiled explorer, because the compiler fuses the packing."""
     gpu((9, 0), None)
     monkeypatch.setattr(kernels, "missing", lambda device: "triton is away")
     backend, why = resolve_backend("auto", "cuda")
@@ -147,16 +149,18 @@ def test_auto_takes_no_backend_that_packs_eagerly(gpu, monkeypatch):
     assert resolve_backend("auto", "cuda", compile=True)[0].name == "fp8"
 
 
-def test_auto_takes_no_backend_predicted_to_be_slower(gpu, monkeypatch):
-    """Hardly anything in quantized layers, and inputs that cost more to pack than that gains."""
+def test_auto_skips_backends_that_are_predicted_to_be_slower(gpu, monkeypatch):
+    """In the slow step, hardly any operations are in quantized layers, so packing the inputs costs
+    more time than quantization saves.
+    """
     gpu((9, 0), None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
     quick = Step(1e14, 0.9e14, 100, 1e9, 1000, 1e10)
     slow = Step(1e14, 0.01e14, 100, 1e10, 1000, 1e10)
-    requested = []
-    step = lambda backend: requested.append(backend.name) or quick  # noqa: E731
+    counted = []
+    step = lambda backend: counted.append(backend.name) or quick  # noqa: E731
     assert resolve_backend("auto", "cuda", step=step)[0].name == "fp8"
-    assert requested == ["fp8"]  # the device has no NVFP4, so nothing was counted for it
+    assert counted == ["fp8"]  # the device has no NVFP4, so nothing was counted for it
     backend, why = resolve_backend("auto", "cuda", step=lambda backend: slow)
     assert backend.name == "bf16"
     assert why.endswith(
@@ -166,13 +170,13 @@ def test_auto_takes_no_backend_predicted_to_be_slower(gpu, monkeypatch):
     assert resolve_backend("auto", "cuda", step=lambda backend: slow)[0].name == "fp8"
 
 
-def test_auto_on_a_cpu():
+def test_auto_selects_emulation_on_a_cpu():
     backend, why = resolve_backend("auto", "cpu")
     assert backend.name == "emulated_nvfp4"
     assert why.startswith("auto: there is no NVFP4 kernel for cpu")
 
 
-def test_an_unsupported_backend_is_one_line_with_alternatives(gpu):
+def test_unsupported_backend_is_refused_in_one_line_with_alternatives(gpu):
     with pytest.raises(ValueError) as caught:
         resolve_backend("te_nvfp4", "cpu")
     assert str(caught.value) == (
@@ -201,20 +205,22 @@ def test_an_unsupported_backend_is_one_line_with_alternatives(gpu):
         resolve_backend("fp5", "cpu")
 
 
-def test_named_backends_are_as_configured():
+def test_named_backend_is_used_as_configured():
     for name in ("fp8", "emulated_nvfp4", "bf16", "fp32"):
         assert resolve_backend(name, "cpu") == (BACKENDS[name], f"{name}: as configured")
 
 
-def test_eager_packing_is_reported(gpu, monkeypatch):
-    """Where activations are packed by torch's own operations on a GPU and nothing compiles them."""
+def test_slow_eager_packing_is_reported(gpu, monkeypatch):
+    """A note is given only where torch operations pack the activations on a GPU without
+    compiling.
+    """
     gpu((10, 0), Engine(True))
     assert not any(eager_note(backend, "cuda", False) for backend in BACKENDS.values())
     monkeypatch.setattr(
         kernels, "missing", lambda device: None if device.type == "cpu" else "triton is away"
     )
-    message = {name for name, backend in BACKENDS.items() if eager_note(backend, "cuda", False)}
-    assert message == {"torch_nvfp4", "fp8", "te_nvfp4"}
+    noted = {name for name, backend in BACKENDS.items() if eager_note(backend, "cuda", False)}
+    assert noted == {"torch_nvfp4", "fp8", "te_nvfp4"}
     assert not any(
         eager_note(backend, "cuda", True) or eager_note(backend, "cpu", False)
         for backend in BACKENDS.values()
@@ -225,7 +231,7 @@ def test_eager_packing_is_reported(gpu, monkeypatch):
     ("compile", "ends"),
     [(False, "`python -m bench explorer --compile`"), (True, "fp8: as configured")],
 )
-def test_an_explorer_reports_its_backend(gpu, monkeypatch, compile, ends):
+def test_explorer_reports_slow_eager_packing(gpu, monkeypatch, compile, ends):
     gpu((9, 0), None)
     monkeypatch.setattr(kernels, "missing", lambda device: "triton is away")
     explore = SimpleNamespace(backend="fp8", compile=compile, guidance=1.0)
@@ -244,7 +250,7 @@ def test_an_explorer_reports_its_backend(gpu, monkeypatch, compile, ends):
     assert why.startswith("fp8: as configured") and why.endswith(ends)
 
 
-def test_a_learner_packs_for_gpus_of_another_kind():
+def test_learner_packs_weights_for_gpus_that_it_does_not_have():
     for name in ("te_nvfp4", "torch_nvfp4"):
         packed = packing_backend(name, "cpu").pack(torch.randn(16, 32), True)
         expected = BACKENDS["emulated_nvfp4"].pack(torch.zeros(16, 32), True)
@@ -257,7 +263,7 @@ def test_a_learner_packs_for_gpus_of_another_kind():
         packing_backend("fp5", "cpu")
 
 
-def test_an_engine_that_fails_to_import_is_a_reason_not_a_crash(monkeypatch):
+def test_failing_import_of_transformer_engine_is_reported_as_import_error(monkeypatch):
     def broken(name: str):
         raise RuntimeError("CUDA driver not found\nmore")
 
@@ -266,6 +272,6 @@ def test_an_engine_that_fails_to_import_is_a_reason_not_a_crash(monkeypatch):
         te_nvfp4.import_engine()
 
 
-def test_backend_names_equal_those_of_the_configuration():
+def test_backend_names_match_the_configuration():
     assert get_args(BackendName) == ("auto", *BACKENDS)
     assert all(backend.name == name for name, backend in BACKENDS.items())

@@ -1,4 +1,6 @@
-"""Compiling by block: how many graphs, what is shared, and what a captured CUDA graph may reuse."""
+"""Compiling block by block: how many graphs are made, which weights are shared, and which results a
+captured CUDA graph may reuse.
+"""
 
 import sys
 
@@ -20,7 +22,7 @@ FP8 = BACKENDS["fp8"]
 
 
 class Block(nn.Module):
-    """Attention's three products of one input as one, and a product of its own."""
+    """A block with three attention products that are fused into one, and one separate product."""
 
     def __init__(self, replacement) -> None:
         super().__init__()
@@ -53,8 +55,8 @@ class Transformer(nn.Module):
 def test_equal_blocks_share_one_graph(graphs):
     transformer = Transformer(6)
     x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
-    found = compiled(transformer, CPU)
-    assert torch.equal(found(x), transformer(x))
+    result = compiled(transformer, CPU)
+    assert torch.equal(result(x), transformer(x))
     assert len(graphs) == 1
 
 
@@ -62,41 +64,42 @@ def test_equal_blocks_share_one_graph(graphs):
 def test_the_original_stays_eager_and_shares_its_weights(graphs):
     transformer = Transformer(2)
     names = [name for name, _ in transformer.named_modules()]
-    found = compiled(transformer, CPU)
+    result = compiled(transformer, CPU)
     assert [name for name, _ in transformer.named_modules()] == names
     x = torch.ones(1, 32)
-    found(x)
+    result(x)
     for block in transformer.blocks:
         block.out.wire_targets()["scales"].mul_(2)
     transformer.proj_in.weight.data = torch.randn(32, 32)
-    assert torch.equal(found(x), transformer(x))
+    assert torch.equal(result(x), transformer(x))
     assert len(graphs) == 1
 
 
-def test_a_module_without_blocks_is_compiled_as_one(graphs):
+def test_module_without_blocks_is_compiled_as_one_graph(graphs):
     linear = nn.Linear(4, 4)
     assert torch.equal(compiled(linear, CPU)(torch.ones(4)), linear(torch.ones(4)))
     assert len(graphs) == 1
 
 
-def test_a_captured_graph_packs_its_own_input(monkeypatch):
-    """After a warm-up on the same tensor, and after the capture too: what was made in a capture is
-    there only once the graph has run.
+def test_captured_cuda_graph_packs_its_own_input(monkeypatch):
+    """A CUDA graph must not reuse an input that was packed in a warm-up on the same tensor. The
+    eager calls after the capture must pack again too, because a tensor that was made in a capture
+    has values only after the graph has run.
     """
-    capturing, made = [False], []
+    capturing, packed_in_capture = [False], []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with FakeTensorMode():
         x, last = torch.empty(4, 32, device="cuda:0"), LastInput()
 
         def pack(x):
-            made.append(capturing[0])
+            packed_in_capture.append(capturing[0])
             return x + 1
 
         for now in (False, False, True, False, False):
             capturing[0] = now
             last.get_or_compute(x, pack)
-    assert made == [False, True, False]
+    assert packed_in_capture == [False, True, False]
 
 
 class Attention(nn.Module):
@@ -105,18 +108,18 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("trains", [False, True])
-def test_graphs_for_training_name_their_attention(trains, monkeypatch):
-    """Torch's switches hold for a graph only while it is made, whatever they are when it runs:
-    that of training has its own, which also allow the kernel that is quickest here.
+def test_training_graphs_set_their_attention_kernels(trains, monkeypatch):
+    """Torch's attention switches take effect while a graph is made, not while it runs. Training
+    graphs set their own switches, which also allow the fastest attention kernel on this device.
     """
-    made = []
+    graph_nodes = []
 
-    def keep(graph, inputs):
-        made.append(str([node.target for node in graph.graph.nodes]))
+    def record(graph, inputs):
+        graph_nodes.append(str([node.target for node in graph.graph.nodes]))
         return graph
 
     monkeypatch.setenv("CXX", sys.executable)
-    real, backend = torch.compile, aot_autograd(fw_compiler=keep)
+    real, backend = torch.compile, aot_autograd(fw_compiler=record)
     monkeypatch.setattr(torch, "compile", lambda block, **_: real(block, backend=backend))
     torch._dynamo.reset()
     denoiser, x = compiled(Attention(), CPU, trains=trains), torch.ones(1, 2, 8, 16)
@@ -124,23 +127,25 @@ def test_graphs_for_training_name_their_attention(trains, monkeypatch):
         with sdpa_kernel(SDPBackend.MATH):
             denoiser(x)
         denoiser(x)
-    assert ["flash_attention" in graph for graph in made] == [trains]
+    assert ["flash_attention" in graph for graph in graph_nodes] == [trains]
 
 
 @pytest.mark.parametrize("trains", [False, True])
-def test_graphs_for_training_never_allow_cudnns_attention(trains, graphs):
-    """Its backward pass is unsound; asked while the graph is made, where torch would take it."""
-    seen = []
+def test_training_graphs_never_allow_cudnn_attention(trains, graphs):
+    """The backward pass of cuDNN's attention is not reliable. The switch is read while the graph is
+    made, because torch chooses the kernel then.
+    """
+    cudnn_enabled = []
 
-    class Asks(nn.Module):
+    class ReadsSwitch(nn.Module):
         def forward(self, x):
-            seen.append(torch._C._get_cudnn_sdp_enabled())
+            cudnn_enabled.append(torch._C._get_cudnn_sdp_enabled())
             return x + 1
 
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(True)
     try:
-        compiled(Asks(), CPU, trains=trains)(torch.ones(2))
+        compiled(ReadsSwitch(), CPU, trains=trains)(torch.ones(2))
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
-    assert set(seen) == {not trains}
+    assert set(cudnn_enabled) == {not trains}

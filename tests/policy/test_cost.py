@@ -1,4 +1,6 @@
-"""Predicted speeds: by hand on a step that is easy to add up, and for the published models."""
+"""Predicted speeds: compared with a manual calculation for a simple step, and with measurements of
+the published models.
+"""
 
 import pytest
 import torch
@@ -24,70 +26,80 @@ STEPS = {
         89.9966e12, 56.0775e12, 215, 10.4272e9, 2306, 254.361e9, 1.77056e9, 33.8603e12, 47.8856e12
     ),
 }
-"""As ``step_of`` counts them: 8 images of 1024 x 1024, all text tokens in use."""
+"""The counts that ``step_of`` gives for 8 images of 1024 x 1024 pixels and all text tokens in use.
+"""
 MEASURED = {
     "flux.1-dev": (1337.7, 1017.8, 1.0),
     "sana-1.6b": (240.8, 162.2, 3.0),
     "sd3.5-medium": (298.8, 193.0, 1.0),
     "sd3.5-large": (691.2, None, 1.0),
 }
-"""Milliseconds in BF16 on one H200, 2026-11-23: eager, compiled, of how many times 8 images."""
+"""Milliseconds in BF16 on one H200, measured on 2026-11-23: eager, compiled, and the number of
+images divided by 8.
+"""
 
 
-def reached(device, form):
-    found = cost.rates_of(ACCELERATORS[device], form)
-    assert found is not None
-    return found
+def achieved_rates(device, form):
+    result = cost.rates_of(ACCELERATORS[device], form)
+    assert result is not None
+    return result
 
 
-def test_predicted_seconds_of_known_costs():
-    """1e15 operations, 0.8e15 of them quantized, 0.1e15 attention in heads that take twice as long,
-    and 4e12 bytes, 1e12 of them of small products, on an H200.
+def test_predicted_seconds_match_a_manual_calculation():
+    """The step has 1e15 operations. 0.8e15 of them are quantized. 0.1e15 are attention in heads
+    that take twice as long. It moves 4e12 bytes, 1e12 of them for small products. The GPU is an
+    H200.
     """
     step = Step(1e15, 0.8e15, 100, 1e10, 1000, 4e12, 1e12, 0.1e15, 0.2e15)
     memory, bf16 = 4.8e12 * 0.4, 0.9895e15 * 0.76
     attention = 0.2e15 / (0.9895e15 * 0.61)
     full = 0.9e15 / bf16 + attention + 4e12 / memory
-    assert cost.seconds(step, reached("H200", "bf16")) == pytest.approx(full)
+    assert cost.seconds(step, achieved_rates("H200", "bf16")) == pytest.approx(full)
     products = 0.1e15 / bf16 + 0.8e15 / (1.979e15 * 0.74)
-    quick = products + attention + 4e12 / memory + 3e10 / (4.8e12 * 0.65)
-    assert cost.seconds(step, reached("H200", "fp8")) == pytest.approx(quick)
-    spared = (1e12 + 0.25 * 3e12) / memory
-    compiled = products + attention + spared + 3e10 / (4.8e12 * 0.65)
-    assert cost.seconds(step, reached("H200", "fp8"), compiled=True) == pytest.approx(compiled)
-    assert cost.speed(step, ACCELERATORS["H200"], "fp8", True) == pytest.approx(full / quick)
+    quantized = products + attention + 4e12 / memory + 3e10 / (4.8e12 * 0.65)
+    assert cost.seconds(step, achieved_rates("H200", "fp8")) == pytest.approx(quantized)
+    moved = (1e12 + 0.25 * 3e12) / memory
+    compiled = products + attention + moved + 3e10 / (4.8e12 * 0.65)
+    assert cost.seconds(step, achieved_rates("H200", "fp8"), compiled=True) == pytest.approx(
+        compiled
+    )
+    assert cost.speed(step, ACCELERATORS["H200"], "fp8", True) == pytest.approx(full / quantized)
     assert cost.rates_of(ACCELERATORS["H200"], "nvfp4") is None
     assert cost.speed(step, ACCELERATORS["H200"], "nvfp4", True) is None
     assert cost.speed(step, ACCELERATORS["H200"], "bf16", True) == 1.0
 
 
-def test_launch_overhead_limits_the_speed():
+def test_kernel_launches_limit_a_tiny_step():
     step = Step(1e9, 0.9e9, 100, 1e6, 1000, 1e6)
-    assert cost.seconds(step, reached("B200", "bf16")) == 1000 * ISSUE
-    assert cost.seconds(step, reached("B200", "nvfp4")) == pytest.approx(1200 * ISSUE)
-    found = cost.seconds(step, reached("B200", "nvfp4"), compiled=True)
-    assert found == pytest.approx(750 * ISSUE)
+    assert cost.seconds(step, achieved_rates("B200", "bf16")) == 1000 * ISSUE
+    assert cost.seconds(step, achieved_rates("B200", "nvfp4")) == pytest.approx(1200 * ISSUE)
+    result = cost.seconds(step, achieved_rates("B200", "nvfp4"), compiled=True)
+    assert result == pytest.approx(750 * ISSUE)
 
 
-def test_a_given_utilisation_applies_to_every_product():
-    """Of one peak in every format, TF32 at half of it; memory stays as it was measured."""
+def test_configured_share_applies_to_every_product():
+    """A configured share of the peak applies to every format. TF32 has half the BF16 peak. The
+    memory rate keeps its measured share.
+    """
     at = cost.rates(100.0, 200.0, 2.0, "fp8", 0.5)
     assert (at.bf16, at.quantized, at.attention) == (50e12, 100e12, 50e12)
     assert at.decoding == (50e12, 25e12) and at.memory == 0.8e12
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_predicted_seconds_are_near_measured_ones(name):
-    """In BF16, to 11 %; SANA's 24 images are three times 8."""
+def test_predicted_seconds_are_near_the_measured_ones(name):
+    """Predictions in BF16 are within 11 % of the measurements. SANA was measured with 24 images,
+    three times 8.
+    """
     eager, compiled, times = MEASURED[name]
-    at = reached("H200", "bf16")
+    at = achieved_rates("H200", "bf16")
     assert 1e3 * times * cost.seconds(STEPS[name], at) == pytest.approx(eager, rel=0.08)
     if compiled is not None:
-        found = 1e3 * times * cost.seconds(STEPS[name], at, compiled=True)
-        assert found == pytest.approx(compiled, rel=0.11)
+        result = 1e3 * times * cost.seconds(STEPS[name], at, compiled=True)
+        assert result == pytest.approx(compiled, rel=0.11)
 
 
-def test_device_names_of_cuda_are_recognized():
+def test_cuda_device_names_select_accelerators():
     for name, key in (
         ("NVIDIA H200", "H200"), ("NVIDIA GB200", "GB200"), ("NVIDIA B200", "B200"),
         ("NVIDIA GB300", "GB300"), ("NVIDIA B300 SXM6 AC", "B300"),
@@ -98,8 +110,8 @@ def test_device_names_of_cuda_are_recognized():
     assert cost.no_speedup_reason(STEPS["sana-1.6b"], "NVIDIA A100", "fp8") is None
 
 
-def test_the_table_of_docs_performance():
-    """Golden: what the documentation prints."""
+def test_table_matches_the_performance_documentation():
+    """The expected values are those that the documentation prints."""
     rows = cost.table(STEPS, ("H200", "B200"))
     assert [row[:2] for row in rows[1:]] == [
         [gpu, name] for gpu in ("H200", "B200") for name in STEPS
@@ -117,7 +129,7 @@ def test_the_table_of_docs_performance():
     ]
 
 
-def test_formats_gain_on_every_model_with_kernels_and_on_none_eagerly():
+def test_every_format_is_faster_with_kernels_and_slower_with_eager_packing():
     for device in ACCELERATORS.values():
         for step in STEPS.values():
             for form in FUSED:
@@ -127,26 +139,29 @@ def test_formats_gain_on_every_model_with_kernels_and_on_none_eagerly():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
-def test_predicted_steps_use_the_counted_costs(name):
+def test_published_steps_match_the_counted_ones(name):
     with case_of(name, 1024, False) as case:
         transformer = case.build("meta", torch.bfloat16)
-        found = step_of(case.family, transformer, BACKENDS["torch_nvfp4"], 8)
-    for field, expected in vars(STEPS[name]).items():  # peak and widest are test_memory's
-        assert getattr(found, field) == pytest.approx(expected, rel=1e-3), field
+        actual = step_of(case.family, transformer, BACKENDS["torch_nvfp4"], 8)
+    for field, expected in vars(STEPS[name]).items():  # test_memory checks peak and widest
+        assert getattr(actual, field) == pytest.approx(expected, rel=1e-3), field
 
 
-def test_costs_of_a_small_model():
-    """SD3's blocks in small: the joint input of to_q, to_k and to_v counts once."""
+def test_counts_of_a_small_model_match_a_manual_count():
+    """The counts for a small SD3 model match a manual count. The shared input of to_q, to_k and
+    to_v counts once.
+    """
     with case_of("sd3.5-large", 256, True) as case:
         transformer = case.build("meta", torch.bfloat16)
         one, two = (step_of(case.family, transformer, BACKENDS["fp8"], batch) for batch in (1, 2))
     assert two.flops == 2 * one.flops and two.elements == 2 * one.elements
     assert two.inputs == one.inputs
     assert two.bytes - two.small == pytest.approx(2 * (one.bytes - one.small), rel=0.02)
-    assert two.small < one.small  # at two images fewer products are so small that they wait
+    # with two images, fewer products are too small to use the GPU fully
+    assert two.small < one.small
     tokens, text, width = (256 // 16) ** 2, case.family.conditioning_shapes["prompt_embeds"][0], 256
-    # per block: q, k, v of image and text, their outputs, and two layers of 4 * width; the last
-    # block's text has neither output nor feed-forward
-    image, words = tokens * width * (1 + 1 + 1 + 4), text * width * (1 + 1 + 1 + 4)
-    assert one.elements == 2 * image + words + text * width
+    # per block: q, k and v of image and text, their outputs, and two layers of 4 * width; the text
+    # of the last block has neither output projection nor feed-forward layers
+    image_elements, text_elements = tokens * width * (1 + 1 + 1 + 4), text * width * (1 + 1 + 1 + 4)
+    assert one.elements == 2 * image_elements + text_elements + text * width
     assert one.inputs == 2 * 4 + 4 + 1

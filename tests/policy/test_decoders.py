@@ -1,4 +1,6 @@
-"""Decoding proxy images: which decoder in which precision, and what is refused before a start."""
+"""Decoding of proxy images: which decoder is used in which precision, and which settings are
+refused before a run starts.
+"""
 
 import json
 
@@ -37,7 +39,9 @@ CPU = torch.device("cpu")
 
 
 def write_tiny(directory, channels: int = TINY_LATENT[0], stages: int = 2) -> str:
-    """A tiny decoder with random weights, twice as large each way per stage but the first."""
+    """Write a tiny decoder with random weights. Each stage but the first doubles height
+    and width.
+    """
     torch.manual_seed(0)
     AutoencoderTiny(
         encoder_block_out_channels=(4,) * stages,
@@ -45,7 +49,8 @@ def write_tiny(directory, channels: int = TINY_LATENT[0], stages: int = 2) -> st
         latent_channels=channels,
         num_encoder_blocks=(1,) * stages,
         num_decoder_blocks=(1,) * stages,
-        shift_factor=0.5,  # published ones carry their model's, which does not apply to them
+        # published files contain the shift of their model, which a tiny decoder does not apply
+        shift_factor=0.5,
     ).save_pretrained(directory)
     return str(directory)
 
@@ -68,37 +73,37 @@ def config(tiny_sd3_dir, tmp_path):
         ("auto", "naive_scaling", True, torch.float32),
     ],
 )
-def test_only_proxies_are_decoded_in_bfloat16(precision, arm, on_gpu, expected):
+def test_only_proxy_images_are_decoded_in_bfloat16(precision, arm, on_gpu, expected):
     config = load("quickstart", [f"arm={arm}", f"explore.decoder_precision={precision}"])
     assert proxy_dtype(config, on_gpu) == expected
 
 
-def test_the_quickstart_decodes_with_its_autoencoder_in_float32():
+def test_quickstart_decodes_with_its_float32_autoencoder():
     config = load("quickstart")
     vae = load_decoder(config, family_for(config.model), CPU)
     assert type(vae).__name__ == "AutoencoderKL"
     assert {p.dtype for p in vae.parameters()} == {torch.float32}
 
 
-def test_a_tiny_decoder_changes_pixels_but_not_latents(config, tiny_sd3_dir):
+def test_tiny_decoder_changes_pixels_but_not_latents(config, tiny_sd3_dir):
     trainer = tiny_trainer(tiny_sd3_dir)
-    made = {}
+    outputs = {}
     for name, vae in (("full", None), ("tiny", load_decoder(config, trainer.family, CPU))):
         explorer = Explorer(trainer.family, BACKENDS["fp32"], vae=vae)
         plan = explorer.plan
         explorer.load(*export_policy(trainer.transformer, "old", plan, BACKENDS["fp32"], 0, 2**20))
-        made[name] = explorer.explore(tiny_groups(1)[0].cond, [1, 2], 3, "euler")
-    assert np.array_equal(made["full"][1], made["tiny"][1])
-    assert made["tiny"][0].shape == made["full"][0].shape == (2, 3, TINY_HEIGHT, TINY_WIDTH)
-    assert not np.array_equal(made["full"][0], made["tiny"][0])
-    # the denoiser's latents as they are: neither scaled nor shifted
-    alone = load_decoder(config, trainer.family, CPU)
-    drawn = alone.get_submodule("decoder")(torch.from_numpy(made["tiny"][1]))
-    pixels = (drawn * 0.5 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
-    assert np.array_equal(pixels.numpy(), made["tiny"][0])
+        outputs[name] = explorer.explore(tiny_groups(1)[0].cond, [1, 2], 3, "euler")
+    assert np.array_equal(outputs["full"][1], outputs["tiny"][1])
+    assert outputs["tiny"][0].shape == outputs["full"][0].shape == (2, 3, TINY_HEIGHT, TINY_WIDTH)
+    assert not np.array_equal(outputs["full"][0], outputs["tiny"][0])
+    # the decoder takes the latents of the denoiser directly: neither scaled nor shifted
+    tiny_decoder = load_decoder(config, trainer.family, CPU)
+    decoded = tiny_decoder.get_submodule("decoder")(torch.from_numpy(outputs["tiny"][1]))
+    pixels = (decoded * 0.5 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
+    assert np.array_equal(pixels.numpy(), outputs["tiny"][0])
 
 
-def test_an_invalid_tiny_decoder_is_refused_in_one_line(config, tmp_path):
+def test_unsuitable_tiny_decoder_is_refused_in_one_line(config, tmp_path):
     family = family_for(config.model)
     check_decoder(config, family)
 
@@ -125,16 +130,16 @@ def test_an_invalid_tiny_decoder_is_refused_in_one_line(config, tmp_path):
     assert "cannot be read" in refused(str(tmp_path / "decoder"))
 
 
-def test_a_missing_weight_of_a_tiny_decoder_is_refused(config, tmp_path):
+def test_missing_weight_of_a_tiny_decoder_is_an_error(config, tmp_path):
     file = tmp_path / "decoder" / "diffusion_pytorch_model.safetensors"
     weights = load_file(file)
-    del weights[lacking := max(weights)]
+    del weights[missing := max(weights)]
     save_file(weights, file, {"format": "pt"})
-    with pytest.raises(FileNotFoundError, match=f"lacks 1 weights, such as {lacking}: download"):
+    with pytest.raises(FileNotFoundError, match=f"lacks 1 weights, the first: {missing}: download"):
         load_decoder(config, family_for(config.model), CPU)
 
 
-def test_a_family_without_a_tiny_decoder_requires_a_path(config, tiny_sana_dir):
+def test_family_without_a_known_tiny_decoder_needs_a_path(config, tiny_sana_dir):
     model = config.model.model_copy(update={"family": "sana", "path": str(tiny_sana_dir)})
     model = model.model_copy(update={"height": 32, "width": 32})
     explore = config.explore.model_copy(update={"decoder_path": None})
@@ -144,12 +149,12 @@ def test_a_family_without_a_tiny_decoder_requires_a_path(config, tiny_sana_dir):
 
 
 @pytest.mark.parametrize("arm", ["diffusionnft", "naive_scaling", "naive_quant"])
-def test_arms_without_proxies_refuse_a_tiny_decoder(arm):
+def test_arms_without_proxy_images_refuse_a_tiny_decoder(arm):
     with pytest.raises((ConfigError, ValidationError), match="there are no proxy images to decode"):
         load("quickstart", [f"arm={arm}", "explore.decoder=tiny"])
 
 
-def test_the_plan_counts_the_configured_decoder(config):
+def test_plan_counts_the_chosen_decoder(config):
     family = family_for(config.model)
     loaded = load_decoder(config, family, CPU)
     tiny = make_plan(config)
@@ -169,8 +174,10 @@ def test_the_plan_counts_the_configured_decoder(config):
     assert tiny.stages["explore"].decoding == images * work.flops
 
 
-def test_the_shipped_tiny_decoder_approximates_the_autoencoder():
-    """31.3 dB on 300 scenes when it was made; a tenth of them may differ by 2 dB."""
+def test_shipped_tiny_decoder_approximates_the_autoencoder():
+    """When the decoder was trained, it reached 31.3 dB on 300 scenes. On a tenth of the scenes the
+    value may differ by 2 dB.
+    """
     config = load("quickstart", ["explore.decoder=tiny"])
     check_model(config)
     family = family_for(config.model)
@@ -178,21 +185,23 @@ def test_the_shipped_tiny_decoder_approximates_the_autoencoder():
     assert psnr(full, tiny, count=30) > 29  # pyright: ignore[reportArgumentType]
 
 
-def test_the_shipped_tiny_decoder_has_the_documented_checksum():
+def test_shipped_tiny_decoder_has_the_documented_checksum():
     directory = SHAPES_DECODER
     assert checksum(directory) in (directory.parent / "README.md").read_text()
     assert sum(file.stat().st_size for file in directory.iterdir()) < 200_000
 
 
-def test_decoders_are_compiled_on_gpus_only(tiny_sd3_dir):
+def test_decoders_are_compiled_only_on_gpus(tiny_sd3_dir):
     vae = family_for(tiny_model("sd3", tiny_sd3_dir)).load_vae(CPU, torch.float32)
     assert decoder_on(CPU, vae, True) is decoder_on(torch.device("cuda"), vae, False) is vae
     assert decoder_on(torch.device("cuda", 1), vae, True) is not vae
 
 
 @pytest.mark.parametrize("name", ["sd3", "sana", "flux2_klein", "wan", "qwen_image"])
-def test_a_compiled_decoder_is_one_graph_and_does_not_change_the_autoencoder(request, graphs, name):
-    """One that keeps frames from call to call is left eager. Graphs run with eager bits here."""
+def test_compiled_decoder_is_one_graph_and_does_not_change_the_autoencoder(request, graphs, name):
+    """A decoder that keeps frames between calls is not compiled. In this test the graphs run with
+    the eager operations, so results are equal bit for bit.
+    """
     family = family_for(tiny_model(name, request.getfixturevalue(f"tiny_{name}_dir")))
     vae = family.load_vae(CPU, torch.float32)
     twin = compiled_decoder(vae)

@@ -1,4 +1,4 @@
-"""Emulated linear layers, which modules they replace, and how long they take."""
+"""Emulated NVFP4 linear layers: their results, which modules they replace, and their speed."""
 
 import time
 
@@ -13,7 +13,7 @@ from policy.precision.nvfp4 import quantize, quantize_activation
 from policy.precision.swap import quantize_plan, swap_linears, weight_modules
 
 
-def layer_of(linear: nn.Linear, workspace: Workspace | None = None) -> EmulatedNVFP4Linear:
+def emulated_layer(linear: nn.Linear, workspace: Workspace | None = None) -> EmulatedNVFP4Linear:
     layer = EmulatedNVFP4Linear(linear, workspace or Workspace())
     for name, tensor in BACKENDS["emulated_nvfp4"].pack(linear.weight, True).items():
         getattr(layer, name).copy_(tensor)
@@ -30,8 +30,9 @@ def linear() -> nn.Linear:
 @torch.no_grad()
 @pytest.mark.parametrize("shape", [(7, 64), (2, 5, 64), (64,)])
 def test_forward_is_alpha_times_the_product_of_operands(linear, shape):
-    """Against float64. Products of E2M1 by E4M3 values are exact in float32; K = 64 sums, alpha and
-    bias round, each by at most 2^-24 of the sum of absolute products.
+    """The result is compared with float64. Products of E2M1 and E4M3 values are exact in float32.
+    The K = 64 additions, the multiplication by alpha and the addition of the bias are rounded, each
+    by at most 2^-24 of the sum of absolute products.
     """
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3
     packed = quantize(linear.weight, search=True)
@@ -46,37 +47,37 @@ def test_forward_is_alpha_times_the_product_of_operands(linear, shape):
         * 2.0**-24
         * (alpha * (ux.double().abs() @ uw.double().abs().t()) + linear.bias.double().abs())
     )
-    y = layer_of(linear)(x)
+    y = emulated_layer(linear)(x)
     assert y.shape == (*shape[:-1], 24) and y.dtype == torch.float32
     assert ((y.double() - expected).abs() <= bound).all()
 
 
 @torch.no_grad()
 def test_quantization_error_is_that_of_the_format(linear):
-    """Gaussian activations and near-uniform weights: about .13 relative, and not zero (it does
-    quantize).
+    """With Gaussian activations and nearly uniform weights, the relative error is about 0.13. It is
+    not zero, which shows that the layer quantizes.
     """
     x = torch.randn(512, 64, generator=torch.Generator().manual_seed(1))
     wide = linear(x) - linear.bias
-    error = ((layer_of(linear)(x) - linear.bias - wide).norm() / wide.norm()).item()
+    error = ((emulated_layer(linear)(x) - linear.bias - wide).norm() / wide.norm()).item()
     assert 0.08 < error < 0.16
 
 
 @torch.no_grad()
-def test_bfloat16_in_and_out(linear):
-    layer = layer_of(linear)
+def test_bfloat16_input_gives_bfloat16_output(linear):
+    layer = emulated_layer(linear)
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     y = layer(x)
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, layer(x.float()).bfloat16())
     assert layer.bfloat16().amax.dtype == torch.float32  # a cast does not reach the packed weight
-    assert torch.equal(layer_of(linear).amax, layer.amax)
+    assert torch.equal(emulated_layer(linear).amax, layer.amax)
 
 
 @torch.no_grad()
-def test_one_input_is_quantized_once(linear):
+def test_equal_input_is_quantized_once(linear):
     workspace = Workspace()
-    layers = [layer_of(linear, workspace) for _ in range(2)]
+    layers = [emulated_layer(linear, workspace) for _ in range(2)]
     x = torch.randn(4, 64)
     first = layers[0](x)
     operand = workspace.quantized(x)
@@ -84,23 +85,23 @@ def test_one_input_is_quantized_once(linear):
     assert torch.equal(layers[1](x), first)
     x += 1  # in place: the same object, another value
     assert workspace.quantized(x) is not operand
-    assert torch.equal(layers[0](x), layer_of(linear)(x))
+    assert torch.equal(layers[0](x), emulated_layer(linear)(x))
     other = torch.randn(3, 64)
-    assert torch.equal(layers[0](other), layer_of(linear)(other))
+    assert torch.equal(layers[0](other), emulated_layer(linear)(other))
     with torch.inference_mode():  # tensors without a version counter
         inner = x * 2
-        assert torch.equal(layers[0](inner), layer_of(linear)(inner))
+        assert torch.equal(layers[0](inner), emulated_layer(linear)(inner))
         inner += 1
-        assert torch.equal(layers[0](inner), layer_of(linear)(inner))
+        assert torch.equal(layers[0](inner), emulated_layer(linear)(inner))
 
 
 @torch.no_grad()
-def test_a_non_contiguous_input(linear):
+def test_non_contiguous_input_gives_the_same_result(linear):
     x = torch.randn(64, 6).t()
-    assert torch.equal(layer_of(linear)(x), layer_of(linear)(x.contiguous()))
+    assert torch.equal(emulated_layer(linear)(x), emulated_layer(linear)(x.contiguous()))
 
 
-def test_plan_of_the_transformer(family, transformer):
+def test_plan_quantizes_the_matrix_products_of_the_blocks(family, transformer):
     plan = {
         row.name: row for row in quantize_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
     }
@@ -120,7 +121,7 @@ def test_plan_of_the_transformer(family, transformer):
     assert {name for name, _ in weight_modules(transformer)} == set(plan)
 
 
-def test_plan_with_patterns_and_shapes(family, transformer):
+def test_plan_excludes_patterns_and_unsupported_shapes(family, transformer):
     transformer.transformer_blocks[0].ff.net[2] = nn.Linear(120, 32)
     plan = {
         r.name: r
@@ -142,7 +143,7 @@ def test_plan_with_patterns_and_shapes(family, transformer):
         quantize_plan(transformer, family, ["blocks.*"])
 
 
-def test_plan_looks_through_adapters(family, adapted):
+def test_plan_ignores_adapters(family, adapted):
     bare = family.load_transformer("cpu", torch.float32)
     for backend in BACKENDS.values():
         assert quantize_plan(adapted, family, (), backend) == quantize_plan(
@@ -152,7 +153,7 @@ def test_plan_looks_through_adapters(family, adapted):
         swap_linears(adapted, quantize_plan(adapted, family), BACKENDS["emulated_nvfp4"])
 
 
-def test_unquantized_backends_replace_nothing(family, transformer):
+def test_unquantized_backends_replace_no_layers(family, transformer):
     plan = quantize_plan(transformer, family, (), BACKENDS["bf16"])
     assert not any(row.quantized for row in plan)
     assert {r.why for r in plan if "attn" in r.name} == {"backend bf16 quantizes nothing"}
@@ -161,8 +162,8 @@ def test_unquantized_backends_replace_nothing(family, transformer):
 
 @pytest.mark.slow
 def test_emulation_takes_at_most_twice_the_time_of_fp32(family):
-    """The eager path on one thread, on a transformer as wide as the shipped one; best of ten, so
-    that neighbours count less.
+    """The eager path is measured on one thread, on a transformer as wide as the shipped one. The
+    best of ten rounds counts, so that other processes on the machine influence the result less.
     """
     from diffusers import SD3Transformer2DModel
 

@@ -1,4 +1,6 @@
-"""Proxy images of another size than those that are trained on: the same noise, cut down."""
+"""Proxy images that are smaller than the training images and use the same noise at lower
+resolution.
+"""
 
 import numpy as np
 import pytest
@@ -20,13 +22,13 @@ def name(request) -> str:
 
 @pytest.fixture
 def sizes(name, request):
-    """(the family at twice the size, the family at its own)."""
+    """Return the family at twice its image size and the family at its own image size."""
     directory, settings = request.getfixturevalue(f"tiny_{name}_dir"), SETTINGS[name]
     twice = {side: 2 * settings[side] for side in ("height", "width")}
     return tuple(family_for(tiny_model(name, directory, **more)) for more in (twice, {}))
 
 
-def test_latents_convert_to_spatial_layout_and_back(sizes):
+def test_packing_reverses_the_spatial_view_of_latents(sizes):
     for family in sizes:
         latents = noise_for([1, 2], family.latent_shape)
         spatial = family.spatial(latents)
@@ -37,36 +39,37 @@ def test_latents_convert_to_spatial_layout_and_back(sizes):
         assert spatial.shape[1] == channels * (family.latent_shape[1] if family.video else 1)
 
 
-def test_smaller_noise_is_the_coarse_part_of_the_same_noise(sizes):
-    """Sum of each 2 x 2 block over 2: standard normal again (each of B x n values is one draw, so
-    mean and variance are good to 4 / sqrt and 4 sqrt(2) / sqrt of their number), and a block of
-    neighbours that are alike keeps what it had, times 2.
+def test_smaller_noise_is_the_block_sum_of_the_same_noise(sizes):
+    """The smaller noise is the sum of each 2 x 2 block divided by 2. It is standard normal again.
+    Its values are independent, so with ``count`` values the mean is within 4 / sqrt(count) of 0 and
+    the variance within 4 sqrt(2 / count) of 1.
     """
     full, small = sizes
     noise = noise_for(SEEDS, full.latent_shape)
-    found = full.smaller_noise(noise, small)
-    assert found.shape == (len(SEEDS), *small.latent_shape)
-    count = found.numel()
-    assert abs(float(found.mean())) < 4 / count**0.5
-    assert abs(float(found.var()) - 1) < 4 * (2 / count) ** 0.5
-    one, cut = full.spatial(noise)[7].numpy(), small.spatial(found)[7].numpy()
-    _, rows, columns = one.shape
-    blocks = one.reshape(len(one), rows // 2, 2, columns // 2, 2).sum((2, 4)) / 2
-    np.testing.assert_allclose(cut, blocks, atol=1e-6)
-    assert torch.equal(full.smaller_noise(noise[7:8], small), found[7:8])
+    result = full.smaller_noise(noise, small)
+    assert result.shape == (len(SEEDS), *small.latent_shape)
+    count = result.numel()
+    assert abs(float(result.mean())) < 4 / count**0.5
+    assert abs(float(result.var()) - 1) < 4 * (2 / count) ** 0.5
+    large, reduced = full.spatial(noise)[7].numpy(), small.spatial(result)[7].numpy()
+    _, rows, columns = large.shape
+    blocks = large.reshape(len(large), rows // 2, 2, columns // 2, 2).sum((2, 4)) / 2
+    np.testing.assert_allclose(reduced, blocks, atol=1e-6)
+    assert torch.equal(full.smaller_noise(noise[7:8], small), result[7:8])
 
 
-def test_a_smaller_image_starts_from_the_reduced_noise(name, sizes, request):
-    """Not by families that edit: their source is as large as what is drawn."""
+def test_smaller_image_uses_the_noise_of_the_full_size(name, sizes, request):
+    """Families that edit images are skipped, because their source is as large as the result."""
     full, small = sizes
     if full.edits:
         return
     tiny = Tiny(name, request.getfixturevalue(f"tiny_{name}_dir"))
     rows, seeds = tiny.encoded.rows(0).repeat(2), [3, 4]
-    drawn = sample(small, tiny.denoiser, rows, seeds, 3, SOLVER[name], full=full)
-    own = sample(small, tiny.denoiser, rows, seeds, 3, SOLVER[name])
-    assert drawn.shape == own.shape and not torch.equal(drawn, own)
-    assert PROMPTS and bool(torch.isfinite(drawn).all())
+    from_full_noise = sample(small, tiny.denoiser, rows, seeds, 3, SOLVER[name], full=full)
+    from_own_noise = sample(small, tiny.denoiser, rows, seeds, 3, SOLVER[name])
+    assert from_full_noise.shape == from_own_noise.shape
+    assert not torch.equal(from_full_noise, from_own_noise)
+    assert PROMPTS and bool(torch.isfinite(from_full_noise).all())
 
 
 @pytest.mark.parametrize(
@@ -87,13 +90,13 @@ def test_a_smaller_image_starts_from_the_reduced_noise(name, sizes, request):
         ),
     ],
 )
-def test_invalid_sizes_are_refused(changes, message):
+def test_invalid_explored_sizes_are_refused(changes, message):
     with pytest.raises(ConfigError) as caught:
         load("quickstart", changes)
     assert len(caught.value.lines) == 1 and message in caught.value.lines[0]
 
 
-def test_an_editor_explores_at_full_size(tiny_flux_kontext_dir):
+def test_editing_model_refuses_a_smaller_explored_size(tiny_flux_kontext_dir):
     from planning.preflight import check_model
 
     changes = [
@@ -109,7 +112,7 @@ def test_an_editor_explores_at_full_size(tiny_flux_kontext_dir):
         check_model(load("quickstart", changes))
 
 
-def test_sizes_that_the_model_does_not_support_are_refused(tiny_sana_dir):
+def test_explored_size_that_the_model_cannot_generate_is_refused(tiny_sana_dir):
     from planning.preflight import check_model
 
     changes = [

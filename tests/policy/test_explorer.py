@@ -1,4 +1,4 @@
-"""From the learner's adapters through published bytes into explorers."""
+"""The path of weights from the learner's adapters through the published bytes into explorers."""
 
 import gc
 import weakref
@@ -35,8 +35,8 @@ def unpacked(layer: EmulatedNVFP4Linear) -> torch.Tensor:
     return dequantize(Packed(layer.codes, layer.scales, layer.amax))
 
 
-def test_explorers_hold_the_merged_weights(family, adapted, randomise):
-    """Every quantized layer is the packed merged weight, adapted or not."""
+def test_explorer_has_the_merged_weights(family, adapted, randomise):
+    """Every quantized layer contains the packed merged weight, with and without an adapter."""
     randomise(adapted, "old", 1)
     manifest, chunks, _ = publisher(family, adapted).export("old", 4)
     explorer = Explorer(family, NVFP4)
@@ -54,42 +54,44 @@ def test_explorers_hold_the_merged_weights(family, adapted, randomise):
             else True
         )
         assert row.quantized or torch.equal(layer.weight, weight)
-    # feed-forward: not adapted
+    # the feed-forward layers have no adapters
     assert sum(row.quantized and row.name not in expected for row in explorer.plan) == 6
 
 
-def test_four_and_a_half_bits_on_the_wire(family, adapted):
+def test_published_weights_use_four_and_a_half_bits_each(family, adapted):
     manifest, _, _ = publisher(family, adapted).export("current", 0)
     rows = [row for row in quantize_plan(adapted, family, (), NVFP4) if row.quantized]
     weights = sum(row.shape[0] * row.shape[1] for row in rows)
     assert manifest.nbytes == weights * 4.5 / 8 + 4 * len(rows)
 
 
-def test_an_explorer_holds_no_unquantized_copy(family, monkeypatch):
-    """By bytes of parameters and buffers, and by the fate of the weights it was built from."""
-    born = {}
+def test_explorer_keeps_no_unquantized_copy(family, monkeypatch):
+    """The test counts the bytes of parameters and buffers, and checks that the unquantized weights
+    are garbage-collected.
+    """
+    loaded = {}
     load = type(family).load_transformer
 
-    def remember(self, *args):
+    def load_and_record(self, *args):
         transformer = load(self, *args)
-        born.update(
+        loaded.update(
             {name: weakref.ref(parameter) for name, parameter in transformer.named_parameters()}
         )
         return transformer
 
-    monkeypatch.setattr(type(family), "load_transformer", remember)
+    monkeypatch.setattr(type(family), "load_transformer", load_and_record)
     explorer = Explorer(family, NVFP4)
     gc.collect()
     quantized = {row.name: row.shape for row in explorer.plan if row.quantized}
-    for name, parameter in born.items():
+    for name, parameter in loaded.items():
         is_weight = name.removesuffix(".weight") in quantized and name.endswith(".weight")
         assert (parameter() is None) == is_weight, name
     state = [*explorer.transformer.parameters(), *explorer.transformer.buffers()]
     elements = sum(n * k for n, k in quantized.values())
-    wide = family.load_transformer("cpu", torch.float32)
-    everything = sum(t.numel() * 4 for t in [*wide.parameters(), *wide.buffers()])
-    held = sum(t.numel() * t.element_size() for t in state)
-    assert held == everything - elements * 4 + elements * 4.5 / 8 + 4 * len(quantized)
+    unquantized = family.load_transformer("cpu", torch.float32)
+    all_bytes = sum(t.numel() * 4 for t in [*unquantized.parameters(), *unquantized.buffers()])
+    held_bytes = sum(t.numel() * t.element_size() for t in state)
+    assert held_bytes == all_bytes - elements * 4 + elements * 4.5 / 8 + 4 * len(quantized)
     assert not any(
         isinstance(module, torch.nn.Module) and "ext_encoder" in str(type(module))
         for module in vars(explorer).values()
@@ -100,16 +102,16 @@ def test_an_explorer_holds_no_unquantized_copy(family, monkeypatch):
         if isinstance(module, EmulatedNVFP4Linear)
     ]
     assert {id(layer.workspace) for layer in layers} == {id(layers[0].workspace)}
-    for layer in layers:  # nor does a forward leave one behind
+    for layer in layers:  # a forward pass leaves no unquantized copy behind either
         layer(torch.ones(2, layer.in_features))
         tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
         assert not tensors
         assert {name for name, _ in layer.named_buffers()} == {"codes", "scales", "amax"}
 
 
-def test_fp32_explorers_generate_the_learners_images(family, adapted, cond, randomise):
-    """Merged instead of added: sums in another order, values of order 1 through 3 steps of a
-    two-layer network.
+def test_fp32_explorer_generates_the_same_images_as_the_learner(family, adapted, cond, randomise):
+    """The explorer merges the adapter into the weights, and the learner adds its output. So sums
+    differ in order, with values of order 1, over 3 steps of a two-layer network.
     """
     randomise(adapted, "current", 2)
     explorer = Explorer(family, FP32)
@@ -134,10 +136,12 @@ def test_fp32_explorers_generate_the_learners_images(family, adapted, cond, rand
 
 
 @pytest.mark.parametrize("backend", [NVFP4, BF16, FP8])
-def test_quantized_explorers_generate_nearly_the_same_images(
+def test_low_precision_explorers_generate_nearly_the_same_images(
     family, adapted, cond, randomise, backend
 ):
-    """Close, but not equal: it does run in the precision it says."""
+    """The latents are close to those of the learner but not equal, which shows that the explorer
+    runs in its declared precision.
+    """
     randomise(adapted, "current", 2)
     explorer = Explorer(family, backend)
     manifest, chunks, _ = publisher(family, adapted, backend).export("current", 0)
@@ -151,7 +155,7 @@ def test_quantized_explorers_generate_nearly_the_same_images(
     np.testing.assert_array_equal(again.explore(cond.rows(1), SEEDS, 3, "dpmpp_2m")[1], latents)
 
 
-def test_a_pool_does_not_depend_on_earlier_calls(family, adapted, cond):
+def test_generated_pool_does_not_depend_on_earlier_calls(family, adapted, cond):
     explorer = Explorer(family, NVFP4)
     manifest, chunks, _ = publisher(family, adapted).export("current", 0)
     explorer.load(manifest, chunks)
@@ -161,7 +165,9 @@ def test_a_pool_does_not_depend_on_earlier_calls(family, adapted, cond):
 
 
 @pytest.mark.parametrize("backend", [NVFP4, FP8])
-def test_version_protocol(family, adapted, cond, randomise, backend):
+def test_explorer_has_a_version_only_after_a_complete_load(
+    family, adapted, cond, randomise, backend
+):
     explorer = Explorer(family, backend)
     with pytest.raises(RuntimeError, match="no policy version is loaded"):
         explorer.explore(cond.rows(0), SEEDS, 2, "euler")
@@ -194,7 +200,7 @@ def test_version_protocol(family, adapted, cond, randomise, backend):
         explorer.explore(cond, SEEDS, 2, "euler")
 
 
-def test_weights_for_another_explorer_are_refused(family, adapted):
+def test_explorer_refuses_weights_of_another_format_or_plan(family, adapted):
     manifest, chunks, _ = publisher(family, adapted, FP32).export("current", 0)
     with pytest.raises(
         WireError, match="version 0 is fp32, but backend emulated_nvfp4 needs nvfp4"
@@ -213,7 +219,7 @@ def test_weights_for_another_explorer_are_refused(family, adapted):
         Explorer(family, NVFP4).load(manifest, chunks)
 
 
-def test_adapted_unquantized_modules_are_published_merged(family, adapted, randomise):
+def test_unquantized_adapted_modules_are_published_merged(family, adapted, randomise):
     randomise(adapted, "current", 4)
     patterns = ["transformer_blocks.0.*"]
     manifest, chunks, _ = publisher(family, adapted, modules_to_not_convert=patterns).export(
@@ -227,20 +233,20 @@ def test_adapted_unquantized_modules_are_published_merged(family, adapted, rando
     assert not any(entry.name.startswith("transformer_blocks.0.ff") for entry in manifest.entries)
 
 
-def test_a_missing_trained_module_is_detected(family, adapted, randomise):
-    """One layer left out of what is published, whole and with right checksums: an explorer that
-    took it would go on with the base model's weights there.
+def test_missing_trained_module_is_detected(family, adapted, randomise):
+    """One trained layer is left out of the published weights, and all checksums are right. An
+    explorer that accepted them would use the base model's weights for this layer.
     """
     randomise(adapted, "current", 4)
     patterns = ["transformer_blocks.0.*"]
     rows = quantize_plan(adapted, family, patterns, NVFP4)
-    missed = "transformer_blocks.0.attn.to_out.0"
-    adapted.set_submodule(missed, adapted.get_submodule(missed).base_layer)
+    missing_layer = "transformer_blocks.0.attn.to_out.0"
+    adapted.set_submodule(missing_layer, adapted.get_submodule(missing_layer).base_layer)
     manifest, shards, _ = Publisher(adapted, rows, NVFP4, 4096).export("current", 0)
     explorer = Explorer(family, NVFP4, patterns, trained=family.lora_targets)
-    with pytest.raises(WireError, match=f"version 0 lacks '{missed}.weight'"):
+    with pytest.raises(WireError, match=f"version 0 lacks '{missing_layer}.weight'"):
         explorer.load(manifest, shards)
-    Explorer(family, NVFP4, patterns).load(manifest, shards)  # what went unnoticed
+    Explorer(family, NVFP4, patterns).load(manifest, shards)  # not detected without ``trained``
 
 
 def test_non_finite_weights_are_not_published(family, adapted):
@@ -254,8 +260,10 @@ def test_non_finite_weights_are_not_published(family, adapted):
     assert caught.value.module == name
 
 
-def test_statistics_compare_with_the_previous_export(family, adapted, randomise):
-    """Both recomputed from what two explorers hold and from the merged weights."""
+def test_export_statistics_compare_with_the_previous_export(family, adapted, randomise):
+    """The test computes both statistics from the weights that the explorer loaded and from the
+    merged weights.
+    """
     publish, explorer = publisher(family, adapted), Explorer(family, NVFP4)
     names = [name for name, _ in merged_weights(adapted, None)]
 
@@ -284,25 +292,25 @@ def test_statistics_compare_with_the_previous_export(family, adapted, randomise)
         (codes != codes_after).double().mean().item(), abs=1e-12
     )
     cosine = torch.cosine_similarity(decoded_after - decoded, merged_after - merged, dim=0).item()
-    # W cancels there in float32
+    # the difference of two float32 weights loses digits
     assert statistics["weights/delta_cosine"] == pytest.approx(cosine, abs=1e-5)
     assert 0.9 < cosine < 1
 
 
-def test_packed_copies_are_not_kept_on_the_learners_device(family, adapted, monkeypatch, randomise):
-    """On a CPU both memories are one, so moving to the host is a copy here: of what was packed
-    before it nothing may be left.
+def test_packed_copies_do_not_stay_on_the_learner_device(family, adapted, monkeypatch, randomise):
+    """Here the move to the host is replaced by a copy, because on a CPU both memories are the same.
+    When the next weight is packed, no packed tensor from before the copy may still exist.
     """
     alive: list[weakref.ref[torch.Tensor]] = []
     pack = type(NVFP4).pack
 
-    def packing(self, *given):
+    def pack_and_record(self, *arguments):
         assert not any(reference() is not None for reference in alive)
-        parts = pack(self, *given)
+        parts = pack(self, *arguments)
         alive.extend(weakref.ref(tensor) for tensor in parts.values())
         return parts
 
-    monkeypatch.setattr(type(NVFP4), "pack", packing)
+    monkeypatch.setattr(type(NVFP4), "pack", pack_and_record)
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
     publish = publisher(family, adapted)
     for version in range(3):
@@ -311,9 +319,10 @@ def test_packed_copies_are_not_kept_on_the_learners_device(family, adapted, monk
     assert len(alive) == 3 * (21 + 15 + 15)
 
 
-def test_unchanging_weights_are_sent_once(family, adapted, randomise):
-    """A second version needs none of the shards of the six modules without adapter, and loaded on
-    top of the first it is what a new explorer gets from all of it.
+def test_constant_weights_are_sent_once(family, adapted, randomise):
+    """A second version needs none of the shards of the six modules without an adapter. An explorer
+    that loads only its changed shards after the first version gets the same weights as a new
+    explorer that loads all shards.
     """
     publish = publisher(family, adapted)
     first, chunks, _ = publish.export("old", 0)
@@ -322,8 +331,8 @@ def test_unchanging_weights_are_sent_once(family, adapted, randomise):
     needed = second.changed_since(first)
     merged = {name for name, _ in adapted_modules(adapted)}
     constant = [e for e in second.entries if e.name.rpartition(".")[0] not in merged]
-    spared = sum(size for i, size in enumerate(second.shard_sizes) if i not in needed)
-    assert spared == sum(entry.nbytes for entry in constant) > 0.2 * second.nbytes
+    skipped_bytes = sum(size for i, size in enumerate(second.shard_sizes) if i not in needed)
+    assert skipped_bytes == sum(entry.nbytes for entry in constant) > 0.2 * second.nbytes
     explorer, new = Explorer(family, NVFP4), Explorer(family, NVFP4)
     explorer.load(first, chunks)
     new.load(second, again)
@@ -335,7 +344,7 @@ def test_unchanging_weights_are_sent_once(family, adapted, randomise):
         assert torch.equal(explorer.transformer.state_dict()[name], tensor)
 
 
-def test_unadapted_modules_are_packed_once(family, adapted, monkeypatch):
+def test_modules_without_adapter_are_packed_once(family, adapted, monkeypatch):
     packed = []
     pack = type(NVFP4).pack
     monkeypatch.setattr(

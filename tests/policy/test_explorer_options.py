@@ -1,4 +1,4 @@
-"""Neighbours in a batch, a frozen range, and compiling."""
+"""Explorers: batch composition, a frozen weight range, and compiling."""
 
 import shutil
 import sys
@@ -33,10 +33,11 @@ def explorer_of(family, adapted, name, **options) -> Explorer:
 
 
 @pytest.mark.parametrize("name", CPU_BACKENDS)
-def test_an_image_does_not_depend_on_its_neighbours(family, adapted, cond, randomise, name):
-    """In batches of one size, bit for bit: products of one shape sum in one order, and no scale is
-    shared. For the emulation that is the power of two, and holds while no block's amax is below
-    amax / 2^15, which it is not here.
+def test_image_does_not_depend_on_other_images_in_the_batch(family, adapted, cond, randomise, name):
+    """In batches of equal size, the latents of an image are equal bit for bit whatever the other
+    images are: products of one shape sum in one order, and images share no quantization scale. For
+    the emulation this follows from rounding amax to a power of two, and it holds while no block's
+    amax is below amax / 2^15, which is the case here.
     """
     randomise(adapted, "current", 2)
     explorer = explorer_of(family, adapted, name)
@@ -47,8 +48,10 @@ def test_an_image_does_not_depend_on_its_neighbours(family, adapted, cond, rando
     assert not np.array_equal(latents[0][1], latents[1][1])
 
 
-def test_with_an_exact_amax_images_affect_each_other(family, adapted, cond, randomise):
-    """What the power of two is there for; and it costs no accuracy to speak of."""
+def test_exact_amax_makes_images_depend_on_the_batch(family, adapted, cond, randomise):
+    """With an exact amax, the other images in a batch change the result. This is why amax is
+    rounded up to a power of two. The rounding has almost no effect on accuracy.
+    """
     randomise(adapted, "current", 2)
     explorers = [
         explorer_of(family, adapted, "emulated_nvfp4", activation_amax=kind)
@@ -69,13 +72,13 @@ def test_with_an_exact_amax_images_affect_each_other(family, adapted, cond, rand
 @pytest.mark.parametrize(
     ("name", "bound"), [("fp32", 1e-5), ("fp8", 0.01), ("bf16", 0.01), ("emulated_nvfp4", 0.01)]
 )
-def test_an_image_depends_on_the_batch_size_only_by_rounding(
+def test_image_depends_on_batch_size_only_by_rounding(
     family, adapted, cond, randomise, name, bound
 ):
-    """Sums in another order: 2^-24 of values of order 1 in FP32. Where results or operands are then
-    rounded to fewer bits, a sum that lay on the edge falls the other way: a step of 2^-8 in
-    bfloat16, of 2^-2 in E2M1, for few values. All stay below what the precision itself costs, and
-    latents are of order 1.
+    """With another batch size, sums are computed in another order, which changes FP32 values of
+    order 1 by about 2^-24. Where results or operands are then rounded to fewer bits, a few values
+    near a rounding boundary change by one step: 2^-8 in bfloat16, 2^-2 in E2M1. All differences
+    stay below the error of the precision itself, and latents are of order 1.
     """
     randomise(adapted, "current", 2)
     explorer = explorer_of(family, adapted, name)
@@ -84,15 +87,15 @@ def test_an_image_depends_on_the_batch_size_only_by_rounding(
     assert np.linalg.norm(alone - together) <= bound * np.linalg.norm(alone)
 
 
-def test_the_frozen_range_doubles_until_it_covers():
+def test_frozen_range_doubles_until_it_covers_the_weight():
     base = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 3.0])
     now = torch.tensor([0.5, 2.0, 2.1, 9.0, 0.7, 0.0])
     assert frozen_amax(base, now).tolist() == [2.0, 2.0, 4.0, 16.0, pytest.approx(0.7), 6.0]
 
 
-def test_a_frozen_range_keeps_codes_of_unchanged_weights():
-    """One weight grows past the others: unfrozen, the scale of every block is rounded anew; frozen,
-    only its own block changes.
+def test_frozen_range_keeps_the_codes_of_unchanged_weights():
+    """One weight becomes larger than all others. Without freezing, the scales of all blocks are
+    rounded again. With a frozen range, only the block of this weight changes.
     """
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
     grown = weight.clone()
@@ -111,9 +114,9 @@ def test_a_frozen_range_keeps_codes_of_unchanged_weights():
     assert after["amax"] == 2 * weight.abs().max()
 
 
-def test_headroom_hardly_increases_the_error():
-    """E4M3 scales have a binade to spare: the error with twice the amax is that with amax, to a few
-    percent.
+def test_doubled_amax_hardly_increases_the_error():
+    """E4M3 scales have an unused factor of two at the upper end. So the error with twice the amax
+    equals the error with the exact amax to within a few percent.
     """
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     errors = [
@@ -124,9 +127,9 @@ def test_headroom_hardly_increases_the_error():
 
 
 @pytest.mark.parametrize("name", ["emulated_nvfp4", "fp8"])
-def test_publishing_with_a_frozen_range(family, adapted, randomise, name):
-    """Every adapted layer has the scale that its base weight gives, whatever the adapter is, and
-    after a resume too.
+def test_published_scales_are_frozen_at_the_base_weights(family, adapted, randomise, name):
+    """Every adapted layer has a scale that is the scale of its base weight times a power of two,
+    whatever the adapter is. The same holds after a run is resumed.
     """
     backend = BACKENDS[name]
     base = {
@@ -142,17 +145,17 @@ def test_publishing_with_a_frozen_range(family, adapted, randomise, name):
     explorer = Explorer(family, backend)
     explorer.load(manifest, chunks)
     weight = base["transformer_blocks.0.attn.to_q"].base_layer.weight
-    held = explorer.transformer.get_submodule("transformer_blocks.0.attn.to_q").wire_targets()
+    targets = explorer.transformer.get_submodule("transformer_blocks.0.attn.to_q").wire_targets()
     now, then = (
-        (held["scales"] * 448, weight.abs().amax(-1))
+        (targets["scales"] * 448, weight.abs().amax(-1))
         if name == "fp8"
-        else (held["amax"], weight.abs().max())
+        else (targets["amax"], weight.abs().max())
     )
     exponents = torch.log2(now / then)
     assert (exponents >= 0.999).all() and torch.allclose(exponents, exponents.round(), atol=1e-5)
 
 
-def test_compiling_without_a_compiler_is_one_line(family, monkeypatch):
+def test_compiling_without_a_compiler_is_refused_in_one_line(family, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(
         ValueError,
@@ -166,7 +169,7 @@ def test_compiling_without_a_compiler_is_one_line(family, monkeypatch):
     assert "triton" in (compiling.compiler_missing(torch.device("cuda")) or "")
 
 
-def test_disabled_compilation_is_refused_rather_than_run_eagerly(family, monkeypatch):
+def test_compiling_that_is_disabled_by_the_environment_is_refused(family, monkeypatch):
     monkeypatch.setenv("CXX", sys.executable)
     off = torch._dynamo.config.patch(disable=True)
     with (
@@ -179,17 +182,15 @@ def test_disabled_compilation_is_refused_rather_than_run_eagerly(family, monkeyp
         Explorer(family, BACKENDS["fp32"], compile=True)
 
 
-def test_an_explorer_that_cannot_compile_reports_it_and_generates_nothing(
-    family, adapted, cond, monkeypatch
-):
-    """A compiler that is there and fails, and one that gives up after too many shapes: an error
-    each, where torch's own default for the second is to go on eagerly.
+def test_explorer_that_cannot_compile_raises_an_error(family, adapted, cond, monkeypatch):
+    """The test covers a compiler that fails and a compiler that gives up after too many shapes.
+    Both must be errors, although torch by default continues eagerly in the second case.
     """
 
     def broken(graph, inputs):
         raise RuntimeError("no code for this\nmore about it")
 
-    monkeypatch.setenv("CXX", sys.executable)  # something that is there; nothing is given to it
+    monkeypatch.setenv("CXX", sys.executable)  # any existing program; it is never called
     explorer = explorer_of(family, adapted, "fp32", compile=True)
     assert torch._dynamo.config.recompile_limit == compiling.SHAPES
     explorer._denoiser = torch.compile(explorer.transformer, backend=broken, dynamic=False)
@@ -222,9 +223,9 @@ def compile_regenerating():
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-def test_compiled_explorers_generate_the_same_images(family, adapted, cond, randomise):
-    """The compiler fuses elementwise work and may sum in another order: as with another batch size.
-    And weights loaded after compiling are the ones that are used.
+def test_compiled_explorer_generates_nearly_the_same_images(family, adapted, cond, randomise):
+    """The compiler fuses elementwise operations and may change the order of sums, so results differ
+    as with another batch size. Weights that are loaded after compiling take effect.
     """
     randomise(adapted, "current", 2)
     eager, compiled = (
@@ -232,8 +233,8 @@ def test_compiled_explorers_generate_the_same_images(family, adapted, cond, rand
     )
     for version in (0, 1):
         expected = eager.explore(cond.rows(0), (5, 6), 2, "dpmpp_2m")[1]
-        found = compiled.explore(cond.rows(0), (5, 6), 2, "dpmpp_2m")[1]
-        assert np.linalg.norm(found - expected) <= 0.01 * np.linalg.norm(expected)
+        actual = compiled.explore(cond.rows(0), (5, 6), 2, "dpmpp_2m")[1]
+        assert np.linalg.norm(actual - expected) <= 0.01 * np.linalg.norm(expected)
         if version == 0:
             randomise(adapted, "current", 9)
             for explorer in (eager, compiled):
@@ -246,9 +247,9 @@ def test_compiled_explorers_generate_the_same_images(family, adapted, cond, rand
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @torch.no_grad()
-def test_a_compiled_emulation_has_the_bits_of_the_eager_one():
-    """Of the quantized operand, with every kind of block: the compiler must not reorder the
-    additions that round.
+def test_compiled_emulation_equals_the_eager_one_bit_for_bit():
+    """The compiled quantized operand equals the eager one bit for bit, for every kind of block. The
+    compiler must not reorder the additions that perform the rounding.
     """
     from policy.precision.nvfp4 import quantize_activation
 

@@ -1,5 +1,5 @@
-"""What holds for every family: its tables fit its model, memory switches change no image, and
-nobody else knows its name.
+"""Properties that every model family has: its tables match its model, options that save memory
+change no image, and no other code depends on the family's name.
 """
 
 import functools
@@ -38,7 +38,7 @@ NEVER = (
     "|^(transformer(_2)?\\.)?proj_out$|conv_depth|conv_temp|img_in|txt_in|_mod\\.|modulation"
     "|_embedder|final_layer"
 )
-"""Embedders, modulation, the last projection, and what is no matrix product."""
+"""Embedders, modulation, the last projection, and layers that are not matrix products."""
 
 
 @pytest.fixture
@@ -48,7 +48,9 @@ def family(name, directory):
 
 @functools.cache
 def text_of(name: str, directory: str) -> PromptEncoder:
-    """Read it; what a test changes it loads itself."""
+    """Return the shared text encoder. Tests must not change it; a test that changes one loads its
+    own.
+    """
     return family_for(tiny_model(name, Path(directory))).load_text("cpu", torch.float32)
 
 
@@ -60,26 +62,28 @@ def conditioning_of(name: str, directory: str) -> Conditioning:
 
 @functools.cache
 def denoiser_of(name: str, directory: str) -> nn.Module:
-    """In float32. Read it; what a test changes it loads itself."""
+    """Return the shared denoiser in float32. Tests must not change it; a test that changes one
+    loads its own.
+    """
     return family_for(tiny_model(name, Path(directory))).load_transformer("cpu", torch.float32)
 
 
 def conditioning(family) -> Conditioning:
-    """A row."""
+    """Return the conditioning of one prompt."""
     return conditioning_of(family.name, family.directory)
 
 
 # ---- tables
 
 
-def test_the_table_of_families_equals_that_of_the_schema():
+def test_table_of_families_matches_the_configuration_schema():
     assert list(FAMILIES) == list(get_args(Model.model_fields["family"].annotation)) == list(NAMES)
     assert all(name == family.name for name, family in FAMILIES.items())
 
 
-def test_quantized_modules_of_each_family(family):
-    """Every linear and 1x1 convolution of the blocks, nothing of what must stay unquantized;
-    every pattern has something to match.
+def test_products_of_the_blocks_are_quantized(family):
+    """Every linear layer and 1x1 convolution of the blocks is quantized, and no layer that must
+    stay unquantized. Every pattern of the family matches a layer.
     """
     transformer = denoiser_of(family.name, family.directory)
     plan = quantize_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
@@ -91,7 +95,7 @@ def test_quantized_modules_of_each_family(family):
     for pattern in family.modules_to_not_convert:
         assert any(fnmatchcase(row.name, pattern) for row in plan), pattern
     by_name = {row.name: row.quantized for row in plan}
-    if family.name == "flux":  # two layers of one name
+    if family.name == "flux":  # two layers have this name
         assert by_name["single_transformer_blocks.1.proj_out"] and not by_name["proj_out"]
     if family.name == "sana":
         assert by_name["transformer_blocks.0.ff.conv_inverted"]
@@ -113,9 +117,11 @@ LORA_MODULES = {
 }
 
 
-def test_lora_targets(family):
+def test_lora_targets_are_quantized_layers_of_the_blocks(family):
     transformer = family.load_transformer("cpu", torch.float32)
-    names = target_modules(transformer, family.lora_targets)  # strict: each of them matches
+    names = target_modules(
+        transformer, family.lora_targets
+    )  # an error if one of them matches nothing
     assert len(names) == LORA_MODULES[family.name]
     assert all(re.search(NEVER, name) is None and re.search(r"\.\d+\.", name) for name in names)
     add_adapters(transformer, Lora(rank=2, alpha=2), family)
@@ -128,7 +134,7 @@ def test_lora_targets(family):
     assert quantized >= set(names)
 
 
-def test_the_meta_model_has_every_module_and_shape(family):
+def test_skeleton_has_every_parameter_and_shape(family):
     skeleton, transformer = family.skeleton(), denoiser_of(family.name, family.directory)
     assert [(n, p.shape) for n, p in skeleton.named_parameters()] == [
         (n, p.shape) for n, p in transformer.named_parameters()
@@ -137,7 +143,9 @@ def test_the_meta_model_has_every_module_and_shape(family):
 
 
 def test_fused_linears_read_the_same_input(family):
-    """Recorded in a forward pass: the tensors have one address. None is listed twice."""
+    """The inputs are recorded in a forward pass: the input tensors of fused layers have the same
+    address. No layer is listed twice.
+    """
     transformer = family.load_transformer("cpu", torch.float32)
     inputs: dict[str, int] = {}
 
@@ -154,20 +162,20 @@ def test_fused_linears_read_the_same_input(family):
             torch.tensor(0.5),
             conditioning(family),
         )
-    seen = []
+    fused_paths = []
     for first, *others in family.fuse:
         blocks = [path.removesuffix(first) for path in inputs if path.endswith(f".{first}")]
         for block in blocks:
             paths = [block + part for part in (first, *others)]
             assert len({inputs[path] for path in paths}) == 1
-            seen += paths
-    assert len(seen) == len(set(seen)) and len(seen) >= 6
+            fused_paths += paths
+    assert len(fused_paths) == len(set(fused_paths)) and len(fused_paths) >= 6
 
 
 # ---- conditioning and memory
 
 
-def test_the_conditioning_of_a_prompt_does_not_depend_on_others(family):
+def test_conditioning_does_not_depend_on_other_prompts(family):
     text = text_of(family.name, family.directory)
     few = encode(family, ["a red circle", "two blue crosses above a green square"], text=text)
     more = encode(
@@ -196,8 +204,8 @@ def test_conditioning_has_the_shapes_that_the_plan_counts(family):
     } == family.conditioning_shapes
 
 
-def test_only_the_encoder_loads_text_encoders(family):
-    """And, to edit images, the autoencoder."""
+def test_encoder_loads_only_text_encoders(family):
+    """Families that edit images also load the autoencoder."""
     encoder = text_of(family.name, family.directory)
     assert isinstance(encoder, PromptEncoder)
     assert encoder.pipe.transformer is None and (encoder.pipe.vae is not None) == family.edits
@@ -210,9 +218,9 @@ def test_only_the_encoder_loads_text_encoders(family):
     )
 
 
-def test_offloaded_text_encoders_are_on_the_device_only_while_encoding(name, directory):
-    """The same bits; moved there and back, back even after an error. A fake device stands in for a
-    GPU.
+def test_offloaded_text_encoders_are_on_the_device_only_during_encoding(name, directory):
+    """Offloaded text encoders give the same result bit for bit. They are moved to the device and
+    back, also after an error. A fake device replaces a GPU.
     """
     family = family_for(tiny_model(name, directory, text_offload=True))
     encoder = family.load_text("cpu", torch.float32)
@@ -221,10 +229,10 @@ def test_offloaded_text_encoders_are_on_the_device_only_while_encoding(name, dir
     original = encoder.pipe.to
     encoder.pipe.to = lambda device: moves.append(str(device)) or original(device)
     images = [source_for("a red circle", family.model.height, family.model.width)]
-    found = encoder.encode(["a red circle"], images if family.edits else None)
+    result = encoder.encode(["a red circle"], images if family.edits else None)
     assert moves == ["cpu", "cpu"] and encoder.offload
     resident = conditioning(family)
-    assert all(torch.equal(found.tensors[key], tensor) for key, tensor in resident.tensors.items())
+    assert all(torch.equal(result.tensors[key], tensor) for key, tensor in resident.tensors.items())
 
     class FakePipe:
         components: dict = {}
@@ -244,10 +252,10 @@ def test_offloaded_text_encoders_are_on_the_device_only_while_encoding(name, dir
     assert FakePipe.moves == ["meta", "cpu"]
 
 
-@pytest.mark.parametrize("name", one_of_twins(False))  # twins have one kind of autoencoder, too
-def test_slicing_and_tiling(name, directory):
-    """One by one: the same up to the order of sums. Tiles smaller than the image: other pixels,
-    so it does tile.
+@pytest.mark.parametrize("name", one_of_twins(False))  # twins also share one kind of autoencoder
+def test_slicing_keeps_images_and_tiling_changes_pixels(name, directory):
+    """Slicing decodes the images one by one, which gives the same result up to the order of sums.
+    Tiles that are smaller than the image change the pixels, which shows that tiling takes place.
     """
     plain, sliced, tiled = (
         family_for(tiny_model(name, directory, **more))
@@ -270,14 +278,14 @@ def test_slicing_and_tiling(name, directory):
         vae.tile_latent_min_size, vae.tile_sample_min_size = 4, 8
     calls.clear()
     vae.decoder.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
-    found = tiled.decode(vae, latents).int()
+    result = tiled.decode(vae, latents).int()
     assert len(calls) > 1
-    assert found.shape == images.shape
-    assert (found - images).abs().float().mean() > 0.1
+    assert result.shape == images.shape
+    assert (result - images).abs().float().mean() > 0.1
 
 
 @pytest.mark.parametrize("name", one_of_twins(True))
-def test_a_half_precision_transformer_gives_float32_velocities(family):
+def test_half_precision_transformer_gives_float32_velocities(family):
     x, sigma, cond = noise_for([3], family.latent_shape), torch.tensor(0.5), conditioning(family)
     half = family.velocity(family.load_transformer("cpu", torch.bfloat16), x, sigma, cond)
     full = family.velocity(denoiser_of(family.name, family.directory), x, sigma, cond)
@@ -288,12 +296,12 @@ def test_a_half_precision_transformer_gives_float32_velocities(family):
     torch.testing.assert_close(double.float(), full, rtol=0, atol=1e-5 * float(full.abs().max()))
 
 
-# ---- one place knows families by name
+# ---- only one place knows families by name
 
 
-def test_no_family_name_outside_the_families():
-    """Neither the loop nor an actor nor an objective, nor anything else of the core, asks which
-    family it has.
+def test_core_code_contains_no_family_name():
+    """Neither the loop nor the actors, the objectives or any other core code depends on the name of
+    a family.
     """
     words = [
         *FAMILIES,
@@ -318,11 +326,11 @@ def test_no_family_name_outside_the_families():
             if "families" not in file.relative_to(REPOSITORY).parts
         ]
     assert len(files) > 30
-    found = [
+    result = [
         f"{file.name}:{number}: {line.strip()}"
         for file in files
         for number, line in enumerate(file.read_text().splitlines(), 1)
         if pattern.search(line)
     ]
-    assert found == []
+    assert result == []
     assert set(SETTINGS) == set(FAMILIES)

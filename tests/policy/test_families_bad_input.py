@@ -1,4 +1,4 @@
-"""Bad models: what is wrong is one clear line, before anything is started or loaded."""
+"""Invalid models are refused with one clear line before anything is started or loaded."""
 
 import json
 import re
@@ -20,11 +20,11 @@ from tests.tiny_families import SETTINGS, source_for, tiny_model
 
 @pytest.fixture
 def copied(directory, tmp_path) -> Path:
-    """A directory to damage."""
+    """A copy of the model directory that a test may damage."""
     return shutil.copytree(directory, tmp_path / "model")
 
 
-def test_a_missing_component_is_named(copied, name):
+def test_missing_component_is_named(copied, name):
     shutil.rmtree(copied / "vae")
     with pytest.raises(
         FileNotFoundError,
@@ -33,9 +33,9 @@ def test_a_missing_component_is_named(copied, name):
         family_for(tiny_model(name, copied))
 
 
-def test_weights_that_are_missing_are_named_before_anything_is_loaded(copied, name):
-    """A part without weights, one of several files gone, and weights in a format that could run
-    code.
+def test_missing_weights_are_named_before_anything_is_loaded(copied, name):
+    """The test covers a component without weights, one missing file of several, and weights in a
+    format that could run code.
     """
     family = family_for(tiny_model(name, copied))
     family.check_weights()
@@ -67,14 +67,16 @@ def test_weights_that_are_missing_are_named_before_anything_is_loaded(copied, na
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
-def test_a_missing_weight_is_refused_rather_than_initialized(copied, name, part):
-    """diffusers fails without a word on what; transformers draws a random one and goes on."""
+def test_missing_weight_is_an_error(copied, name, part):
+    """Without this check, diffusers fails without naming the weight, and transformers continues
+    with a random weight.
+    """
     (file,) = (copied / part).glob("*.safetensors")
     weights = load_file(file)
-    del weights[lacking := max(weights, key=lambda one: (weights[one].numel(), one))]
+    del weights[missing := max(weights, key=lambda key: (weights[key].numel(), key))]
     save_file(weights, file, {"format": "pt"})
     family = family_for(tiny_model(name, copied))
-    last = lacking.rpartition(".")[2]
+    last = missing.rpartition(".")[2]
     with pytest.raises(
         FileNotFoundError,
         match=rf"the '{part}' of .* lacks 1 of its \d+ weights, such as .*{last}: download it",
@@ -86,8 +88,8 @@ def test_a_missing_weight_is_refused_rather_than_initialized(copied, name, part)
 
 
 def test_weights_that_could_run_code_are_not_read(copied, name):
-    """The stock loaders fall back to pickled weights where safetensors are missing; ours say what
-    is missing.
+    """The loaders of diffusers and transformers fall back to pickled weights if safetensors files
+    are missing. Our loader raises an error that names the missing file.
     """
     part = copied / "transformer"
     torch.save(
@@ -108,14 +110,14 @@ def test_weights_that_could_run_code_are_not_read(copied, name):
         family_for(tiny_model(name, copied)).load_text("cpu", torch.float32)
 
 
-def test_a_component_left_out_of_the_index(copied, name):
+def test_component_missing_in_the_index_is_refused(copied, name):
     index = copied / "model_index.json"
     index.write_text(json.dumps({**json.loads(index.read_text()), "text_encoder": [None, None]}))
     with pytest.raises(FileNotFoundError, match="lacks its 'text_encoder'"):
         family_for(tiny_model(name, copied))
 
 
-def test_a_component_of_another_class(copied, name):
+def test_component_of_another_class_is_refused(copied, name):
     index = copied / "model_index.json"
     index.write_text(
         json.dumps(
@@ -129,9 +131,9 @@ def test_a_component_of_another_class(copied, name):
 
 
 @pytest.mark.parametrize("part", ["transformer", "image_encoder"])
-def test_components_of_unknown_libraries_are_never_imported(copied, name, part):
-    """Anybody may have written the file, and what it names is code. The second is one that the
-    families do without, and some pipelines of diffusers would load.
+def test_part_of_an_unknown_library_is_never_imported(copied, name, part):
+    """A model index may come from anyone, and the library that it names is code. The second part is
+    one that the families do not use but some pipelines of diffusers would load.
     """
     index = copied / "model_index.json"
     index.write_text(json.dumps(json.loads(index.read_text()) | {part: ["stranger", "Model"]}))
@@ -139,7 +141,7 @@ def test_components_of_unknown_libraries_are_never_imported(copied, name, part):
         family_for(tiny_model(name, copied))
 
 
-def test_an_unsupported_pipeline_says_which_are_supported(copied, name):
+def test_unsupported_pipeline_is_refused_with_the_supported_ones(copied, name):
     index = copied / "model_index.json"
     index.write_text(
         json.dumps({**json.loads(index.read_text()), "_class_name": "PixArtSigmaPipeline"})
@@ -151,7 +153,7 @@ def test_an_unsupported_pipeline_says_which_are_supported(copied, name):
         family_for(tiny_model(name, copied))
 
 
-def test_the_family_of_another_pipeline(directory, name):
+def test_family_that_does_not_match_the_pipeline_is_refused(directory, name):
     other = "flux" if name != "flux" else "sana"
     with pytest.raises(
         ValueError, match=f"but family '{other}' is a .*: change model.path or model.family"
@@ -159,7 +161,7 @@ def test_the_family_of_another_pipeline(directory, name):
         family_for(Model(family=other, path=str(directory)))
 
 
-def test_a_damaged_configuration_file(copied, name):
+def test_damaged_or_missing_configuration_file_is_refused(copied, name):
     (copied / "transformer" / "config.json").write_text("{")
     with pytest.raises(
         ValueError, match=r"model.path: transformer/config.json of .* cannot be read"
@@ -172,7 +174,7 @@ def test_a_damaged_configuration_file(copied, name):
         family_for(tiny_model(name, copied)).check()
 
 
-def test_embedded_guidance_is_refused_for_other_models(tiny_sd3_dir):
+def test_guidance_is_refused_for_models_without_a_guidance_embedding(tiny_sd3_dir):
     with pytest.raises(
         ValueError,
         match=r"model\.guidance: .* has no guidance embedding: leave out model\.guidance",
@@ -180,8 +182,10 @@ def test_embedded_guidance_is_refused_for_other_models(tiny_sd3_dir):
         family_for(tiny_model("sd3", tiny_sd3_dir, guidance=3.5)).check()
 
 
-def test_a_hub_id_without_network_or_cache(monkeypatch, tmp_path):
-    """As on a machine that is cut off: the hub client's own offline switch, and an empty cache."""
+def test_hub_id_without_network_or_cache_is_refused(monkeypatch, tmp_path):
+    """The test simulates a machine without network: it sets the offline option of the hub client
+    and an empty cache.
+    """
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(
@@ -214,15 +218,15 @@ def test_images_to_edit_are_found_before_anything_starts(request, tmp_path, name
     file = tmp_path / "edits.jsonl"
     good = {"image": "a.png"} if name == "flux_kontext" else {}
     lines = [{"prompt": "first", **good}, {"prompt": "redder", **line}]
-    file.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
     directory = request.getfixturevalue(f"tiny_{name}_dir")
     model = {f"model__{key}": value for key, value in SETTINGS[name].items()}
     prompts = {f"prompts__{key}": str(file) for key in ("train", "test")}
     changes = {"model__family": name, **prompts, **model}
     with pytest.raises(ConfigError) as caught:
         train(tiny_config(directory, tmp_path, "bad", **changes), resume=False)
-    (recorded,) = caught.value.lines
-    assert re.search(message, recorded) and "\n" not in recorded
+    (error_line,) = caught.value.lines
+    assert re.search(message, error_line) and "\n" not in error_line
     assert not (tmp_path / "runs").exists()
 
 
@@ -256,7 +260,9 @@ def test_images_to_edit_are_found_before_anything_starts(request, tmp_path, name
 def test_bad_models_are_found_before_anything_starts(
     monkeypatch, tiny_sd3_dir, tmp_path, change, message
 ):
-    """ConfigError is exit code 2; one line; no run directory and no Ray."""
+    """The error is a ConfigError (exit code 2) of one line. No run directory is created and Ray is
+    not started.
+    """
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError) as caught:
         train(tiny_config(tiny_sd3_dir, tmp_path, "bad", **change), resume=False)

@@ -1,4 +1,4 @@
-"""Every family's denoiser with adapters, compiled: which graphs there are, what they compute."""
+"""The compiled denoiser of every family, with adapters: its graphs and its results."""
 
 from typing import Any
 
@@ -22,7 +22,9 @@ ROWS = 2
 
 
 def families(*quick: str) -> list[Any]:
-    """Values of ``name``: a family of every class of denoisers; but for ``quick`` they are slow."""
+    """Return the values of ``name``: one family of every class of denoisers. All except ``quick``
+    are marked slow.
+    """
     return [
         pytest.param(name, marks=() if name in quick else pytest.mark.slow)
         for name in NAMES
@@ -31,7 +33,7 @@ def families(*quick: str) -> list[Any]:
 
 
 def inputs_of(family: Family, dtype: torch.dtype):
-    """x, sigma and conditioning of ROWS images."""
+    """Return x, sigma and conditioning of ROWS images."""
     cond = conditioning_like(family, ROWS, dtype, "cpu")
     generator = torch.Generator().manual_seed(5)
     for tensor in cond.tensors.values():
@@ -42,33 +44,38 @@ def inputs_of(family: Family, dtype: torch.dtype):
 
 @pytest.mark.parametrize("name", families("sd3", "sana"))
 @torch.no_grad()
-def test_merged_weights_run_the_bare_models_graphs(name, directory, randomise, graphs):
-    """Whatever is merged, and however often, the graphs are those of the first pass, and their
-    operations those of the model without adapters; what they draw has the bits of new weights.
+def test_merged_weights_use_the_graphs_of_the_model_without_adapters(
+    name, directory, randomise, graphs
+):
+    """Whatever is merged, and however often, only the graphs of the first pass exist, and their
+    operations are those of the model without adapters. Results use the newly merged weights bit for
+    bit.
     """
     family = family_for(tiny_model(name, directory))
     transformer = family.load_transformer("cpu", torch.bfloat16)
-    given = inputs_of(family, torch.bfloat16)
-    family.velocity(compiled(transformer, CPU), *given)
-    bare = set(graphs)
+    inputs = inputs_of(family, torch.bfloat16)
+    family.velocity(compiled(transformer, CPU), *inputs)
+    graphs_without_adapters = set(graphs)
     torch._dynamo.reset()
     graphs.clear()
     add_adapters(transformer, LORA, family)
-    denoiser, drawn, first = compiled(transformer, CPU), [], []
+    denoiser, velocities, first = compiled(transformer, CPU), [], []
     for seed, adapter in enumerate(("old", "ema", None, "old")):
         if adapter is not None:
             randomise(transformer, adapter, seed)
         with merged(transformer, adapter):
-            drawn.append(family.velocity(denoiser, *given))
-            assert torch.equal(drawn[-1], family.velocity(transformer, *given))
+            velocities.append(family.velocity(denoiser, *inputs))
+            assert torch.equal(velocities[-1], family.velocity(transformer, *inputs))
         first = first or list(graphs)
-        assert set(first) == bare and graphs == first
-    assert len({tuple(each.flatten().tolist()) for each in drawn}) == 4
+        assert set(first) == graphs_without_adapters and graphs == first
+    assert len({tuple(velocity.flatten().tolist()) for velocity in velocities}) == 4
 
 
 @torch.no_grad()
-def test_adapted_blocks_of_one_kind_are_one_graph(graphs):
-    """However deep the model is: the shipped one has more blocks than kinds of blocks."""
+def test_adapted_blocks_of_one_kind_share_one_graph(graphs):
+    """The number of graphs does not depend on the depth of the model: the shipped model has more
+    blocks than kinds of blocks.
+    """
     family = family_for(Model(path="shapes", height=32, width=32, max_sequence_length=1))
     transformer = family.load_transformer("cpu", torch.float32)
     add_adapters(transformer, LORA, family)
@@ -78,9 +85,10 @@ def test_adapted_blocks_of_one_kind_are_one_graph(graphs):
 
 
 @pytest.mark.parametrize("name", families("wan"))
-def test_training_has_a_graph_per_policy_and_no_more(name, directory, graphs, monkeypatch):
-    """Three policies, in batches of two sizes, with a share of the blocks computed again: a second
-    iteration makes no graph, and both have the bits of eager ones, as nothing is fused here.
+def test_second_training_iteration_makes_no_new_graph(name, directory, graphs, monkeypatch):
+    """Training uses three policies, two batch sizes, and recomputes a share of the blocks. The
+    second iteration makes no new graph. Both iterations equal eager ones bit for bit, because the
+    test compiler fuses nothing.
     """
     settings = {"lr": 1e-2, "batch_size": 3, "gradient_checkpointing": 0.5}
     regenerate = {"steps": 4, "precision": "bf16"}
@@ -88,16 +96,18 @@ def test_training_has_a_graph_per_policy_and_no_more(name, directory, graphs, mo
         trainer_of(name, directory, regenerate=regenerate, optimizer=settings | {"compile": c})
         for c in (False, True)
     )
-    first, real, again = 0, checkpointing.checkpoint, []
+    first, real, recomputed_calls = 0, checkpointing.checkpoint, []
     monkeypatch.setattr(
-        checkpointing, "checkpoint", lambda *a, **more: again.append(a) or real(*a, **more)
+        checkpointing,
+        "checkpoint",
+        lambda *a, **more: recomputed_calls.append(a) or real(*a, **more),
     )
     for iteration in (1, 2):
         expected = eager.update(iteration, groups_of(eager))
-        recomputed = len(again)
+        recomputed = len(recomputed_calls)
         assert trainer.update(iteration, groups_of(trainer)) == expected
         assert trainer.checksum() == eager.checksum()
-        assert len(again) == 2 * recomputed > 0
-        again.clear()
+        assert len(recomputed_calls) == 2 * recomputed > 0
+        recomputed_calls.clear()
         first = first or len(graphs)
     assert len(graphs) == first

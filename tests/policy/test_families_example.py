@@ -1,5 +1,5 @@
-"""The family that docs/new_model.md shows: taken out of the page as it stands, and compared with
-its stock pipeline.
+"""The example family of docs/new_model.md. The test extracts its code from the page and compares it
+with the diffusers pipeline.
 """
 
 import re
@@ -27,12 +27,12 @@ from tests.tiny_sd3 import tiny_t5_tokenizer, tiny_vae
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "new_model.md"
 SEEDS = [11, 7]
-NAMED = "auraflow"
+EXAMPLE = "auraflow"
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A tiny AuraFlowPipeline of random weights. Images are 16x24, latents [4, 8, 12]."""
+    """A tiny AuraFlowPipeline with random weights. Images are 16x24, latents [4, 8, 12]."""
     from diffusers import (
         AuraFlowPipeline,
         AuraFlowTransformer2DModel,
@@ -65,54 +65,58 @@ def directory(tmp_path_factory):
             text_encoder=text,
             tokenizer=tiny_t5_tokenizer(),
         )
-        path = tmp_path_factory.mktemp(NAMED)
+        path = tmp_path_factory.mktemp(EXAMPLE)
         pipe.save_pretrained(path)
     return path
 
 
 def on_the_page(pattern: str) -> str:
-    """The one block of code in the page that begins so."""
+    """Return the only code block of the page that begins with this pattern."""
     (code,) = re.findall(rf"```python\n({pattern}.*?)```", PAGE.read_text(), re.DOTALL)
     return code
 
 
 @pytest.fixture
 def family(directory, monkeypatch, tmp_path):
-    """As someone who follows the page has it: the page's file where it says, and the page's row in
-    the table.
+    """The family as a reader of the page would add it: the file of the page is in the named place,
+    and the row of the page is in the table.
     """
-    (tmp_path / f"{NAMED}.py").write_text(on_the_page('"""AuraFlow'))
+    (tmp_path / f"{EXAMPLE}.py").write_text(on_the_page('"""AuraFlow'))
     monkeypatch.setattr(policy.families, "__path__", [*policy.families.__path__, str(tmp_path)])
     rows = table_with_the_row()["FAMILIES"]
-    assert rows.keys() - FAMILIES.keys() == {NAMED}
-    monkeypatch.setitem(FAMILIES, NAMED, load_class(rows[NAMED], Family))
-    whole = Model(path=str(directory), height=16, width=24, max_sequence_length=12)
-    found = family_for(whole.model_copy(update={"family": NAMED}))
-    found.check()
-    yield found
-    sys.modules.pop(f"policy.families.{NAMED}")
+    assert rows.keys() - FAMILIES.keys() == {EXAMPLE}
+    monkeypatch.setitem(FAMILIES, EXAMPLE, load_class(rows[EXAMPLE], Family))
+    model = Model(path=str(directory), height=16, width=24, max_sequence_length=12)
+    result = family_for(model.model_copy(update={"family": EXAMPLE}))
+    result.check()
+    yield result
+    sys.modules.pop(f"policy.families.{EXAMPLE}")
 
 
 def table_with_the_row() -> dict:
-    """configs/families.py with the page's row put behind the others, executed."""
+    """Execute configs/families.py with the row of the page added after the others, and return its
+    names.
+    """
     source = Path(configs.families.__file__).read_text()
     last = '    "sana_video": "policy.families.sana_video:SanaVideo",\n'
     assert source.count(last) == 1
     module: dict = {}
     exec(
-        compile(source.replace(last, last + on_the_page(f'    "{NAMED}"')), "families.py", "exec"),
+        compile(
+            source.replace(last, last + on_the_page(f'    "{EXAMPLE}"')), "families.py", "exec"
+        ),
         module,
     )
     return module
 
 
-def test_a_family_needs_only_its_row():
-    assert TypeAdapter(table_with_the_row()["FamilyName"]).validate_python(NAMED) == NAMED
+def test_configuration_accepts_the_example_family():
+    assert TypeAdapter(table_with_the_row()["FamilyName"]).validate_python(EXAMPLE) == EXAMPLE
     with pytest.raises(ValueError, match="'sana_video' or 'auraflow'"):
         TypeAdapter(table_with_the_row()["FamilyName"]).validate_python("auroflow")
 
 
-def test_the_example_family_equals_the_stock_pipeline(family, directory):
+def test_example_family_matches_the_diffusers_pipeline(family, directory):
     from diffusers import AuraFlowPipeline
 
     pipe = AuraFlowPipeline.from_pretrained(directory)
@@ -121,7 +125,7 @@ def test_the_example_family_equals_the_stock_pipeline(family, directory):
 
     def stock(output_type):
         sigmas = np.linspace(1, 1 / 4, 4).tolist()
-        how = {
+        arguments = {
             "height": 16,
             "width": 24,
             "sigmas": sigmas,
@@ -129,7 +133,11 @@ def test_the_example_family_equals_the_stock_pipeline(family, directory):
             "max_sequence_length": 12,
         }
         return pipe(
-            "a red circle", num_images_per_prompt=2, latents=noise, output_type=output_type, **how
+            "a red circle",
+            num_images_per_prompt=2,
+            latents=noise,
+            output_type=output_type,
+            **arguments,
         ).images
 
     rows = family.load_text("cpu", torch.float32).encode(["a red circle"]).repeat(2)
@@ -141,7 +149,7 @@ def test_the_example_family_equals_the_stock_pipeline(family, directory):
     assert images.float().std() > 10
 
 
-def test_the_examples_tables_fit(family):
+def test_tables_of_the_example_match_its_model(family):
     transformer = family.load_transformer("cpu", torch.float32)
     plan = quantize_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
     for row in plan:

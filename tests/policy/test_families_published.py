@@ -1,4 +1,4 @@
-"""The published architectures: parameter counts, and that the families read them."""
+"""The published architectures: their parameter counts, and how the families read them."""
 
 import math
 
@@ -24,11 +24,11 @@ TRANSFORMERS = {
     "wan2.1-t2v-1.3b": 1_418_996_800,
     "wan2.1-t2v-14b": 14_288_491_584,
     "wan2.2-ti2v-5b": 4_999_787_712,
-    "wan2.2-t2v-a14b": 14_288_491_584,  # each of two
+    "wan2.2-t2v-a14b": 14_288_491_584,  # each of the two transformers
     "sana-video-2b-480p": 2_056_862_144,
 }
-"""The model cards round to 2.5 (with its position table), 8.1, 12, 1.6, 20, 6, 32, 4, 1.3, 14 and 2
-billion.
+"""The model cards give these counts rounded to 2.5 (with its position table), 8.1, 12, 1.6, 20, 6,
+32, 4, 1.3, 14 and 2 billion.
 """
 PARTS = {
     ("sd3.5-large", "vae"): 83_819_683,
@@ -60,7 +60,7 @@ def count(part) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def test_published_architectures_have_names():
+def test_published_names_are_complete_and_unknown_names_are_refused():
     assert published_names() == sorted(TRANSFORMERS)
     with pytest.raises(
         ValueError,
@@ -70,16 +70,16 @@ def test_published_architectures_have_names():
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_parameters_of_transformers(name):
+def test_parameter_counts_of_published_transformers(name):
     assert count(published(name)["parts"]["transformer"]) == TRANSFORMERS[name]
 
 
 @pytest.mark.parametrize(("name", "part"), PARTS)
-def test_parameters_of_the_other_parts(name, part):
+def test_parameter_counts_of_the_other_parts(name, part):
     assert count(published(name)["parts"][part]) == PARTS[name, part]
 
 
-def test_a_component_is_built_on_the_requested_device():
+def test_part_is_built_on_the_given_device_in_the_given_dtype():
     small = {
         "class": "diffusers.SanaTransformer2DModel",
         "config": {**published("sana-1.6b")["parts"]["transformer"]["config"]},
@@ -104,15 +104,17 @@ def shifted(mu: float, t: float) -> float:
 
 QWEN_MU = 0.5 + 0.4 * (4096 - 256) / (8192 - 256)
 QWEN_SECOND = 1 - (1 - shifted(QWEN_MU, 0.75)) * 0.98 / (1 - shifted(QWEN_MU, 0.25))
-"""Stretched so that the last of four sigmas is 0.02."""
+"""The sigmas are stretched so that the last of four is 0.02."""
 AT_10, AT_200 = 8.73809524e-05 * 4096 + 1.89833333, 0.00016927 * 4096 + 0.45666666
 FLUX2_MU = AT_10 + (4 - 10) / 190 * (AT_200 - AT_10)
-"""On the line through what FLUX.2 has for 10 and for 200 steps, at 4."""
+"""FLUX.2 defines mu for 10 and for 200 steps. This is the value at 4 steps on the line through
+both.
+"""
 FLUX2_SECOND = shifted(FLUX2_MU, 0.75)
 
 
 WAN_SECOND = 3 * 0.75025 / (1 + 2 * 0.75025)
-"""The second of linspace(1, 0.001, 5), shifted by 3."""
+"""The second value of linspace(1, 0.001, 5), shifted by 3."""
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ WAN_SECOND = 3 * 0.75025 / (1 + 2 * 0.75025)
         ),
     ],
 )
-def test_families_read_the_published_configurations(tmp_path, name, shape, first_sigmas):
+def test_families_read_published_configurations(tmp_path, name, shape, first_sigmas):
     model = published(name)
     directory = write_configs(model, tmp_path / name)
     settings = Model(
@@ -178,15 +180,15 @@ QUANTIZED = {
     "wan2.2-t2v-a14b": 2 * 40 * (8 * 5120**2 + 2 * 5120 * 13824),
     "sana-video-2b-480p": (8 + 6 + 3) * 20 * 2240**2,  # as SANA's, wider and gated in one
 }
-"""Weights in the blocks' matrix products, in units of d^2. The rest is modulation, embedders, norms
-and biases.
+"""The number of weights in the matrix products of the blocks, in units of d^2. The other weights
+belong to modulation, embedders, norms and biases.
 """
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_quantized_modules_of_published_models(tmp_path, name):
-    """All products of the blocks and nothing else; nothing is refused for its shape; every LoRA
-    target is among it.
+def test_products_of_the_blocks_of_a_published_model_are_quantized(tmp_path, name):
+    """All products of the blocks are quantized and no other layers. No layer is refused for its
+    shape. Every LoRA target is quantized.
     """
     model = published(name)
     family = family_for(

@@ -1,5 +1,5 @@
-"""Training through every family: one update touches LoRA weights alone, the gradient is the loss's,
-checkpointing changes nothing.
+"""Training with every family: one update changes only LoRA weights, the gradient matches that of
+the loss, and gradient checkpointing changes no gradient.
 """
 
 import functools
@@ -20,15 +20,15 @@ from tests.learner.tiny import tiny_config
 from tests.tiny_families import encode, one_of_twins, tiny_model
 
 UNREACHED = dict.fromkeys(("sd3", "qwen_image", "qwen_image_edit"), ("add_q_proj",))
-"""Linears of the last block whose output is dropped."""
+"""Linear layers of the last block whose output is not used."""
 SLOPE = {"z_image": 5e-4}
-"""Z-Image rotates queries and keys in float32, in all of its blocks and refiners."""
+"""Z-Image rotates queries and keys in float32 in all its blocks and refiners."""
 PROMPTS = ["a red circle", "two blue crosses above a green square"]
 
 
 def trainer_of(name: str, directory: Path, **more: Any) -> Trainer:
-    """Adapters current, old and ema have weights of their own, A and B, so all four policies
-    differ.
+    """Return a trainer whose adapters current, old and ema have different weights A and B, so that
+    all four policies differ.
     """
     config = tiny_config(
         directory, objective={"times_per_sample": 2, "kl": 0.3, "beta": 0.7}, **more
@@ -49,7 +49,7 @@ def trainer_of(name: str, directory: Path, **more: Any) -> Trainer:
 
 @functools.cache
 def encoded(name: str, directory: str) -> Conditioning:
-    """PROMPTS, a row each."""
+    """Return the conditioning of PROMPTS, one row for each."""
     family = family_for(tiny_model(name, Path(directory)))
     return encode(family, PROMPTS)
 
@@ -68,7 +68,7 @@ def groups_of(trainer: Trainer) -> list[Group]:
     ]
 
 
-def test_one_update_changes_lora_weights_only(name, directory):
+def test_update_changes_only_lora_weights(name, directory):
     trainer = trainer_of(name, directory)
     base = {
         key: p.detach().clone()
@@ -81,7 +81,7 @@ def test_one_update_changes_lora_weights_only(name, directory):
     moved = {
         key for key, tensor in after.items() if not torch.equal(tensor, before["current"][key])
     }
-    # weight decay moves every one, also what no gradient reaches
+    # weight decay changes every weight, also those that no gradient reaches
     assert moved == set(after)
     state = trainer.updater.trained.state()
     idle = {
@@ -95,9 +95,9 @@ def test_one_update_changes_lora_weights_only(name, directory):
     assert all(torch.equal(base[key], p) and not p.requires_grad for key, p in now.items())
 
 
-class HeldStill:
-    """The residual loss with its stop-gradient weights frozen at those of the first evaluation, for
-    finite differences.
+class FrozenWeightsLoss:
+    """The residual loss with its stop-gradient weights frozen at the values of the first
+    evaluation. Finite differences need this.
     """
 
     def __init__(self) -> None:
@@ -115,25 +115,25 @@ class HeldStill:
 
 
 @pytest.mark.parametrize("name", one_of_twins(True))
-def test_gradients_by_finite_differences(name, directory, monkeypatch):
-    """The gradient of the code's own loss, in float64, against a fourth-order central difference
-    along directions that move every LoRA matrix at once. diffusers computes some norms and
-    rotations in float32 whatever the model is, so a value of the loss, of order 10, is good to
-    about 1e-7 of itself, the difference over h = 0.02 to 1e-4 of a slope of order 1.
+def test_gradients_match_finite_differences(name, directory, monkeypatch):
+    """The gradient of the loss is compared in float64 with a fourth-order central difference along
+    directions that change every LoRA matrix at once. diffusers computes some norms and rotations in
+    float32 whatever the dtype of the model. So a loss of order 10 has a relative error of about
+    1e-7, and the difference over h = 0.02 has a relative error of 1e-4 for a slope of order 1.
     """
     trainer = trainer_of(name, directory)
     trainer.transformer.double()
     generator, rng = torch.Generator().manual_seed(3), np.random.default_rng(7)
     groups = groups_of(trainer)
-    made = [
+    points_by_group = [
         trainer.objective.points(
             {"latents": torch.from_numpy(g.samples["latents"])}, trainer.sigmas, rng
         )
         for g in groups
     ]
-    points = type(made[0]).cat(made)
+    points = type(points_by_group[0]).cat(points_by_group)
     rows = type(groups[0].cond).cat(
-        [g.cond.repeat(len(p)) for g, p in zip(groups, made, strict=True)]
+        [g.cond.repeat(len(p)) for g, p in zip(groups, points_by_group, strict=True)]
     )
     weights = torch.from_numpy(rng.standard_normal(len(points)).astype(np.float32)) * 3
     parameters = list(trainer.updater.trained.parameters.values())
@@ -151,37 +151,37 @@ def test_gradients_by_finite_differences(name, directory, monkeypatch):
 
     start = loss()
     gradient = torch.autograd.grad(start, parameters)
-    monkeypatch.setattr(diffusion_nft, "_residual_loss", HeldStill())
+    monkeypatch.setattr(diffusion_nft, "_residual_loss", FrozenWeightsLoss())
     base = [p.detach().clone() for p in parameters]
 
     @torch.no_grad()
-    def at(step: float, direction: list[torch.Tensor]) -> float:
+    def loss_at(step: float, direction: list[torch.Tensor]) -> float:
         for parameter, origin, d in zip(parameters, base, direction, strict=True):
             parameter.copy_(origin + step * d)
         return loss().item()
 
     norm = float(torch.stack([g.norm() for g in gradient]).norm())
-    assert at(0.0, base) == pytest.approx(start.item(), rel=1e-6)
+    assert loss_at(0.0, base) == pytest.approx(start.item(), rel=1e-6)
     h = 0.02
     for _ in range(2):
         noise = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in parameters]
         length = float(torch.stack([n.norm() for n in noise]).norm())
         direction = [g / norm + n / length for g, n in zip(gradient, noise, strict=True)]
-        found = (
-            8 * (at(h, direction) - at(-h, direction))
-            - (at(2 * h, direction) - at(-2 * h, direction))
+        actual = (
+            8 * (loss_at(h, direction) - loss_at(-h, direction))
+            - (loss_at(2 * h, direction) - loss_at(-2 * h, direction))
         ) / (12 * h)
         expected = sum(float((g * d).sum()) for g, d in zip(gradient, direction, strict=True))
-        assert found == pytest.approx(expected, rel=SLOPE.get(name, 1e-4))
+        assert actual == pytest.approx(expected, rel=SLOPE.get(name, 1e-4))
 
 
 @pytest.mark.parametrize("name", one_of_twins(False))
 def test_gradient_checkpointing_gives_the_same_gradients(name, directory):
-    """The recomputation in the backward pass runs with the adapter "current", though "old" and the
+    """The recomputation in the backward pass uses the adapter "current", although "old" and the
     reference ran in between.
 
-    The same operations again: first moments (0.1 of the gradient) are equal bit for bit. All blocks
-    run twice, or every second one.
+    The recomputation runs the same operations, so first moments (0.1 of the gradient) are equal bit
+    for bit. Either all blocks run twice, or every second block.
     """
     moments, passes = [], []
     for checkpointing in (False, 0.5, True):

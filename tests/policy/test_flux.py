@@ -1,5 +1,5 @@
-"""What FLUX.1 has of its own, against diffusers' own pipeline; the rest is in
-test_families_parity.py.
+"""Properties that only FLUX.1 has, compared with the pipeline of diffusers. test_families_parity.py
+tests the others.
 """
 
 import numpy as np
@@ -17,8 +17,10 @@ def tiny(tiny_flux_dir):
     return Tiny("flux", tiny_flux_dir)
 
 
-def test_non_square_images_equal_those_of_the_stock_pipeline(tiny):
-    """Rows and columns are not exchanged: 16 high, 24 wide; 24 tokens, so another shift too."""
+def test_non_square_images_match_diffusers(tiny):
+    """Rows and columns are not exchanged. The image is 16 high and 24 wide, which gives 24 tokens
+    and therefore another shift.
+    """
     wide = tiny.other(width=24)
     assert wide.latent_shape == (24, 16)
     ours = sample(wide, tiny.denoiser, tiny.encoded.rows(1).repeat(2), SEEDS[:2], 3, "euler")
@@ -31,9 +33,9 @@ def test_non_square_images_equal_those_of_the_stock_pipeline(tiny):
 
 
 @pytest.mark.parametrize(("side", "tokens"), [(16, 16), (64, 256), (256, 4096)])
-def test_the_shift_depends_on_the_resolution(tiny, side, tokens):
-    """sigma = e^mu / (e^mu + 1/t - 1), mu linear in the tokens: 0.5 at 256 and 1.15 at 4096;
-    float32 and t rounded to it.
+def test_shift_depends_on_the_resolution(tiny, side, tokens):
+    """sigma = e^mu / (e^mu + 1/t - 1). mu is linear in the number of tokens: 0.5 at 256 and 1.15 at
+    4096. sigma is float32, and t is rounded to float32.
     """
     family = tiny.other(height=side, width=side)
     assert family.latent_shape == (tokens, 16)
@@ -45,12 +47,12 @@ def test_the_shift_depends_on_the_resolution(tiny, side, tokens):
     assert sigmas.dtype == torch.float32 and sigmas[0] == 1 and (sigmas[1:] < sigmas[:-1]).all()
 
 
-def test_a_fixed_shift_replaces_the_dynamic_one(tiny):
+def test_fixed_shift_replaces_the_dynamic_one(tiny):
     sigmas = tiny.other(shift=3.0).sigmas(4)
     np.testing.assert_allclose(sigmas, [1, 0.9, 0.75, 0.5, 0], rtol=4 * 2.0**-24)  # 3 t / (1 + 2 t)
 
 
-def test_the_denoiser_gets_sigma_and_guidance(tiny):
+def test_denoiser_receives_sigma_as_time_and_guidance_as_input(tiny):
     flux, denoiser, encoded = tiny.family, tiny.denoiser, tiny.encoded
     x = noise_for([1, 2], FLUX_LATENT)
     one = flux.velocity(denoiser, x, torch.tensor(0.25), encoded)
@@ -73,13 +75,13 @@ def test_the_denoiser_gets_sigma_and_guidance(tiny):
     assert (other.velocity(denoiser, x, torch.tensor(0.25), encoded) - one).abs().max() > 1e-3
 
 
-def test_guidance_must_be_given(tiny):
+def test_guidance_is_required(tiny):
     family, noise = tiny.other(guidance=None), noise_for([1], FLUX_LATENT)
-    for ask in (
+    for check in (
         family.check,
         lambda: family.velocity(tiny.denoiser, noise, torch.tensor(0.5), tiny.encoded.rows(0)),
     ):
         with pytest.raises(
             ValueError, match=r"model\.guidance: .* was distilled with embedded guidance: set"
         ):
-            ask()
+            check()

@@ -1,4 +1,6 @@
-"""FP8 layers against their dequantized operands, and what depends on what."""
+"""FP8 layers are compared with their dequantized operands. Rows must be independent of
+each other.
+"""
 
 import pytest
 import torch
@@ -20,14 +22,14 @@ ON_DEVICES = pytest.mark.parametrize(
 )
 
 
-def layer_of(linear: nn.Linear) -> FP8Linear:
+def fp8_layer(linear: nn.Linear) -> FP8Linear:
     layer = FP8Linear(linear, Activations())
     for name, tensor in FP8.pack(linear.weight, True).items():
         layer.wire_targets()[name].copy_(tensor)
     return layer
 
 
-def linear_of(rows: int = 48, columns: int = 64, bias: bool = True) -> nn.Linear:
+def random_linear(rows: int = 48, columns: int = 64, bias: bool = True) -> nn.Linear:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Linear(columns, rows, bias=bias)
@@ -43,12 +45,13 @@ def dequantized(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7, 64), (2, 5, 64), (64,)])
 def test_forward_is_the_product_of_dequantized_operands(device, bias, shape):
-    """Against float64. Sums of K = 64 exact products in float32: (K + 2) 2^-24 of the sum of their
-    absolute values; then the product, the bias and the result round to bfloat16, each by at most
-    2^-8 of itself. Hopper's tensor cores align 32 products and the sum so far to the largest of
-    them and cut each off 13 bits behind its point: twice 33 errors of 2^-13 of that at most.
+    """The result is compared with float64. Sums of K = 64 exact products in float32 have an error
+    of at most (K + 2) 2^-24 times the sum of their absolute values. Then the product, the bias and
+    the result are rounded to bfloat16, each by at most 2^-8 of itself. Hopper's tensor cores align
+    32 products and the previous sum to the largest of them and cut each off after 13 bits: at most
+    twice 33 errors of 2^-13 of the largest.
     """
-    linear = linear_of(bias=bias).to(device)
+    linear = random_linear(bias=bias).to(device)
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3).to(device)
     rows = dequantized(x.reshape(-1, 64))
     weight = FP8.decode(FP8.pack(linear.weight, True)).double()
@@ -63,7 +66,7 @@ def test_forward_is_the_product_of_dequantized_operands(device, bias, shape):
         largest = torch.maximum(products.abs().amax(-1), products.cumsum(-1).abs().amax(-1))
         sums = 66 * 2.0**-13 * largest
     bound = sums + rounding
-    y = layer_of(linear)(x)
+    y = fp8_layer(linear)(x)
     assert y.shape == (*shape[:-1], 48) and y.dtype == torch.float32
     assert ((y.reshape(-1, 48).double() - expected).abs() <= bound).all()
 
@@ -71,21 +74,21 @@ def test_forward_is_the_product_of_dequantized_operands(device, bias, shape):
 @torch.no_grad()
 @ON_DEVICES
 def test_quantization_error_is_that_of_the_format(device):
-    """Gaussian operands: E4M3 rounds by 2^-4 / sqrt(12) / sqrt(2) or so of a value on average,
-    twice: .037 of the result.
+    """For Gaussian operands, E4M3 rounds a value by about 2^-4 / sqrt(12) / sqrt(2) of itself on
+    average. Both operands are rounded, so the relative error of the result is 0.037.
     """
     generator = torch.Generator().manual_seed(2)
-    linear = linear_of(128, 256, bias=False)
+    linear = random_linear(128, 256, bias=False)
     linear.weight.copy_(torch.randn(128, 256, generator=generator))
     linear.to(device)
     x = torch.randn(256, 256, generator=generator).to(device)
-    wide = linear(x)
-    assert ((layer_of(linear)(x) - wide).norm() / wide.norm()).item() == pytest.approx(
-        0.037, abs=0.002
-    )
+    unquantized = linear(x)
+    assert (
+        (fp8_layer(linear)(x) - unquantized).norm() / unquantized.norm()
+    ).item() == pytest.approx(0.037, abs=0.002)
 
 
-def test_codes_and_scales():
+def test_codes_and_scales_of_rows():
     weight = torch.tensor([[448.0, 1.0, -2.0, 0.0] * 4, [0.0] * 16, [-896.0, 2.25, 0, 0] * 4])
     packed = FP8.pack(weight, False)
     assert packed["codes"].dtype == torch.uint8 and packed["codes"].shape == (3, 16)
@@ -95,37 +98,37 @@ def test_codes_and_scales():
     assert (
         FP8.changed(FP8.pack(weight + torch.tensor([0.0, 1.0, 0.0, 0.0] * 4), False), packed) == 12
     )
-    # below what a scale can say: zero, not garbage
+    # values below the smallest scale become zero, not garbage
     small = FP8.pack(torch.full((1, 16), 1e-44), False)
     assert not FP8.decode(small).any()
 
 
-def test_a_frozen_range_does_not_change_codes():
-    """A larger largest weight moves every code of its row, unless the range was frozen at the first
-    weight.
+def test_frozen_range_keeps_codes_when_one_weight_grows():
+    """When the largest weight of a row grows, every code of the row changes, unless the range was
+    frozen at the first weight.
     """
     weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))
     grown = weight.clone()
     grown[:, 0] = 1.2 * weight.abs().amax(-1)
-    for frozen, elsewhere in ((False, False), (True, True)):
+    for frozen, unchanged in ((False, False), (True, True)):
         before, after = (
             FP8.pack(w, False, frozen_amax(FP8.amax(weight), FP8.amax(w)) if frozen else None)
             for w in (weight, grown)
         )
-        assert torch.equal(before["codes"][:, 1:], after["codes"][:, 1:]) == elsewhere
+        assert torch.equal(before["codes"][:, 1:], after["codes"][:, 1:]) == unchanged
     assert torch.equal(after["scales"], 2 * weight.abs().amax(-1) / 448)
-    # outgrown: doubled until it fits
+    # a weight beyond the frozen range: the range is doubled until the weight fits
     far = FP8.pack(weight * 5, False, frozen_amax(FP8.amax(weight), FP8.amax(weight * 5)))
     assert torch.equal(far["scales"], 8 * weight.abs().amax(-1) / 448)
 
 
 @torch.no_grad()
 @ON_DEVICES
-def test_a_row_does_not_depend_on_others(device):
-    """Its codes and scale exactly. Its result too, up to the order of float32 sums, which shows as
-    one bfloat16 step at most.
+def test_row_does_not_depend_on_other_rows(device):
+    """The codes and the scale of a row do not depend on other rows at all. Its result depends on
+    them only by the order of float32 sums, which changes it by at most one bfloat16 step.
     """
-    layer = layer_of(linear_of().to(device))
+    layer = fp8_layer(random_linear().to(device))
     x = torch.randn(6, 64, generator=torch.Generator().manual_seed(4)).to(device)
     loud = torch.cat([x, 1000 * x])
     alone, together = layer.activations.quantized(x), layer.activations.quantized(loud)
@@ -137,8 +140,8 @@ def test_a_row_does_not_depend_on_others(device):
 
 @torch.no_grad()
 @ON_DEVICES
-def test_non_finite_values_stay_non_finite(device):
-    layer = layer_of(linear_of().to(device))
+def test_non_finite_values_stay_visible(device):
+    layer = fp8_layer(random_linear().to(device))
     x = torch.ones(3, 64, device=device)
     x[1, 5] = float("nan")
     x[2, 5] = float("inf")
@@ -151,8 +154,8 @@ def test_non_finite_values_stay_non_finite(device):
 
 
 @ON_DEVICES
-def test_a_cast_does_not_reach_the_scales(device):
-    layer = layer_of(linear_of().to(device))
+def test_cast_does_not_change_the_scales(device):
+    layer = fp8_layer(random_linear().to(device))
     before = layer.scales.clone()
     assert torch.equal(layer.bfloat16().scales, before)
     assert layer.bias is not None
@@ -161,7 +164,7 @@ def test_a_cast_does_not_reach_the_scales(device):
     assert y.dtype == torch.bfloat16
 
 
-def test_supported_shapes_of_the_kernel():
+def test_kernel_supports_multiples_of_16():
     assert FP8.unsupported_reason(48, 64) is None
     assert FP8.unsupported_reason(48, 60) == "K = 60 is not a multiple of 16"
     assert FP8.unsupported_reason(24, 64) == "N = 24 is not a multiple of 16"

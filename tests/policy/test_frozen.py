@@ -1,4 +1,6 @@
-"""Frozen weights in 8 and 4 bits: what is packed, what is computed with it, and what is refused."""
+"""Frozen base weights in 8 and 4 bits: how they are packed, what layers compute with them, and
+which settings are refused.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from policy.pass_cost import held_bytes
 from policy.precision.swap import weight_modules
 from tests.tiny_families import tiny_model
 
-# not imported here: it imports torch's compiler, in every process that collects tests
+# torchao is not imported here, because it would import torch's compiler in every process that
+# collects tests
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None,
     reason="torchao is not installed: pip install '.[base]'",
@@ -41,53 +44,57 @@ def linear(rows: int = 96, columns: int = 128, seed: int = 0) -> nn.Linear:
     return nn.Linear(columns, rows).requires_grad_(False)
 
 
-def int8_by_hand(weight: torch.Tensor) -> torch.Tensor:
-    """A scale for each row, max |w| / 127.5, codes rounded half to even and kept in -128 to 127."""
+def quantize_int8(weight: torch.Tensor) -> torch.Tensor:
+    """Quantize each row with its own scale max |w| / 127.5. Codes are rounded half to even and
+    limited to -128 to 127.
+    """
     scale = weight.abs().amax(1, keepdim=True) / 127.5
     return (weight / scale).round().clamp(-128, 127) * scale
 
 
-def test_int8_is_a_scale_for_each_row():
+def test_int8_packing_uses_one_scale_per_row():
     module = linear()
     weight = module.weight.detach().clone()
     plain = FrozenLinear(module, "int8").dequantized()
-    # the largest of a row is 127.5 codes, which may round either way
+    # the largest value of a row is 127.5 codes, which may be rounded in either direction
     inside = weight.abs() < weight.abs().amax(1, keepdim=True)
-    assert torch.allclose(plain[inside], int8_by_hand(weight)[inside], rtol=0, atol=1e-6)
-    # half a code of each row, and a little for the ends of the range
+    assert torch.allclose(plain[inside], quantize_int8(weight)[inside], rtol=0, atol=1e-6)
+    # half a code of each row, plus a margin for the ends of the range
     assert ((plain - weight).abs() <= 0.51 * weight.abs().amax(1, keepdim=True) / 127).all()
 
 
-def test_nf4_has_sixteen_levels_of_each_block():
+def test_nf4_packing_uses_sixteen_levels_per_block():
     module = linear()
     blocks = FrozenLinear(module, "nf4").dequantized().reshape(-1, 64)
     assert max(len(block.unique()) for block in blocks) <= 16
     weight = module.weight.detach().reshape(-1, 64)
-    # the widest gap between levels is 0.304 of a block's largest; scales are within 1 %
+    # the largest gap between levels is 0.304 of the largest value of a block; scales are within 1 %
     assert ((blocks - weight).abs() <= 0.16 * weight.abs().amax(1, keepdim=True)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_a_layer_computes_as_a_linear_of_its_unpacked_weight(packing: Any, dtype: torch.dtype):
+def test_packed_layer_equals_linear_with_unpacked_weight(packing: Any, dtype: torch.dtype):
     module = FrozenLinear(linear().to(dtype), packing)
     assert module.weight.dtype == dtype
     x = torch.randn(2, 5, 128, dtype=dtype)
-    mine, twin = x.clone().requires_grad_(), x.clone().requires_grad_()
-    y = module(mine)
-    expected = nn.functional.linear(twin, module.dequantized(), module.bias)
+    x_packed, x_plain = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y = module(x_packed)
+    expected = nn.functional.linear(x_plain, module.dequantized(), module.bias)
     assert torch.equal(y, expected)
     weights = torch.randn(expected.shape).to(dtype)
     (y * weights).sum().backward()
     (expected * weights).sum().backward()
-    assert mine.grad is not None and twin.grad is not None
-    assert torch.equal(mine.grad, twin.grad)
+    assert x_packed.grad is not None and x_plain.grad is not None
+    assert torch.equal(x_packed.grad, x_plain.grad)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_adapters_are_those_of_a_base_with_these_weights(family, packing, dtype):
-    """Against the same model whose plain weights are the unpacked ones."""
+def test_adapter_gradients_match_those_of_an_unpacked_base(family, packing, dtype):
+    """The gradients are compared with those of the same model whose plain weights are the unpacked
+    ones.
+    """
     packed = family.load_transformer("cpu", dtype)
     freeze(packed, family, packing)
     plain = family.load_transformer("cpu", dtype)
@@ -97,47 +104,54 @@ def test_gradients_of_adapters_are_those_of_a_base_with_these_weights(family, pa
             plain.get_submodule(row.name).get_parameter("weight").copy_(unpacked)
     cond = pass_cost.conditioning_like(family, 2, dtype, "cpu")
     x = torch.randn(2, *family.latent_shape)
-    found = []
+    gradients = []
     for model in (packed, plain):
         add_adapters(model, LORA, family, seed=1)
         for name, parameter in trainable(model):
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(3))
         family.velocity(model, x, torch.full((2,), 0.5), cond).square().mean().backward()
-        found.append({name: p.grad for name, p in trainable(model)})
-    # the same products in another order of roundings
+        gradients.append({name: p.grad for name, p in trainable(model)})
+    # the same products, but roundings in another order
     bound = 1e-5 if dtype == torch.float32 else 0.05
-    for name, gradient in found[0].items():
-        expected = found[1][name]
+    for name, gradient in gradients[0].items():
+        expected = gradients[1][name]
         if expected is None or not expected.abs().max():
             continue
         assert (gradient - expected).norm() <= bound * expected.norm(), name
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_bytes_are_those_that_the_plan_counts(family, packing):
+def test_packed_bytes_match_the_plan(family, packing):
     transformer = family.load_transformer("cpu", torch.bfloat16)
     rows, before = frozen_rows(transformer, family), held_bytes(transformer)
     freeze(transformer, family, packing)
     layers = [module for _, module in weight_modules(transformer)]
     packed = [module for module in layers if isinstance(module, FrozenLinear)]
     assert len(packed) == len(rows) > 4
-    held = sum(tensors_in(module.weight) for module in packed)
-    recorded = packed_bytes(rows, packing)
-    # nf4: 16 levels and a mean with every tensor, and whole blocks of scales
-    assert recorded <= held <= recorded + (0 if packing == "int8" else 600 * len(rows))
+    actual_bytes = sum(tensor_bytes(module.weight) for module in packed)
+    planned_bytes = packed_bytes(rows, packing)
+    # nf4 also stores 16 levels and a mean for every tensor, and its scales fill whole blocks
+    assert (
+        planned_bytes
+        <= actual_bytes
+        <= planned_bytes + (0 if packing == "int8" else 600 * len(rows))
+    )
     saved, widest = sizes.packed_base(family, packing, (), torch.bfloat16)
-    assert saved == 2 * sum(math.prod(row.shape) for row in rows) - recorded and before > saved > 0
+    assert (
+        saved == 2 * sum(math.prod(row.shape) for row in rows) - planned_bytes
+        and before > saved > 0
+    )
     assert widest == 2 * max(math.prod(row.shape) for row in rows)
 
 
-def tensors_in(weight: Any) -> int:
+def tensor_bytes(weight: Any) -> int:
     names, _ = weight.__tensor_flatten__()
     parts = [getattr(weight, name) for name in names]
     return sum(part.numel() * part.element_size() for part in parts)
 
 
-def test_merged_weights_of_a_packed_base_are_published_only(family):
+def test_merged_weights_use_the_unpacked_base_and_do_not_replace_it(family):
     transformer = family.load_transformer("cpu", torch.float32)
     freeze(transformer, family, "int8")
     add_adapters(transformer, LORA, family, seed=1)
@@ -169,7 +183,7 @@ def adapted(transformer: nn.Module) -> Any:
         (["optimizer.compile=true"], "lora.base: 'int8' with optimizer.compile"),
     ],
 )
-def test_incompatible_settings_of_a_packed_base_are_one_line(overrides: list[str], message: str):
+def test_incompatible_settings_are_refused_in_one_line(overrides: list[str], message: str):
     with pytest.raises(ConfigError) as refused:
         load("quickstart", ["lora.base=int8", *overrides])
     (line,) = refused.value.lines

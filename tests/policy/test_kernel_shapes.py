@@ -1,5 +1,6 @@
-"""What is wrong with a packing or a quantized product is seen on tensors without data on a CUDA
-device. That nothing is, at the size of every published model: ``tests/bench/test_gpu_check.py``.
+"""Faults of a packing or a quantized product are detected with tensors without data on a CUDA
+device. ``tests/bench/test_gpu_check.py`` tests that the sizes of the published models have no
+faults.
 """
 
 import pytest
@@ -10,8 +11,10 @@ from policy.precision.backends import BACKENDS
 
 
 @pytest.mark.parametrize("backend", FORMATS)
-def test_invalid_kernel_arguments_are_detected(backend, monkeypatch):
-    """Columns that cuBLAS refuses, rows that would be copied first, packing by torch."""
+def test_faults_are_detected(backend, monkeypatch):
+    """The test covers column counts that cuBLAS refuses, rows that would have to be copied first,
+    and packing by torch operations.
+    """
     good = ((4, 64), (64, 1), 48, False)
     assert fault(BACKENDS[backend], good) is None
     assert "divisible by 16" in str(fault(BACKENDS[backend], ((4, 96), (96, 1), 40, False)))

@@ -1,5 +1,5 @@
-"""Packing kernels, under Triton's interpreter where there is no GPU: bit for bit what the eager
-functions give, on ordinary data and on data made to break them.
+"""Packing kernels must equal the eager functions bit for bit, on ordinary data and on data that is
+hard to pack. Without a GPU they run under Triton's interpreter.
 """
 
 import os
@@ -36,8 +36,8 @@ def ordinary(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     return x.bfloat16()
 
 
-def hostile(name: str, rows: int, columns: int) -> torch.Tensor:
-    """bfloat16 [M, K], each name one way in which packing goes wrong."""
+def difficult(name: str, rows: int, columns: int) -> torch.Tensor:
+    """Return a bfloat16 matrix [M, K]. Each name is one kind of data that is hard to pack."""
     x = ordinary(rows, columns)
     if name == "zero rows":
         x[1::2] = 0
@@ -62,7 +62,7 @@ def hostile(name: str, rows: int, columns: int) -> torch.Tensor:
     return x
 
 
-HOSTILE = (
+DIFFICULT = (
     "zero rows", "all zero", "negative zeros", "subnormal blocks", "subnormal numbers", "huge",
     "one outlier", "NaN", "Inf",
 )  # fmt: skip
@@ -71,15 +71,17 @@ HOSTILE = (
 def assert_fp8(x: torch.Tensor) -> None:
     x = x.to(DEVICE)
     codes, scales = kernels.fp8_pack(x)
-    expected = row_scales(x.cpu())  # a GPU's eager division by a number is a product with 1 / 448
+    expected = row_scales(
+        x.cpu()
+    )  # a GPU computes an eager division by a constant as a product with 1 / 448
     bits = quantize_rows(x.cpu(), expected).view(torch.uint8)
     assert torch.equal(scales.cpu().view(torch.int32), expected.view(torch.int32)) or bool(
         (scales.cpu().isnan() == expected.isnan()).all()
         and torch.equal(scales.cpu().nan_to_num(1), expected.nan_to_num(1))
     )
-    found = codes.cpu().view(torch.uint8)
-    nan = (bits & 127) == 127  # the sign of a NaN is the processor's choice
-    assert torch.equal(found & 127, bits & 127) and torch.equal(found[~nan], bits[~nan])
+    actual = codes.cpu().view(torch.uint8)
+    nan = (bits & 127) == 127  # the sign of a NaN depends on the processor
+    assert torch.equal(actual & 127, bits & 127) and torch.equal(actual[~nan], bits[~nan])
 
 
 def assert_nvfp4(x: torch.Tensor, exact: bool = False) -> None:
@@ -87,7 +89,7 @@ def assert_nvfp4(x: torch.Tensor, exact: bool = False) -> None:
     expected = pack_activation(padded_rows(x), exact)
     order = swizzled(expected.scales)
     assert torch.equal(scales & 127, order & 127)
-    if expected.amax.isnan():  # all that is multiplied is NaN, whatever the codes
+    if expected.amax.isnan():  # every product is NaN, whatever the codes are
         assert factor.isnan() and bool(((order & 127) == 127).any())
         return
     assert torch.equal(scales, order) and torch.equal(codes, expected.codes)
@@ -95,34 +97,36 @@ def assert_nvfp4(x: torch.Tensor, exact: bool = False) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (3, 48), (2, 4096 + 16)])
-def test_fp8_of_ordinary_data(shape):
+def test_fp8_packing_of_ordinary_data(shape):
     assert_fp8(ordinary(*shape))
     assert_fp8(ordinary(*shape).float())
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_fp8_of_hostile_data(name):
-    assert_fp8(hostile(name, 3, 48))
+@pytest.mark.parametrize("name", DIFFICULT)
+def test_fp8_packing_of_difficult_data(name):
+    assert_fp8(difficult(name, 3, 48))
 
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("shape", [(1, 16), (17, 48), (129, 64), (16, 80), (200, 144)])
-def test_nvfp4_of_ordinary_data(shape, exact):
+def test_nvfp4_packing_of_ordinary_data(shape, exact):
     assert_nvfp4(ordinary(*shape), exact)
 
 
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("name", HOSTILE)
-def test_nvfp4_of_hostile_data(name, exact):
-    assert_nvfp4(hostile(name, 5, 80), exact)
+@pytest.mark.parametrize("name", DIFFICULT)
+def test_nvfp4_packing_of_difficult_data(name, exact):
+    assert_nvfp4(difficult(name, 5, 80), exact)
 
 
-def test_float32_activations_are_packed_as_well():
+def test_float32_activations_are_packed():
     assert_nvfp4(ordinary(5, 80).float() * 1.1)
 
 
-def test_the_amax_covers_the_share_of_every_program(monkeypatch):
-    """More elements than the programs hold at once; the largest in the last, incomplete share."""
+def test_range_covers_every_part_of_the_data(monkeypatch):
+    """There are more elements than the programs process at once. The largest element is in the
+    last, incomplete part.
+    """
     assert [kernels.partials(n) for n in (1, 8192, 8193, 2**31)] == [1, 1, 2, 256]
     monkeypatch.setattr(kernels, "ELEMENTS", 128)
     monkeypatch.setattr(kernels, "PARTIALS", 4)
@@ -144,8 +148,10 @@ def test_non_contiguous_rows_are_packed():
 @given(
     st.integers(1, 3), st.integers(1, 9), st.integers(0, 10**6), st.floats(-45, 38), st.booleans()
 )
-def test_any_shape_and_any_range(rows, blocks, seed, exponent, spread):
-    """From subnormal numbers to the largest; ``spread``: every block of another size."""
+def test_any_shape_and_range_is_packed(rows, blocks, seed, exponent, spread):
+    """Values range from subnormal numbers to the largest ones. With ``spread``, every block has
+    another magnitude.
+    """
     x = ordinary(rows, 16 * blocks, seed).float() * 2.0**-2
     if spread:
         sizes = torch.randint(-20, 1, (blocks,), generator=torch.Generator().manual_seed(seed))
@@ -157,53 +163,54 @@ def test_any_shape_and_any_range(rows, blocks, seed, exponent, spread):
 
 @settings(max_examples=12)
 @given(st.lists(st.integers(0, 2**16 - 1), min_size=16, max_size=16))
-def test_any_bits(bits):
-    """bfloat16 by their bits: NaN, Inf and zeros of both signs among them."""
+def test_any_bfloat16_bits_are_packed(bits):
+    """The bfloat16 values are given by their bits, including NaN, Inf and zeros of both signs."""
     x = torch.tensor([bits], dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     assert_fp8(x)
     assert_nvfp4(x)
 
 
-def test_the_grids_of_both_formats_by_brute_force():
-    """Every E4M3 code, every middle between two, and their neighbours: half goes to even. A row's
-    largest value is 448, so that its scale is 1.
+def test_all_values_of_both_formats_are_rounded_correctly():
+    """The values cover every E4M3 code, every midpoint between two codes, and the neighbors of the
+    midpoints. Midpoints are rounded to the even code. The largest value of a row is 448, so that
+    its scale is 1.
     """
     grid = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    middles = (grid[1:] + grid[:-1]) / 2
-    bits = middles.view(torch.int32)
+    midpoints = (grid[1:] + grid[:-1]) / 2
+    bits = midpoints.view(torch.int32)
     near = torch.stack([bits - 1, bits, bits + 1]).view(torch.float32).flatten()
-    x = torch.cat([grid, middles, near, -near, -grid, torch.tensor([448.0])]).unsqueeze(0)
+    x = torch.cat([grid, midpoints, near, -near, -grid, torch.tensor([448.0])]).unsqueeze(0)
     x = torch.nn.functional.pad(x, (0, -x.shape[1] % 16))
     assert row_scales(x) == 1.0
     assert_fp8(x)
-    values = torch.arange(0, 6.25, 0.125)  # all E2M1 values, middles and quarters, amax 2688
+    values = torch.arange(0, 6.25, 0.125)  # all E2M1 values, midpoints and quarters; amax is 2688
     x = torch.cat([values, -values]).view(-1, 1).repeat(1, 16)
     x[:, 0], x[:, 1:3] = 6.0, torch.tensor([6.0 - 2.0**-20, -(2.5 + 2.0**-21)])
     assert_nvfp4(torch.cat([x, torch.full((1, 16), 2688.0)]))
 
 
 @triton.jit
-def each(source, target, COUNT: tl.constexpr):
+def apply_power_of_two_above(source, target, COUNT: tl.constexpr):
     index = tl.arange(0, COUNT)
     tl.store(target + index, programs.power_of_two_above(tl.load(source + index)))
 
 
-def test_powers_of_two_over_the_whole_range():
-    """The function alone, for every exponent and some mantissas, subnormal numbers included."""
+def test_power_of_two_above_over_the_whole_range():
+    """The function is tested separately, for every exponent and some mantissas, including subnormal
+    numbers.
+    """
     low = torch.tensor([0, 1, 2, 0x400000, 0x7FFFFF, 3, 0x123456, 0x200001], dtype=torch.int32)
     bits = (torch.arange(254, dtype=torch.int32)[:, None] << 23 | low).flatten()
     bits = torch.cat([bits, bits.new_zeros(2048 - len(bits))])
     source = bits.to(DEVICE)
-    found = torch.empty_like(source)
-    each[(1,)](source, found, COUNT=2048)
+    actual = torch.empty_like(source)
+    apply_power_of_two_above[(1,)](source, actual, COUNT=2048)
     expected = power_of_two_above(bits.view(torch.float32))
-    assert torch.equal(found.cpu().view(torch.float32), expected)
+    assert torch.equal(actual.cpu().view(torch.float32), expected)
 
 
-def test_kernels_run_on_supported_devices_only(monkeypatch):
-    assert (
-        kernels.missing(torch.device("cpu")) == "the packing kernels run on CUDA only, not on cpu"
-    )
+def test_kernels_require_cuda_and_triton(monkeypatch):
+    assert kernels.missing(torch.device("cpu")) == "the packing kernels are for CUDA, not for cpu"
     assert kernels.missing(torch.device("cuda")) is None
     monkeypatch.setattr(kernels, "_installed", lambda: False)
     assert kernels.missing(torch.device("cuda")) == "the packing kernels need the package triton"
@@ -221,7 +228,7 @@ from policy.precision.kernels import programs
 
 X = {"x": "*bf16", "partial": "*i32", "codes": "*u8", "scales": "*fp32", "factor": "*fp32",
      "count": "i64", "rows": "i32", "padded": "i32", "columns": "i32"}
-# NaN stays NaN through the limits and the cast
+# these instructions keep NaN through the limits and the cast
 NEEDED = {"fp8_rows": ("max.NaN.f32", "min.NaN.f32", "cvt.rn.satfinite.e4m3x2.f32")}
 for name, constants, warps in (
     ("fp8_rows", {"WIDTH": 4096, "HARDWARE": True}, 4),
@@ -251,16 +258,17 @@ for name, constants, warps in (
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's assembler comes with its Linux wheel")
 def test_kernels_compile_for_hopper_and_blackwell(tmp_path):
-    """Down to machine code of Hopper and Blackwell, for which Triton needs no GPU. No contracted
-    sums, no subnormals flushed, no approximate divisions; activations are read by vectors.
+    """The kernels compile to machine code of Hopper and Blackwell. Triton needs no GPU for this.
+    The code contains no contracted sums, no flushed subnormals and no approximate divisions, and
+    reads activations as vectors.
     """
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
-    made = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True
     )
-    assert made.returncode == 0, made.stderr[-2000:]
-    assert made.stdout.splitlines() == [
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.splitlines() == [
         f"{name} {capability} True [] 4 True"
         for name in ("fp8_rows", "partial_amax", "nvfp4_tiles")
         for capability in (90, 100)

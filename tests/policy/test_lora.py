@@ -1,4 +1,6 @@
-"""Adapters: the reference is exact, and merging is adding."""
+"""Adapters: without one, the model equals the base model exactly, and merging adds the product to
+the weights.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from policy.sampling.noise import noise_for
 from tests.policy.conftest import LORA, latents
 
 
-def test_adapters_off_is_the_base_model_bit_for_bit(family, adapted, cond, randomise):
+def test_disabled_adapters_give_the_base_model_bit_for_bit(family, adapted, cond, randomise):
     base = latents(family, family.load_transformer("cpu", torch.float32), cond)
     randomise(adapted, "current", 0)
     with use_adapter(adapted, None):
@@ -35,8 +37,8 @@ def test_initial_adapters_are_equal_gaussian_and_seeded(family, adapted):
         assert value.dtype == torch.float32
         assert ("lora_A" in key) == bool(value.any())
     downs = torch.cat([value.flatten() for key, value in states[0].items() if "lora_A" in key])
-    # 15 modules x 4 x 32 = 1920 values of deviation 1/4: its standard error is 1 / (4 sqrt(2 *
-    # 1920)) = 0.004; five of them
+    # 15 modules x 4 x 32 = 1920 values with standard deviation 1/4. The standard error of the
+    # deviation is 1 / (4 sqrt(2 * 1920)) = 0.004. The test allows five of them.
     assert abs(downs.std() - 0.25) < 0.02
     other = family.load_transformer("cpu", torch.float32)
     add_adapters(other, LORA, family, seed=1)
@@ -48,7 +50,7 @@ def test_initial_adapters_are_equal_gaussian_and_seeded(family, adapted):
     )
 
 
-def test_global_random_state_is_not_changed(family, transformer):
+def test_adding_adapters_ignores_the_global_random_state(family, transformer):
     before = torch.get_rng_state()
     add_adapters(transformer, LORA, family, seed=1)
     with torch.random.fork_rng():
@@ -60,16 +62,16 @@ def test_global_random_state_is_not_changed(family, transformer):
     assert all(torch.equal(v, expected[k]) for k, v in adapter_state(again, "current").items())
 
 
-def test_only_current_is_trainable_whatever_is_active(adapted):
-    desired = {id(parameter) for _, parameter in trainable(adapted)}
-    assert len(desired) == 30
+def test_only_current_is_trainable_whichever_adapter_is_active(adapted):
+    expected = {id(parameter) for _, parameter in trainable(adapted)}
+    assert len(expected) == 30
     for name in ("current", "old", "ema", None):
         with use_adapter(adapted, name):
-            assert {id(p) for p in adapted.parameters() if p.requires_grad} == desired
-    assert {id(p) for p in adapted.parameters() if p.requires_grad} == desired
+            assert {id(p) for p in adapted.parameters() if p.requires_grad} == expected
+    assert {id(p) for p in adapted.parameters() if p.requires_grad} == expected
 
 
-def test_gradients_survive_the_use_of_another_adapter(family, adapted, cond):
+def test_gradients_are_correct_after_using_other_adapters(family, adapted, cond):
     x, sigma = noise_for([4], family.latent_shape), torch.tensor(0.5)
     velocity = family.velocity(adapted, x, sigma, cond.rows(0))
     with use_adapter(adapted, "old"), torch.no_grad():
@@ -77,14 +79,14 @@ def test_gradients_survive_the_use_of_another_adapter(family, adapted, cond):
     with use_adapter(adapted, None), torch.no_grad():
         family.velocity(adapted, x, sigma, cond.rows(0))
     velocity.square().sum().backward()
-    # A's gradient is a multiple of B, which is 0; the last block throws the text's queries away
-    idle = "transformer_blocks.1.attn.add_q_proj.lora_B.weight"
+    # A's gradient is a multiple of B, which is 0; the last block does not use the text's queries
+    unused = "transformer_blocks.1.attn.add_q_proj.lora_B.weight"
     for key, parameter in trainable(adapted):
         assert parameter.grad is not None, key
-        assert bool(parameter.grad.any()) == ("lora_B" in key and key != idle), key
+        assert bool(parameter.grad.any()) == ("lora_B" in key and key != unused), key
 
 
-def test_use_nests_and_refuses_unknown_names(adapted):
+def test_use_adapter_can_be_nested_and_refuses_unknown_names(adapted):
     def active():
         return {
             (tuple(layer.active_adapters), layer.disable_adapters)
@@ -107,9 +109,9 @@ def test_use_nests_and_refuses_unknown_names(adapted):
         pass
 
 
-def test_merged_weights_compute_the_adapters_forward_pass(adapted, randomise):
-    """Each module against float64: both ways round at most (K + r + 4) times by 2^-24 of the sum of
-    absolute products.
+def test_merged_weights_match_the_forward_pass_with_the_adapter(adapted, randomise):
+    """Each module is compared with its merged weight. Both computations round at most (K + r + 4)
+    times, each by at most 2^-24 of the sum of absolute products.
     """
     randomise(adapted, "ema", 3)
     merged = dict(merged_weights(adapted, "ema"))
@@ -139,7 +141,7 @@ def test_bfloat16_base_keeps_float32_adapters(family):
     assert transformer.transformer_blocks[0].attn.to_q.base_layer.weight.dtype == torch.bfloat16
 
 
-def test_blend_closed_form(adapted, randomise):
+def test_blend_matches_the_closed_form(adapted, randomise):
     current, old = randomise(adapted, "current", 1), randomise(adapted, "old", 2)
     blend(adapted, "old", "current", 0.75)
     for key, value in adapter_state(adapted, "old").items():
@@ -159,7 +161,7 @@ def test_blend_closed_form(adapted, randomise):
         blend(adapted, "old", "current", 1.5)
 
 
-def test_states_are_copies_and_checked(adapted):
+def test_adapter_states_are_copies_and_are_validated(adapted):
     state = adapter_state(adapted, "current")
     key = "transformer_blocks.0.attn.to_q.lora_A.weight"
     state[key] += 1
@@ -172,7 +174,7 @@ def test_states_are_copies_and_checked(adapted):
         load_adapter_state(adapted, "old", {**state, "proj_out.lora_A.weight": torch.zeros(1)})
 
 
-def test_targets_are_suffixes_of_paths_with_wildcards(family):
+def test_targets_match_path_suffixes_with_wildcards(family):
     transformer = family.load_transformer("cpu", torch.float32)
     assert target_modules(transformer, ["attn.to_q"]) == [
         f"transformer_blocks.{i}.attn.to_q" for i in (0, 1)
@@ -182,8 +184,10 @@ def test_targets_are_suffixes_of_paths_with_wildcards(family):
         "proj_out",
     ]
     with pytest.raises(ValueError, match="ends in 'attn.to_out.1'"):
-        target_modules(transformer, ["to_q", "attn.to_out.1"])  # one layer of several is missed
-    # part of a name, a block, no linear
+        target_modules(
+            transformer, ["to_q", "attn.to_out.1"]
+        )  # one of the targets matches no layer
+    # a part of a name, a block, and a layer that is not linear
     for targets in (["o_q"], ["transformer_blocks.0"], ["norm1"]):
         with pytest.raises(
             ValueError, match=("no linear layer of the transformer has a name that ends in")

@@ -1,4 +1,6 @@
-"""LoRA files: diffusers reads what is exported, and a run starts from what diffusers wrote."""
+"""LoRA files: diffusers reads exported files, and a run can start from files that
+diffusers wrote.
+"""
 
 import json
 
@@ -21,7 +23,7 @@ from tests.tiny_families import SOLVER, encode, one_of_twins, stock_call, stock_
 from tests.tiny_sd3 import TINY_SEQUENCE
 
 
-def test_the_export_generates_the_same_images_in_stock_diffusers(
+def test_exported_lora_generates_the_same_latents_in_diffusers(
     family, adapted, cond, randomise, tiny_sd3_dir, tmp_path
 ):
     state = randomise(adapted, "ema", 5)
@@ -51,14 +53,18 @@ def test_the_export_generates_the_same_images_in_stock_diffusers(
     pipe.load_lora_weights(str(tmp_path / "lora"))
     with use_adapter(adapted, "ema"):
         ours = latents(family, adapted, cond)
-    # the same layers of peft in the same order; sums of the two runs may not be grouped differently
+    # both use the same PEFT layers in the same order, but sums may be grouped differently
     torch.testing.assert_close(stock(), ours, rtol=0, atol=1e-5)
     assert (ours - base).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("name", one_of_twins(False)[1:])
-def test_the_other_families_exports_load_in_stock_diffusers(name, request, randomise, tmp_path):
-    """As above, with each family's own solver and the tolerance of the family's parity test."""
+def test_exported_lora_of_other_families_generates_the_same_in_diffusers(
+    name, request, randomise, tmp_path
+):
+    """This is the test above for the other families, with the solver of each family and the
+    tolerance of its parity test.
+    """
     directory = request.getfixturevalue(f"tiny_{name}_dir")
     family = family_for(tiny_model(name, directory))
     transformer = family.load_transformer("cpu", torch.float32)
@@ -78,10 +84,10 @@ def test_the_other_families_exports_load_in_stock_diffusers(name, request, rando
 
 
 @pytest.mark.parametrize("name", one_of_twins(True)[1:])
-def test_the_other_families_start_from_their_own_export(name, request, randomise, tmp_path):
+def test_other_families_start_from_their_own_export(name, request, randomise, tmp_path):
     family = family_for(tiny_model(name, request.getfixturevalue(f"tiny_{name}_dir")))
     transformer, fresh = (family.load_transformer("cpu", torch.float32) for _ in range(2))
-    # a 1x1 convolution too
+    # the targets include a 1x1 convolution
     targets = (*family.lora_targets, "ff.conv_point") if name == "sana" else ()
     lora = Lora(rank=4, alpha=8, targets=targets)
     add_adapters(transformer, lora, family, seed=1)
@@ -90,18 +96,20 @@ def test_the_other_families_start_from_their_own_export(name, request, randomise
         fresh, Lora(rank=6, alpha=3, targets=targets, init_from=str(tmp_path)), family, seed=9
     )
     expected = dict(merged_weights(transformer, "current"))
-    found = dict(merged_weights(fresh, "old"))
-    assert found.keys() == expected.keys()
-    for module, weight in found.items():
+    actual = dict(merged_weights(fresh, "old"))
+    assert actual.keys() == expected.keys()
+    for module, weight in actual.items():
         torch.testing.assert_close(weight, expected[module], rtol=1e-5, atol=1e-6)
         assert not torch.equal(weight, dict(merged_weights(fresh, None))[module])
 
 
 @pytest.mark.parametrize(("rank", "alpha"), [(4, 8), (6, 3), (4, 32)])
-def test_starting_from_an_existing_lora(
+def test_run_starts_from_an_existing_lora(
     family, adapted, transformer, randomise, tmp_path, rank, alpha
 ):
-    """Same product s B A in every module, at the same or a larger rank and any alpha."""
+    """The product s B A is the same in every module, at the same or a larger rank and for any
+    alpha.
+    """
     state = randomise(adapted, "current", 6)
     save_diffusers_lora(tmp_path, state, LORA)
     expected = dict(merged_weights(adapted, "current"))
@@ -114,7 +122,7 @@ def test_starting_from_an_existing_lora(
     assert (downs.abs().sum(1) > 0).all()  # added rows can learn
 
 
-def test_unusable_loras_are_refused(family, adapted, tmp_path, randomise):
+def test_unusable_initial_lora_is_refused(family, adapted, tmp_path, randomise):
     save_diffusers_lora(tmp_path, randomise(adapted, "current", 6), LORA)
     cases = [
         (
@@ -156,7 +164,7 @@ def test_unusable_loras_are_refused(family, adapted, tmp_path, randomise):
 
 
 @pytest.mark.parametrize(
-    ("metadata", "text_of_error"),
+    ("metadata", "message"),
     [
         ("[]", "is not a JSON object"),
         ("1" * 5000, "not a readable safetensors file"),
@@ -166,8 +174,8 @@ def test_unusable_loras_are_refused(family, adapted, tmp_path, randomise):
         ('{"transformer.lora_alpha": Infinity}', "lora_alpha is 'inf', not a number above 0"),
     ],
 )
-def test_an_invalid_alpha_in_a_file_is_refused(tmp_path, metadata, text_of_error):
+def test_invalid_alpha_in_a_lora_file_is_refused(tmp_path, metadata, message):
     weights = {"transformer.a.lora_A.weight": torch.zeros(2, 3)}
     save_file(weights, tmp_path / FILE, metadata={"lora_adapter_metadata": metadata})
-    with pytest.raises(ValueError, match=text_of_error):
+    with pytest.raises(ValueError, match=message):
         load_diffusers_lora(tmp_path)

@@ -1,4 +1,6 @@
-"""Merging for a while: the weights inside are the merged ones, and the base comes back."""
+"""Temporary merging: inside the context the model has the merged weights, and afterwards the base
+weights.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ def bits(transformer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_merged_within_the_context_only(family, randomise, dtype):
+def test_merging_is_active_inside_the_context_and_undone_after_it(family, randomise, dtype):
     transformer = family.load_transformer("cpu", dtype)
     add_adapters(transformer, LORA, family, seed=1)
     randomise(transformer, "ema", 3)
@@ -28,12 +30,12 @@ def test_weights_are_merged_within_the_context_only(family, randomise, dtype):
             assert not torch.equal(weight, before[f"{name}.base_layer.weight"])
     after = bits(transformer)
     assert all(torch.equal(after[name], before[name]) for name in before)
-    # not a copy of the base: the very tensors, so what was derived from them stays true
+    # the restored weights are the same tensors and not copies, so references to them stay valid
     assert pointers == {name: p.data_ptr() for name, p in transformer.named_parameters()}
     assert not any(layer.disable_adapters for _, layer in adapted_modules(transformer))
 
 
-def test_the_base_is_restored_after_an_error(family, adapted, randomise):
+def test_base_is_restored_after_an_error_and_none_merges_nothing(family, adapted, randomise):
     randomise(adapted, "old", 3)
     before = bits(adapted)
     with pytest.raises(RuntimeError, match="inside"), merged(adapted, "old"):
@@ -46,38 +48,41 @@ def test_the_base_is_restored_after_an_error(family, adapted, randomise):
     assert all(torch.equal(tensor, before[name]) for name, tensor in bits(adapted).items())
 
 
-def test_merged_passes_agree_with_unmerged_adapters(family, adapted, cond, randomise):
-    """Two roundings of sums of 32 and 4 terms per product, through 2 blocks: 1e-5 allowed of
-    velocities of size 1; the base differs by more than 0.01.
+def test_merged_forward_pass_matches_the_separate_adapter(family, adapted, cond, randomise):
+    """The product with merged weights and the separate adapter products round sums of 32 and 4
+    terms differently, through 2 blocks. The test allows 1e-5 for velocities of size 1. The base
+    model differs by more than 0.01.
     """
     randomise(adapted, "old", 3)
     x, sigma, rows = noise_for([4], family.latent_shape), torch.tensor(0.5), cond.rows(0)
-    found = {}
+    velocities = {}
     with torch.no_grad():
-        for name, context in (("merged", merged), ("beside", use_adapter)):
+        for name, context in (("merged", merged), ("separate", use_adapter)):
             with context(adapted, "old"):
-                found[name] = family.velocity(adapted, x, sigma, rows)
+                velocities[name] = family.velocity(adapted, x, sigma, rows)
         with use_adapter(adapted, None):
             base = family.velocity(adapted, x, sigma, rows)
         randomise(adapted, "old", 5)
-        with merged(adapted, "old"):  # what was merged before is not kept
-            assert (family.velocity(adapted, x, sigma, rows) - found["merged"]).abs().max() > 0.01
-    assert not torch.equal(found["merged"], found["beside"])
-    torch.testing.assert_close(found["merged"], found["beside"], rtol=0, atol=1e-5)
-    assert (found["merged"] - base).abs().max() > 0.01
+        with merged(adapted, "old"):  # the previous merged weights are not cached
+            assert (
+                family.velocity(adapted, x, sigma, rows) - velocities["merged"]
+            ).abs().max() > 0.01
+    assert not torch.equal(velocities["merged"], velocities["separate"])
+    torch.testing.assert_close(velocities["merged"], velocities["separate"], rtol=0, atol=1e-5)
+    assert (velocities["merged"] - base).abs().max() > 0.01
 
 
-def test_merging_uses_float32_products_regardless_of_tf32(adapted, monkeypatch):
-    seen, matmul = [], torch.Tensor.__matmul__
+def test_merging_uses_full_float32_products_even_if_tf32_is_allowed(adapted, monkeypatch):
+    precisions, matmul = [], torch.Tensor.__matmul__
     monkeypatch.setattr(
         torch.Tensor,
         "__matmul__",
-        lambda *args: seen.append(torch.get_float32_matmul_precision()) or matmul(*args),
+        lambda *args: precisions.append(torch.get_float32_matmul_precision()) or matmul(*args),
     )
     try:
         torch.set_float32_matmul_precision("high")
         merged_weight(adapted_modules(adapted)[0][1], "old")
-        assert seen == ["highest"] and torch.get_float32_matmul_precision() == "high"
+        assert precisions == ["highest"] and torch.get_float32_matmul_precision() == "high"
         with pytest.raises(KeyError), exact_products():
             raise KeyError
         assert torch.get_float32_matmul_precision() == "high"
@@ -85,7 +90,7 @@ def test_merging_uses_float32_products_regardless_of_tf32(adapted, monkeypatch):
         torch.set_float32_matmul_precision("highest")
 
 
-def test_only_adapted_weights_are_held_twice(family, adapted):
+def test_adapted_bytes_count_the_base_weights_of_adapted_modules(family, adapted):
     assert sizes.adapted_bytes(adapted) == sum(
         4 * layer.base_layer.weight.numel() for _, layer in adapted_modules(adapted)
     )

@@ -1,5 +1,5 @@
-"""The format: golden vectors of TransformerEngine's arithmetic, a brute-force oracle, and
-properties.
+"""The NVFP4 format: golden vectors of TransformerEngine's arithmetic, a brute-force reference, and
+property tests.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from policy.precision.emulated import Workspace
 from policy.precision.nvfp4 import Packed, block_amax, dequantize, quantize, quantize_activation
 
 RAMP = [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, -6]
-# zero, or large enough that a block's unit is a normal float32: below that the arithmetic of any
-# format loses bits
+# zero, or large enough that the unit of a block is a normal float32; with smaller values the
+# arithmetic of any format loses bits
 ELEMENTS = st.floats(-8, 8, width=32).map(lambda value: value if abs(value) >= 2.0**-90 else 0.0)
 MATRIX = arrays(np.float32, (3, 48), elements=ELEMENTS)
 ANY_MATRIX = arrays(
@@ -29,7 +29,7 @@ def digest(tensor):
     return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16]
 
 
-def test_golden_hand():
+def test_golden_codes_of_a_manual_example():
     packed = quantize(torch.tensor([RAMP + [448 * v for v in RAMP]]))
     assert packed.amax == 2688
     assert packed.scales.tolist() == [[56, 126]]
@@ -39,44 +39,46 @@ def test_golden_hand():
     )
 
 
-def test_golden_order_of_multiplication():
-    """352 under TransformerEngine's rule since 2.14.1, 320 under the one before."""
+def test_scale_uses_the_order_of_multiplication_of_transformer_engine():
+    """The result is 352 with the rule of TransformerEngine since 2.14.1, and 320 with the earlier
+    rule.
+    """
     weight = torch.zeros(1, 32)
     weight[0, 0], weight[0, 16] = 1.09375, 0.8203125
     assert quantize(weight).scales.view(torch.float8_e4m3fn).float()[0, 1] == 352
 
 
-def test_the_encoding_scale_is_rounded_once():
-    """2688 / amax, as IEEE division rounds it: for a third of all amax values 1 / amax times 2688
-    is another number.
+def test_encoding_scale_is_rounded_once():
+    """The encoding scale is 2688 / amax, rounded once by IEEE division. For a third of all amax
+    values, 1 / amax times 2688 gives another number.
     """
     for amax in torch.linspace(1, 2, 257)[1:]:
         expected = np.float32(2688) / np.float32(amax.item())
         assert nvfp4.encoding_scale(amax).item() == expected
 
 
-def test_golden_bfloat16():
+def test_golden_digests_of_bfloat16_weights():
     i = torch.arange(2048)
     packed = quantize((((i * 2654435761) % 4093 - 2046) / 1024).to(torch.bfloat16).view(32, 64))
     assert digest(packed.codes) == "a84a5cf3bccc0b4d"
     assert digest(packed.scales) == "38f752adbebaa2dd"
 
 
-def test_size_is_four_and_a_half_bits():
+def test_packed_size_is_four_and_a_half_bits_per_weight():
     packed = quantize(torch.randn(32, 64))
     assert sum(t.numel() * t.element_size() for t in vars(packed).values()) == 32 * 64 * 4.5 / 8 + 4
 
 
 def test_e2m1_rounding_against_brute_force():
-    """Nearest of the 15 values, ties to the even code, on a grid of 1/64 (all ties included) and
-    its float32 neighbours.
+    """Values are rounded to the nearest of the 15 values, and ties to the even code. The test uses
+    a grid of 1/64, which includes all ties, and its float32 neighbors.
     """
     grid = torch.arange(-7 * 64, 7 * 64 + 1) / 64.0
     inputs = torch.cat(
         [grid, torch.nextafter(grid, torch.tensor(9.0)), torch.nextafter(grid, torch.tensor(-9.0))]
     )
     distance = (inputs.double().abs().unsqueeze(-1) - torch.tensor(nvfp4.VALUES).double()).abs()
-    # 1e-12 breaks ties, and is below a float32 step
+    # 1e-12 breaks ties and is smaller than a float32 step
     code = (distance + torch.tensor([0, 1e-12] * 4)).argmin(-1)
     expected = torch.tensor(nvfp4.VALUES)[code] * inputs.sign()
     # + 0 makes -0 and 0 equal
@@ -88,8 +90,8 @@ def test_e2m1_rounding_against_brute_force():
 
 
 def test_e4m3_rounding_against_torch():
-    """The arithmetic rounding to 3 mantissa bits is torch's cast, for every pair of neighbouring
-    E4M3 values and between.
+    """The arithmetic rounding to 3 mantissa bits equals torch's cast, for every pair of neighboring
+    E4M3 values and for points between them.
     """
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     steps = torch.linspace(0, 1, 17)
@@ -108,8 +110,10 @@ def test_every_code_decodes():
     assert dequantize(packed).tolist() == [[*nvfp4.VALUES, *(-v for v in nvfp4.VALUES)]]
 
 
-def parts(weight, packed):
-    """Blocks of the input, decoded, and each block's unit sf * amax / 2688, in float64."""
+def blocks_and_units(weight, packed):
+    """Return the blocks of the input, the decoded blocks, and the unit sf * amax / 2688 of each
+    block, in float64.
+    """
     unit = packed.scales.view(torch.float8_e4m3fn).double() * packed.amax.double() / 2688
     return (
         weight.double().view(*unit.shape, 16),
@@ -120,20 +124,21 @@ def parts(weight, packed):
 
 @given(MATRIX)
 def test_error_is_at_most_one_unit(array):
-    """Steps are at most 2 units, so rounding errs by at most 1; saturation loses at most 6/16, as
-    sf rounds down by 1/16 at most while it is normal. 1e-5 covers the float32 arithmetic.
+    """Steps are at most 2 units, so rounding errs by at most 1 unit. Saturation loses at most 6/16
+    of a unit, because a normal sf is rounded down by at most 1/16. 1e-5 covers the float32
+    arithmetic.
     """
     weight = torch.from_numpy(array)
     packed = quantize(weight)
-    blocks, decoded, unit = parts(weight, packed)
+    blocks, decoded, unit = blocks_and_units(weight, packed)
     normal = (packed.scales >= 8) | (block_amax(weight) == 0)
     assert ((blocks - decoded).abs().amax(-1) <= unit * (1 + 1e-5))[normal].all()
 
 
 @given(MATRIX)
 def test_round_trip_is_idempotent(array):
-    """Packing what was decoded, at the same amax, decodes to the same; blocks of subnormal sf
-    aside, where 6 is not reached.
+    """Packing the decoded weight with the same amax decodes to the same weight. Blocks with a
+    subnormal sf are excluded, because they do not reach the value 6.
     """
     packed = quantize(torch.from_numpy(array))
     once = dequantize(packed)
@@ -145,19 +150,21 @@ def test_round_trip_is_idempotent(array):
 @given(MATRIX)
 @example(np.zeros((3, 48), np.float32))
 def test_scale_search_is_never_worse(array):
-    """Per block, in squared error; 1e-5 covers the difference between float32 and float64 sums."""
+    """The squared error of every block is at most that without the search. 1e-5 covers the
+    difference between float32 and float64 sums.
+    """
     weight = torch.from_numpy(array)
     plain, searched = quantize(weight), quantize(weight, search=True)
-    blocks, decoded, _ = parts(weight, plain)
-    _, better, _ = parts(weight, searched)
+    blocks, decoded, _ = blocks_and_units(weight, plain)
+    _, better, _ = blocks_and_units(weight, searched)
     before, after = (blocks - decoded).square().sum(-1), (blocks - better).square().sum(-1)
     assert (after <= before * (1 + 1e-5) + 1e-12).all()
     assert not (searched.scales == 127).any()
 
 
 def test_scale_search_reaches_the_published_gain():
-    """On Gaussian weights the relative error falls from .095 to .081-.082 (4096 blocks: the mean is
-    good to 1 %).
+    """On Gaussian weights the search reduces the relative error from 0.095 to 0.081-0.082. With
+    4096 blocks, the mean is accurate to 1 %.
     """
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     errors = [
@@ -168,9 +175,9 @@ def test_scale_search_reaches_the_published_gain():
     assert errors[1] == pytest.approx(0.0815, rel=0.02)
 
 
-def test_zero_blocks_and_underflowing_blocks():
-    """A zero block is zeros; a block below amax / 2^19 has sf 0 and decodes to 0, its codes
-    saturated.
+def test_zero_block_and_underflowing_block_decode_to_zero():
+    """A block of zeros decodes to zeros. A block below amax / 2^19 has sf 0, saturated codes, and
+    decodes to 0.
     """
     weight = torch.zeros(1, 48)
     weight[0, 0], weight[0, 20] = 1.0, -(2.0**-19)
@@ -181,12 +188,12 @@ def test_zero_blocks_and_underflowing_blocks():
     assert dequantize(packed)[0].tolist() == [1.0] + [0.0] * 47
 
 
-def test_all_zero():
+def test_zero_weight_decodes_to_zero():
     packed = quantize(torch.zeros(2, 32), search=True)
     assert packed.amax == 0 and not packed.codes.any() and not dequantize(packed).any()
 
 
-def test_a_frozen_amax():
+def test_given_amax_is_used():
     weight = torch.tensor([RAMP])
     packed = quantize(weight, amax=torch.tensor(12.0))
     assert packed.amax == 12 and packed.scales.tolist() == [[0x76]]  # sf = 224, half of 448
@@ -195,7 +202,7 @@ def test_a_frozen_amax():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_non_finite_weight_is_refused(bad):
+def test_non_finite_weight_is_refused(bad):
     weight = torch.ones(2, 32)
     weight[1, 7] = bad
     with pytest.raises(ValueError, match="cannot pack a weight with amax (nan|inf)"):
@@ -203,7 +210,7 @@ def test_a_non_finite_weight_is_refused(bad):
 
 
 @pytest.mark.parametrize("shape", [(4, 20), (16,), (2, 2, 16)])
-def test_a_wrong_shape_is_refused(shape):
+def test_unsupported_shape_is_refused(shape):
     with pytest.raises(ValueError, match="K a multiple of 16"):
         quantize(torch.ones(shape))
 
@@ -216,7 +223,7 @@ def test_power_of_two_above(amax, expected):
     assert nvfp4.power_of_two_above(torch.tensor(amax)).item() == expected
 
 
-def test_power_of_two_above_non_finite_values():
+def test_power_of_two_above_a_non_finite_value_is_nan():
     assert nvfp4.power_of_two_above(torch.tensor([float("nan"), float("inf")])).isnan().all()
 
 
@@ -224,17 +231,19 @@ def test_power_of_two_above_non_finite_values():
 @example(np.zeros((2, 32), np.float32))
 @example(np.full((2, 32), 3e-45, np.float32))
 @example(np.full((2, 32), 3.4e38, np.float32))
-def test_the_fast_activation_quantizer_equals_the_plain_one(array):
-    """Bit for bit, over the whole range of float32."""
+def test_fast_activation_quantizer_equals_the_plain_one(array):
+    """Both are equal bit for bit over the whole range of float32."""
     x = torch.from_numpy(array)
-    quick, plain = Workspace().quantized(x), quantize_activation(x)
-    assert torch.equal(quick[0].view(torch.int32), plain[0].view(torch.int32))
-    assert torch.equal(quick[1], plain[1])
+    fast, plain = Workspace().quantized(x), quantize_activation(x)
+    assert torch.equal(fast[0].view(torch.int32), plain[0].view(torch.int32))
+    assert torch.equal(fast[1], plain[1])
 
 
 @given(MATRIX)
-def test_activations_are_weights_with_a_rounded_amax(array):
-    """The operand of an activation is q * sf of the same rule at amax = the next power of two."""
+def test_activations_are_quantized_like_weights_with_a_rounded_amax(array):
+    """The operand of an activation is q * sf by the rule for weights, with amax rounded up to a
+    power of two.
+    """
     x = torch.from_numpy(array)
     operand, amax = quantize_activation(x)
     largest = x.abs().max()
@@ -247,8 +256,8 @@ def test_activations_are_weights_with_a_rounded_amax(array):
 
 
 @given(MATRIX, st.floats(0.0, 1.0))
-def test_a_neighbor_with_a_smaller_amax_changes_nothing(array, share):
-    """An image in the batch whose amax is below the same power of two leaves every bit of the
+def test_smaller_rows_do_not_change_other_rows(array, share):
+    """An image in the batch whose amax is not above the same power of two changes no bit of the
     others.
     """
     x = torch.from_numpy(array)
@@ -257,13 +266,17 @@ def test_a_neighbor_with_a_smaller_amax_changes_nothing(array, share):
     assert torch.equal(together[:3], alone)
 
 
-def test_a_neighbor_with_a_larger_amax_changes_nothing_with_normal_scales():
-    """5.7 times the amax: all scales move by a power of two, 8, and the decoded values stay."""
+def test_larger_rows_do_not_change_other_rows_with_normal_scales():
+    """With 5.7 times the amax, all scales change by the same power of two, 8, and the decoded
+    values stay equal.
+    """
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     alone, amax = quantize_activation(x)
-    together, louder = quantize_activation(torch.cat([x, torch.full((1, 64), 5.7 * amax.item())]))
-    assert louder == 8 * amax
-    assert torch.equal(together[:4] * louder, alone * amax)
+    together, larger_amax = quantize_activation(
+        torch.cat([x, torch.full((1, 64), 5.7 * amax.item())])
+    )
+    assert larger_amax == 8 * amax
+    assert torch.equal(together[:4] * larger_amax, alone * amax)
 
 
 def test_non_finite_activations_stay_visible():

@@ -1,5 +1,5 @@
-"""NVFP4 kernels: what a CPU can tell of them, and comparisons with the emulation that run where a
-Blackwell GPU is.
+"""NVFP4 kernels: tests that run on a CPU, and comparisons with the emulation that run on a
+Blackwell GPU.
 """
 
 import contextlib
@@ -45,9 +45,9 @@ def on_gpu(name: str):
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (1, 1), (130, 5), (256, 12), (24, 4)])
-def test_the_order_of_scales_is_the_documented_one(shape):
-    """Byte 16 (r % 32) + 4 (r // 32) + c of its 128 x 4 tile, tiles along the columns first, zeros
-    where nothing was.
+def test_scales_are_in_the_documented_order(shape):
+    """A scale is at byte 16 (r % 32) + 4 (r // 32) + c of its 128 x 4 tile. Tiles are ordered along
+    the columns first. Unused bytes are zero.
     """
     n, c = shape
     scales = torch.randint(
@@ -71,8 +71,8 @@ def test_rows_are_padded_with_zeros():
     assert padded_rows(rows[:16]).data_ptr() == rows.data_ptr()
 
 
-def test_padding_changes_no_row():
-    """Zero rows have neither a larger amax nor blocks of their own."""
+def test_padding_does_not_change_packed_rows():
+    """Zero rows do not change amax and share no block with other rows."""
     rows = torch.randn(17, 64, generator=torch.Generator().manual_seed(0))
     alone, padded = pack_activation(rows), pack_activation(padded_rows(rows))
     assert torch.equal(padded.codes[:17], alone.codes)
@@ -81,8 +81,10 @@ def test_padding_changes_no_row():
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_packed_activations_decode_to_the_emulated_ones(exact):
-    """q sf amax / 2688 both ways; two float32 roundings of the unit, one of the product."""
+def test_packed_activations_decode_to_the_emulated_values(exact):
+    """Both decode to q sf amax / 2688. The tolerance covers two float32 roundings of the unit and
+    one of the product.
+    """
     rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)) * 3
     operand, amax = quantize_activation(rows, exact)
     expected = operand.double() * amax.double() / 2688
@@ -93,14 +95,14 @@ def test_packed_activations_decode_to_the_emulated_ones(exact):
 
 
 @pytest.mark.parametrize("name", HARDWARE)
-def test_supported_shapes_of_the_kernels(name):
+def test_kernels_refuse_unsupported_shapes(name):
     backend = BACKENDS[name]
     assert backend.unsupported_reason(32, 64) is None
     assert backend.unsupported_reason(24, 64) == "N = 24 is not a multiple of 16"
     assert backend.unsupported_reason(32, 48) == "K = 48 is not a multiple of 32"
 
 
-def test_published_weights_arrive_in_place_and_in_order():
+def test_published_weights_are_loaded_in_place_and_in_order():
     linear = nn.Linear(96, 32)
     layer = NVFP4Weight(linear)
     packed = BACKENDS["torch_nvfp4"].pack(linear.weight, True)
@@ -124,10 +126,8 @@ def test_published_weights_arrive_in_place_and_in_order():
 
 
 @pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32])
-def test_torch_accepts_the_arguments(bias):
-    """torch's own check of shapes, types and strides for CUDA, which it makes of tensors without
-    data too.
-    """
+def test_torch_accepts_the_arguments_of_the_product(bias):
+    """torch checks shapes, types and strides for CUDA also on tensors without data."""
     codes, factor = torch.empty(32, 32, dtype=torch.uint8), torch.empty(1)
     x = Operand(
         torch.empty(48, 32, dtype=torch.uint8), torch.empty(512, dtype=torch.uint8), factor.view(())
@@ -139,11 +139,13 @@ def test_torch_accepts_the_arguments(bias):
     assert y.shape == (48, 32) and y.dtype == torch.bfloat16
     with pytest.raises(RuntimeError, match="(?i)scale"):
         scaled_mm(x, codes, scales[: 128 * 3], factor, added)
-    with pytest.raises(RuntimeError, match="divisible by 16"):  # K = 48: why the backend refuses it
+    with pytest.raises(
+        RuntimeError, match="divisible by 16"
+    ):  # K = 48, which the backend therefore refuses
         scaled_mm(x._replace(codes=x.codes[:, :24]), codes[:, :24], scales, factor)
 
 
-def test_a_whole_layer_passes_torchs_check():
+def test_complete_layer_passes_the_checks_of_torch():
     layer = TorchNVFP4Linear(
         nn.Linear(64, 32, device="meta", dtype=torch.bfloat16), LastInput(), False
     )
@@ -151,7 +153,7 @@ def test_a_whole_layer_passes_torchs_check():
     assert y.shape == (3, 5, 32) and y.dtype == torch.bfloat16
 
 
-def test_an_operand_is_what_the_eager_packing_gives():
+def test_operand_equals_the_eager_packing():
     x = torch.randn(2, 9, 48, generator=torch.Generator().manual_seed(0))
     packed = pack_activation(padded_rows(x.flatten(0, 1)))
     operand = pack_operand(x, False)
@@ -161,7 +163,7 @@ def test_an_operand_is_what_the_eager_packing_gives():
 
 
 def engine(calls: list[torch.Tensor]) -> SimpleNamespace:
-    """TransformerEngine as far as a layer over packed weights asks for it."""
+    """A fake TransformerEngine with everything that a layer over packed weights uses."""
     return SimpleNamespace(
         NVFP4Quantizer=SimpleNamespace,
         NVFP4Tensor=lambda shape, dtype, **parts: torch.empty(shape, dtype=dtype, device="meta"),
@@ -173,8 +175,8 @@ def engine(calls: list[torch.Tensor]) -> SimpleNamespace:
     )
 
 
-def test_transformer_engine_gets_padded_rows_within_its_index_range(monkeypatch):
-    """2,664 rows, SD3.5 Large's text at batch 8, are 83 times 32 and 8 more."""
+def test_transformer_engine_gets_padded_rows_up_to_its_index_limit(monkeypatch):
+    """SD3.5 Large's text at batch size 8 has 2,664 rows, which are 83 times 32 plus 8."""
     calls: list[torch.Tensor] = []
     layer = EngineLinear(nn.Linear(64, 32, bias=False), engine(calls), None)
     assert layer(torch.ones(8, 333, 64)).shape == (8, 333, 32) and len(calls[0]) == 2688
@@ -183,8 +185,10 @@ def test_transformer_engine_gets_padded_rows_within_its_index_range(monkeypatch)
         layer(torch.ones(8, 333, 64))
 
 
-def test_transformer_engines_layers_are_used_for_exact_amax_only(monkeypatch):
-    """Otherwise they are those of torch_nvfp4. Compiling them is refused by name."""
+def test_transformer_engine_layers_are_used_only_for_an_exact_range(monkeypatch):
+    """Only an exact range uses the layers of TransformerEngine. Otherwise te_nvfp4 uses the layers
+    of torch_nvfp4. Compiling TransformerEngine's layers is refused with a clear message.
+    """
     recipes = SimpleNamespace(NVFP4BlockScaling=SimpleNamespace)
     monkeypatch.setattr(te_nvfp4, "import_engine", lambda: (engine([]), recipes))
     linear, backend = nn.Linear(64, 32), BACKENDS["te_nvfp4"]
@@ -195,7 +199,7 @@ def test_transformer_engines_layers_are_used_for_exact_amax_only(monkeypatch):
         compiled(nn.Sequential(layer), torch.device("cpu"))
 
 
-def test_the_recipe_disables_training_techniques():
+def test_recipe_disables_the_training_options():
     recipes = SimpleNamespace(NVFP4BlockScaling=SimpleNamespace)
     assert vars(nvfp4_recipe(recipes)) == {
         "disable_rht": True,
@@ -204,11 +208,11 @@ def test_the_recipe_disables_training_techniques():
     }
 
 
-# ---- where a Blackwell GPU is
+# ---- tests on a Blackwell GPU
 
 
 def layers_on_gpu(name: str) -> tuple[nn.Module, nn.Module]:
-    """The backend's layer and the emulated one, with the same packed weight."""
+    """Return the layer of the backend and the emulated layer, with the same packed weight."""
     linear = nn.Linear(256, 128).to(CUDA, torch.bfloat16)
     layers = []
     for backend in (BACKENDS[name], BACKENDS["emulated_nvfp4"]):
@@ -224,21 +228,23 @@ def layers_on_gpu(name: str) -> tuple[nn.Module, nn.Module]:
 @pytest.mark.parametrize("rows", [48, 7])
 @torch.no_grad()
 def test_kernels_equal_the_emulation(name, rows):
-    """Same codes, same scales: float32 sums in another order, rounded to bfloat16, twice where the
-    bias is added apart.
+    """Codes and scales are equal. The results differ by float32 sums in another order and by
+    rounding to bfloat16, which happens twice where the bias is added separately.
     """
     layer, emulated = layers_on_gpu(name)
     x = torch.randn(rows, 256, device=CUDA, dtype=torch.bfloat16)
-    found, expected = layer(x).double(), emulated(x).double()
+    actual, expected = layer(x).double(), emulated(x).double()
     assert (
-        (found - expected).abs() <= 2.0**-7 * expected.abs() + 2.0**-7 * expected.abs().mean()
+        (actual - expected).abs() <= 2.0**-7 * expected.abs() + 2.0**-7 * expected.abs().mean()
     ).all()
 
 
 @pytest.mark.parametrize("name", [on_gpu(name) for name in HARDWARE])
 @torch.no_grad()
-def test_a_captured_graph_survives_a_load(name):
-    """And packs what its input holds when it is replayed, not what was packed to warm up."""
+def test_captured_graph_uses_newly_loaded_weights(name):
+    """A captured graph uses newly loaded weights. It packs the content of its input at replay, and
+    does not reuse the input that was packed during warm-up.
+    """
     layer, _ = layers_on_gpu(name)
     x = torch.randn(32, 256, device=CUDA, dtype=torch.bfloat16)
     stream = torch.cuda.Stream()
@@ -261,13 +267,13 @@ def test_a_captured_graph_survives_a_load(name):
 
 @pytest.mark.parametrize("name", [on_gpu(name) for name in HARDWARE])
 @torch.no_grad()
-def test_a_neighbor_changes_nothing_on_the_gpu(name):
+def test_rows_do_not_depend_on_other_rows_on_the_gpu(name):
     linear = nn.Linear(256, 128).to(CUDA, torch.bfloat16)
     layer = BACKENDS[name].replacements("power_of_two")(linear)
     for part, tensor in BACKENDS[name].pack(linear.weight, True).items():
         layer.wire_targets()[part].copy_(tensor)
     layer.finish_loading()
     x = torch.randn(32, 256, device=CUDA, dtype=torch.bfloat16)
-    loud = x.clone()
-    loud[16:] *= 3
-    assert torch.equal(layer(x)[:16], layer(loud)[:16])
+    changed = x.clone()
+    changed[16:] *= 3
+    assert torch.equal(layer(x)[:16], layer(changed)[:16])

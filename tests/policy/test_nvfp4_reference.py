@@ -1,10 +1,11 @@
-"""Bit for bit the reference quantizer that NVIDIA publishes in Python, and the interfaces that
-``te_nvfp4`` is written against.
+"""The quantizer equals, bit for bit, the reference quantizer that NVIDIA publishes in Python. The
+interfaces of TransformerEngine that ``te_nvfp4`` uses exist.
 
-Both are read from the pure-Python wheel of TransformerEngine, whose compiled parts are not needed:
-``pip download --no-deps transformer-engine==2.20.2``, unzip it, and name the directory in
-TRANSFORMER_ENGINE_WHEEL (docs/precision.md). Skipped where it is absent. Not on PYTHONPATH: peft
-imports what it finds there, and an unbuilt engine refuses.
+Both are read from the pure-Python wheel of TransformerEngine. Its compiled parts are not needed:
+run ``pip download --no-deps transformer-engine==2.20.2``, unzip the file, and set
+TRANSFORMER_ENGINE_WHEEL to the directory (docs/precision.md). Without it, the tests are skipped.
+The directory must not be on PYTHONPATH, because peft imports TransformerEngine if it finds it, and
+the import fails without the compiled parts.
 """
 
 import ast
@@ -24,12 +25,12 @@ from policy.precision.te_nvfp4 import PARTS, engine_lacks, nvfp4_recipe
 
 
 def package() -> Path | None:
-    """The directory of the package ``transformer_engine``: unpacked, or installed."""
+    """Return the directory of the package ``transformer_engine``, unpacked or installed."""
     named = os.environ.get("TRANSFORMER_ENGINE_WHEEL")
     if named:
         return Path(named) / "transformer_engine"
-    found = importlib.util.find_spec("transformer_engine")
-    return Path(next(iter(found.submodule_search_locations or []))) if found else None
+    result = importlib.util.find_spec("transformer_engine")
+    return Path(next(iter(result.submodule_search_locations or []))) if result else None
 
 
 PACKAGE = package()
@@ -40,8 +41,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def stubbed(monkeypatch):
-    """TransformerEngine's package tree without its compiled parts: what they define is replaced by
-    empty classes.
+    """The package tree of TransformerEngine without its compiled parts. Empty classes replace what
+    these define.
     """
 
     class Quantizer:
@@ -49,10 +50,10 @@ def stubbed(monkeypatch):
             self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
 
     def module(name: str, **contents: object) -> None:
-        made = types.ModuleType(name)
-        made.__path__ = [str(PACKAGE.joinpath(*name.split(".")[1:]))]
-        vars(made).update(contents)
-        monkeypatch.setitem(sys.modules, name, made)
+        stub = types.ModuleType(name)
+        stub.__path__ = [str(PACKAGE.joinpath(*name.split(".")[1:]))]
+        vars(stub).update(contents)
+        monkeypatch.setitem(sys.modules, name, stub)
 
     for name in ("", ".common", ".pytorch", ".pytorch.tensor"):
         module(f"transformer_engine{name}")
@@ -74,7 +75,9 @@ def data_sets() -> dict[str, torch.Tensor]:
     normal = torch.randn(64, 128, generator=generator)
     sparse = normal * (torch.rand(64, 128, generator=generator) < 0.1)
     blocks = normal.clone()
-    blocks[:, 16:32] = 0  # blocks of zeros, and below some that underflow to a scale of zero
+    blocks[:, 16:32] = (
+        0  # blocks of zeros; the next line makes blocks that underflow to a scale of zero
+    )
     blocks[:32, 48:64] *= 1e-8
     grid = torch.randint(-12, 13, (64, 128), generator=generator) / 2.0  # ties of E2M1
     return {
@@ -108,7 +111,7 @@ def test_codes_and_scales_equal_the_reference(stubbed, name):
         assert torch.equal(packed.codes, codes.view(torch.uint8))
 
 
-def test_the_recipe_equals_the_installed_one(stubbed):
+def test_recipe_exists_in_the_installed_version(stubbed):
     recipes = stubbed("transformer_engine.common.recipe")
     assert engine_lacks(types.SimpleNamespace(**dict.fromkeys(PARTS)), recipes) == []
     recipe = nvfp4_recipe(recipes)
@@ -123,21 +126,23 @@ def test_the_recipe_equals_the_installed_one(stubbed):
 
 
 def arguments(file: str, owner: str, function: str) -> set[str]:
-    """Names of the arguments of ``owner.function`` in a file of the wheel, which cannot be imported
-    without CUDA.
+    """Return the argument names of ``owner.function`` in a file of the wheel. The file cannot be
+    imported without CUDA.
     """
     tree = ast.parse((PACKAGE / "pytorch" / file).read_text())
     body = next(
         node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner
     )
-    found = next(
+    result = next(
         node for node in body if isinstance(node, ast.FunctionDef) and node.name == function
     )
-    return {argument.arg for argument in [*found.args.args, *found.args.kwonlyargs]}
+    return {argument.arg for argument in [*result.args.args, *result.args.kwonlyargs]}
 
 
-def test_the_arguments_passed_to_transformer_engine_exist():
-    """Read from ``policy/precision/te_nvfp4.py`` itself, so that the two cannot drift apart."""
+def test_arguments_that_the_backend_passes_exist():
+    """The arguments are read from ``policy/precision/te_nvfp4.py``, so that the test stays
+    consistent with the code.
+    """
     source = ast.parse(Path(te_nvfp4.__file__).read_text())
     calls = {
         node.func.attr: {keyword.arg for keyword in node.keywords}

@@ -1,4 +1,4 @@
-"""Weights that leave come back as they were: objects, shapes, strides and every bit."""
+"""Offloaded weights come back unchanged: the same objects, shapes, strides and bits."""
 
 import pytest
 import torch
@@ -10,7 +10,9 @@ CPU = torch.device("cpu")
 
 
 class Model(nn.Module):
-    """Several types, a tied weight, an odd layout, a scale that is NaN with a payload."""
+    """A model with several dtypes, a tied weight, a channels-last layout, and a scale that is NaN
+    with a payload.
+    """
 
     def __init__(self):
         super().__init__()
@@ -42,21 +44,27 @@ def test_tensors_move_and_return_bit_for_bit():
     model = Model().requires_grad_(False)
     before, tensors = state(model), list(frozen_tensors(model))
     offload = Offload(frozen_tensors(model), CPU)
-    at_home = addresses(tensors)
+    host_addresses = addresses(tensors)
     assert offload.away and state(model) == before
     for _ in range(2):
         assert offload.to_device() == offload.nbytes == sum(t.nbytes for t in tensors)
-        there = addresses(tensors)
-        assert not set(there) & set(at_home) and not offload.away and state(model) == before
+        device_addresses = addresses(tensors)
+        assert (
+            not set(device_addresses) & set(host_addresses)
+            and not offload.away
+            and state(model) == before
+        )
         assert offload.to_device() == 0
         assert offload.to_host() == offload.nbytes and offload.to_host() == 0
-        assert addresses(tensors) == at_home and state(model) == before  # memory is taken once
+        assert (
+            addresses(tensors) == host_addresses and state(model) == before
+        )  # host memory is allocated only once
     assert model.tied.weight is model.first.weight
-    assert all(mine is now for mine, now in zip(tensors, frozen_tensors(model), strict=True))
-    assert all(address % ALIGNED == at_home[0] % ALIGNED for address in at_home)
+    assert all(old is new for old, new in zip(tensors, frozen_tensors(model), strict=True))
+    assert all(address % ALIGNED == host_addresses[0] % ALIGNED for address in host_addresses)
 
 
-def test_changes_on_the_device_move_along():
+def test_changes_on_the_device_are_kept():
     model = Model().requires_grad_(False)
     offload = Offload(frozen_tensors(model), CPU)
     offload.to_device()
@@ -66,7 +74,7 @@ def test_changes_on_the_device_move_along():
     assert model.get_buffer("codes").tolist() == list(range(1, 8))
 
 
-def test_adapters_stay_on_the_device():
+def test_adapters_are_not_offloaded():
     model = nn.Module()
     model.block = nn.Module()
     model.block.base_layer = nn.Linear(2, 2)
@@ -76,7 +84,7 @@ def test_adapters_stay_on_the_device():
     assert [id(each) for each in moving] == [id(base.weight), id(base.bias)]
 
 
-def test_elements_that_share_memory_are_refused():
+def test_tensor_whose_elements_share_memory_is_refused():
     model = nn.Module()
     model.register_buffer("one", torch.zeros(1).expand(3))
     with pytest.raises(ValueError, match=r"\(3,\) and strides \(0,\) cannot move to host memory"):
@@ -88,10 +96,12 @@ ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUD
 
 @pytest.mark.gpu
 @ON_A_GPU
-def test_on_a_gpu_no_memory_is_left_behind():
+def test_offloading_frees_all_gpu_memory():
     device, model = torch.device("cuda"), nn.Linear(4096, 4096).requires_grad_(False)
     before, x = state(model), torch.ones(1, 4096)
-    x.to(device) @ torch.ones(4096, 1, device=device)  # a workspace of the library stays
+    x.to(device) @ torch.ones(
+        4096, 1, device=device
+    )  # the workspace of the library remains allocated
     empty = torch.cuda.memory_allocated()
     offload = Offload(frozen_tensors(model), device)
     for _ in range(2):
@@ -105,15 +115,15 @@ def test_on_a_gpu_no_memory_is_left_behind():
 
 @pytest.mark.gpu
 @ON_A_GPU
-def test_on_a_gpu_compiled_graphs_see_returned_weights():
+def test_compiled_model_uses_the_returned_weights_on_a_gpu():
     device, model = torch.device("cuda"), nn.Linear(64, 64).requires_grad_(False)
     offload, x = Offload(frozen_tensors(model), device), torch.ones(2, 64, device=device)
     compiled = torch.compile(model, dynamic=False)
-    found = []
+    result = []
     for _ in range(3):
         offload.to_device()
-        taken = torch.empty(1 << 20, device=device)  # so that addresses change
-        found.append(compiled(x).cpu())
+        blocker = torch.empty(1 << 20, device=device)  # so that addresses change
+        result.append(compiled(x).cpu())
         offload.to_host()
-        del taken
-    assert all(torch.equal(each, found[0]) for each in found)
+        del blocker
+    assert all(torch.equal(each, result[0]) for each in result)

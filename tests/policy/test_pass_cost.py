@@ -1,5 +1,5 @@
-"""What ``sol-rl plan`` counts on tensors without data against what torch's CPU allocator hands out
-in a real pass.
+"""The memory that ``sol-rl plan`` counts on tensors without data is compared with the allocations
+of torch's CPU allocator in a real pass.
 """
 
 from collections.abc import Callable
@@ -22,14 +22,14 @@ from tests.tiny_families import one_of_twins, tiny_model
 
 ROWS = 8
 SCRATCH = {"sana": 0.01, "sana_video": 0.015}
-"""Share of the peak that the CPU's convolutions want beside it."""
+"""The additional memory that the CPU's convolutions need, as a share of the peak."""
 
 
-def allocated(run: Callable[[], Any]) -> int:
-    """Bytes at the peak of ``run`` on top of what was there, from the profiler's record of every
+def peak_allocation(run: Callable[[], Any]) -> int:
+    """Return the peak of bytes that ``run`` allocates, from the profiler's record of every
     allocation and release.
     """
-    run()  # what is made once and kept is no part of it
+    run()  # tensors that are made once and cached do not count
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -42,9 +42,9 @@ def allocated(run: Callable[[], Any]) -> int:
     return peak
 
 
-def later(count: Callable[[], pass_cost.PassCost]) -> int:
-    """The peak of a pass that is not the first: that one makes tables of positions as well, which
-    Qwen-Image and Z-Image keep.
+def second_pass_peak(count: Callable[[], pass_cost.PassCost]) -> int:
+    """Return the peak of the second pass. The first pass also makes tables of positions, which
+    Qwen-Image and Z-Image cache.
     """
     count()
     return count().peak
@@ -62,8 +62,10 @@ def inputs(family) -> tuple:
 
 
 @pytest.mark.parametrize("name", one_of_twins(False))
-def test_the_peak_of_a_sampling_step(family):
-    """To one scalar, as sigma is on the CPU in both, but for ``SCRATCH``."""
+def test_planned_peak_of_a_sampling_step(family):
+    """Both peaks are equal up to one scalar, because sigma is on the CPU in both, and up to
+    ``SCRATCH``.
+    """
     transformer, (x, cond) = family.load_transformer("cpu", torch.float32), inputs(family)
 
     @torch.no_grad()
@@ -71,18 +73,18 @@ def test_the_peak_of_a_sampling_step(family):
         family.velocity(transformer, x, torch.tensor(0.5), cond)
 
     blank = meta.meta_denoiser(family, torch.float32)
-    planned = later(lambda: pass_cost.denoiser_cost(family, blank, ROWS, torch.float32))
+    planned = second_pass_peak(lambda: pass_cost.denoiser_cost(family, blank, ROWS, torch.float32))
     slack = SCRATCH.get(family.name, 0.0) * planned + 64
-    assert allocated(step) == pytest.approx(planned, abs=slack)
+    assert peak_allocation(step) == pytest.approx(planned, abs=slack)
 
 
 @pytest.mark.parametrize("name", one_of_twins(True))
-def test_the_peak_of_a_sampling_step_on_merged_weights(family):
-    """The weights that are merged, held twice, beside that of the pass; merging itself has one
-    module's product and sum in float32 beside them, which is less than the pass.
+def test_planned_peak_of_a_sampling_step_with_merged_weights(family):
+    """The peak is that of the pass plus a second copy of the weights that are merged. Merging
+    itself also needs one module's product and sum in float32, which is less than the pass needs.
     """
     blank = meta.meta_denoiser(family, torch.float32)
-    planned = later(lambda: pass_cost.denoiser_cost(family, blank, ROWS, torch.float32))
+    planned = second_pass_peak(lambda: pass_cost.denoiser_cost(family, blank, ROWS, torch.float32))
     meta.adapt(blank, family, Lora(rank=4))
     planned += sizes.adapted_bytes(blank)
     transformer, (x, cond) = family.load_transformer("cpu", torch.float32), inputs(family)
@@ -94,15 +96,16 @@ def test_the_peak_of_a_sampling_step_on_merged_weights(family):
             family.velocity(transformer, x, torch.tensor(0.5), cond)
 
     slack = SCRATCH.get(family.name, 0.0) * planned + 64
-    assert allocated(step) == pytest.approx(planned, abs=slack)
+    assert peak_allocation(step) == pytest.approx(planned, abs=slack)
 
 
 @pytest.mark.parametrize(
     ("name", "checkpointing"), [*one_of_twins(False, False), *one_of_twins(True, True)]
 )
-def test_the_peak_of_a_training_pass(family, checkpointing):
-    """Within 3 %: a kernel's own scratch is not counted, and gradients are released in an order of
-    their own. For Wan within 16 kB: with checkpointing it takes 15 kB more at every size.
+def test_planned_peak_of_a_training_pass(family, checkpointing):
+    """The peaks agree within 3 %, because the memory inside kernels is not counted and gradients
+    may be released in another order. For Wan the test allows 16 kB more, because with checkpointing
+    it needs 15 kB more at every size.
     """
     blank = meta.meta_denoiser(family, torch.float32)
     meta.adapt(blank, family, Lora(rank=4))
@@ -119,33 +122,36 @@ def test_the_peak_of_a_training_pass(family, checkpointing):
             del velocity
             loss.backward()
 
-    planned = later(lambda: passes.training_work(family, blank, ROWS, torch.float32, checkpointing))
+    planned = second_pass_peak(
+        lambda: passes.training_work(family, blank, ROWS, torch.float32, checkpointing)
+    )
     slack = 2**14 if family.name == "wan" else 0
-    assert allocated(train) == pytest.approx(planned, rel=0.03, abs=slack)
+    assert peak_allocation(train) == pytest.approx(planned, rel=0.03, abs=slack)
 
 
 @pytest.mark.parametrize(
     ("name", "measured", "on_a_cpu"),
     [("sd3.5-medium", 17.19310848e9, 12.889e9), ("sana-1.6b", 9.697755136e9, 9.698e9)],
 )
-def test_the_peak_of_decoding_on_a_gpu(name, measured, on_a_cpu):
-    """Of 4 images of 1024 x 1024 in FP32, measured on one H200. cuDNN turns a convolution's input
-    and output from NCHW into NHWC: second copies, but for a residual stream whose channels are last
-    already, as in SD3.5's decoder after its attention. In SANA's the peak is a norm's. 9 MB of
-    17.19 GB are not explained.
+def test_planned_peak_of_decoding_on_a_gpu(name, measured, on_a_cpu):
+    """The peak of decoding 4 images of 1024 x 1024 pixels in FP32 was measured on one H200. cuDNN
+    converts the input and output of a convolution from NCHW to NHWC, which makes second copies.
+    Tensors that are already channels-last need none, such as the residual stream of SD3.5's decoder
+    after its attention. In SANA's decoder a norm determines the peak. 9 MB of 17.19 GB are not
+    explained.
     """
     with case_of(name, 1024, False) as case:
         peaks = [passes.decoding_work(case.family, 4, gpu=gpu)[1].peak for gpu in (True, False)]
     assert peaks == [pytest.approx(measured, rel=1e-3), pytest.approx(on_a_cpu, rel=1e-4)]
 
 
-def test_second_copies_of_known_convolutions():
-    """[1, 4, 8, 8] to [1, 6, 8, 8] in FP32; one of a single point, a depthwise one and channels
-    that come last need none, and the last stay last.
+def test_second_copies_of_a_convolution_match_a_manual_count():
+    """The convolution maps [1, 4, 8, 8] to [1, 6, 8, 8] in FP32. A 1x1 convolution, a depthwise one
+    and channels-last inputs need no second copy, and channels-last tensors stay channels-last.
     """
     x = torch.empty(1, 4, 8, 8, device="meta")
     last = x.contiguous(memory_format=torch.channels_last)
-    given, made = 4 * x.numel(), 4 * 6 * 64
+    input_bytes, output_bytes = 4 * x.numel(), 4 * 6 * 64
 
     def peak(x: torch.Tensor, weight: tuple[int, ...], groups: int = 1) -> int:
         kernel = torch.empty(weight, device="meta")
@@ -154,6 +160,6 @@ def test_second_copies_of_known_convolutions():
         assert out.is_contiguous() == x.is_contiguous()
         return tally.peak
 
-    assert peak(x, (6, 4, 3, 3)) == made + given + made
-    assert peak(x, (6, 4, 1, 1)) == peak(last, (6, 4, 3, 3)) == made
-    assert peak(x, (4, 1, 3, 3), groups=4) == given
+    assert peak(x, (6, 4, 3, 3)) == output_bytes + input_bytes + output_bytes
+    assert peak(x, (6, 4, 1, 1)) == peak(last, (6, 4, 3, 3)) == output_bytes
+    assert peak(x, (4, 1, 3, 3), groups=4) == input_bytes

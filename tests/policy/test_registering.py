@@ -1,4 +1,6 @@
-"""A new backend, and a new objective, is a file and a row; all else follows."""
+"""A new backend or a new objective needs only one file and one row in a table. Everything else uses
+them automatically.
+"""
 
 import sys
 from pathlib import Path
@@ -45,17 +47,17 @@ ROW = '    "coarse": "policy.precision.coarse:Coarse",\n'
 
 
 def with_row(module, before: str, row: str) -> dict:
-    """A module's names, executed with one more row in its table."""
+    """Execute a module with one more row in its table, and return its names."""
     source = Path(module.__file__).read_text()
     assert source.count(before) == 1
-    found: dict = {"__name__": module.__name__}
-    exec(compile(source.replace(before, row + before), module.__file__, "exec"), found)
-    return found
+    result: dict = {"__name__": module.__name__}
+    exec(compile(source.replace(before, row + before), module.__file__, "exec"), result)
+    return result
 
 
 @pytest.fixture
 def coarse(monkeypatch, tmp_path):
-    """The backend as its file and its row make it, before all others."""
+    """The new backend, added by its file and its row before all others."""
     (tmp_path / "coarse.py").write_text(FILE)
     monkeypatch.setattr(policy.precision, "__path__", [*policy.precision.__path__, str(tmp_path)])
     names = with_row(configs.backends, '    "te_nvfp4": ', ROW)
@@ -67,7 +69,7 @@ def coarse(monkeypatch, tmp_path):
     sys.modules.pop("policy.precision.coarse")
 
 
-def test_a_backend_is_a_file_and_a_row(coarse, name, directory):
+def test_new_backend_needs_only_a_file_and_a_row(coarse, name, directory):
     assert precision_levels()[0] == ("coarse",)
     assert finer_backend("coarse", ("fp8", "emulated_nvfp4"), "fp32") == "emulated_nvfp4"
     assert resolve_backend("coarse", "cpu") == (coarse, "coarse: as configured")
@@ -100,7 +102,7 @@ class Twin(DiffusionNFT):
 """
 
 
-def test_an_objective_is_a_file_and_a_row(monkeypatch, tmp_path):
+def test_new_objective_needs_only_a_file_and_a_row(monkeypatch, tmp_path):
     (tmp_path / "twin.py").write_text(TWIN)
     path = [*learner.objectives.__path__, str(tmp_path)]
     monkeypatch.setattr(learner.objectives, "__path__", path)

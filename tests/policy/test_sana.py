@@ -1,5 +1,5 @@
-"""What SANA has of its own, against diffusers' own pipeline; Euler's scheduler in its place is in
-test_families_parity.py.
+"""Properties that only SANA has, compared with the pipeline of diffusers. test_families_parity.py
+tests SANA with the Euler scheduler.
 """
 
 import json
@@ -21,29 +21,29 @@ def tiny(tiny_sana_dir):
 
 
 @pytest.mark.parametrize("instruction", [True, False])
-def test_conditioning_equals_that_of_the_pipeline(tiny, instruction):
-    """With the instruction the pipeline is called as it stands, so its own default is what ours
-    must be.
+def test_conditioning_equals_that_of_the_diffusers_pipeline(tiny, instruction):
+    """With the instruction, the pipeline is called with its defaults, so our default must be the
+    same as that of the pipeline.
     """
     family, pipe = tiny.other(complex_human_instruction=instruction), tiny.pipe
-    found = family.load_text("cpu", torch.float32).encode(PROMPTS).tensors
-    seen = {}
+    result = family.load_text("cpu", torch.float32).encode(PROMPTS).tensors
+    received = {}
     pipe.transformer.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True
+        lambda _, args, kwargs: received.update(kwargs), with_kwargs=True
     )
     for row, prompt in enumerate(PROMPTS):
         stock_call(pipe, family.model, prompt, noise_for([1], SANA_LATENT), 1, "latent")
-        assert torch.equal(found["prompt_embeds"][row], seen["encoder_hidden_states"][0])
+        assert torch.equal(result["prompt_embeds"][row], received["encoder_hidden_states"][0])
         assert torch.equal(
-            found["prompt_attention_mask"][row], seen["encoder_attention_mask"][0].float()
+            result["prompt_attention_mask"][row], received["encoder_attention_mask"][0].float()
         )
     pipe.transformer._forward_pre_hooks.clear()
-    same = torch.equal(found["prompt_embeds"], tiny.encoded.tensors["prompt_embeds"])
+    same = torch.equal(result["prompt_embeds"], tiny.encoded.tensors["prompt_embeds"])
     assert same is not instruction
 
 
 def test_padding_is_masked(tiny):
-    """Whatever stands in the padding changes nothing, and something does depend on the rest."""
+    """The content of the padding changes nothing, and the other tokens do change the result."""
     sana, denoiser, encoded = tiny.family, tiny.denoiser, tiny.encoded
     mask = encoded.tensors["prompt_attention_mask"]
     assert mask[0].tolist() == [1.0] * 5 + [0.0] * 7 and mask[1].sum() > 5
@@ -64,10 +64,10 @@ def test_padding_is_masked(tiny):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 14, 20])
-def test_dpmpp_2m_latents_equal_those_of_the_stock_pipeline(tiny, steps):
-    """Its solver computes log(alpha / sigma), up to 8, in float32: coefficients are off by 8 x
-    2^-23 = 1e-6 of themselves, ours (float64) are not. Errors of that size per step on latents of
-    order 1, twice over for the second-order term, add up.
+def test_dpmpp_2m_latents_match_the_diffusers_pipeline(tiny, steps):
+    """The solver of diffusers computes log(alpha / sigma), which is up to 8, in float32. Its
+    coefficients therefore have a relative error of 8 x 2^-23 = 1e-6, and ours (float64) do not. The
+    steps add errors of this size to latents of order 1, twice for the second-order term.
     """
     ours = tiny.ours(steps, "dpmpp_2m")
     assert ours.shape == (3, *SANA_LATENT) and ours.dtype == torch.float32
@@ -78,9 +78,9 @@ def test_dpmpp_2m_latents_equal_those_of_the_stock_pipeline(tiny, steps):
     assert theirs.std() > 0.1
 
 
-def test_images_equal_those_of_the_stock_pipeline(tiny):
-    """Stock latents decode to the stock images bit for bit; ours differ by 1e-6 and may fall on
-    the other side of a half.
+def test_images_are_close_to_those_of_the_diffusers_pipeline(tiny):
+    """The latents of diffusers decode to the images of diffusers bit for bit. Our latents differ by
+    1e-6, so a pixel value may be rounded in the other direction.
     """
     vae, theirs = tiny.family.load_vae("cpu", torch.float32), as_array(tiny.stock(5, "pil"))
     np.testing.assert_array_equal(tiny.family.decode(vae, tiny.stock(5, "latent")).numpy(), theirs)
@@ -91,12 +91,12 @@ def test_images_equal_those_of_the_stock_pipeline(tiny):
 
 
 @pytest.mark.parametrize("shift", [None, 1.5, 6.0])
-def test_schedule_and_timesteps_equal_those_of_the_scheduler(tiny, shift):
-    """At every number of steps up to 100: the same float32 sigmas, first below 1, and the same
-    whole timesteps.
+def test_sigmas_and_timesteps_equal_those_of_the_scheduler(tiny, shift):
+    """For every number of steps up to 100, the float32 sigmas and the integer timesteps are equal.
+    The first sigma is below 1.
     """
-    family, own = tiny.other(shift=shift), tiny.pipe.scheduler
-    scheduler = type(own).from_config({**own.config, "flow_shift": shift or 3.0})
+    family, original = tiny.other(shift=shift), tiny.pipe.scheduler
+    scheduler = type(original).from_config({**original.config, "flow_shift": shift or 3.0})
     for steps in range(1, 101):
         scheduler.set_timesteps(steps)
         sigmas = family.sigmas(steps)
@@ -105,9 +105,9 @@ def test_schedule_and_timesteps_equal_those_of_the_scheduler(tiny, shift):
         assert family.timestep(sigmas[:-1]).tolist() == scheduler.timesteps.tolist()
 
 
-def test_sigmas_closed_form(tiny):
-    """The last of n steps ends at 0; the i-th stands at s / (1 + 2 s) x 3 with s = 0.999 (n - i) /
-    n.
+def test_sigmas_match_the_closed_form(tiny):
+    """The last of n steps ends at 0. The i-th sigma is 3 s / (1 + 2 s) with s = 0.999 (n
+    - i) / n.
     """
     s = 0.999 * np.arange(5, 0, -1) / 5
     np.testing.assert_allclose(
@@ -129,7 +129,7 @@ def test_timesteps_are_whole_thousandths(tiny):
     assert torch.equal(sana.velocity(denoiser, x, torch.tensor(0.25), encoded)[0], one[0])
 
 
-def test_a_scheduler_without_flow_sigmas_is_refused(tiny_sana_dir, tmp_path):
+def test_scheduler_without_flow_sigmas_is_refused(tiny_sana_dir, tmp_path):
     shutil.copytree(tiny_sana_dir, tmp_path / "model")
     file = tmp_path / "model" / "scheduler" / "scheduler_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "use_flow_sigmas": False}))
@@ -146,7 +146,7 @@ def test_a_scheduler_without_flow_sigmas_is_refused(tiny_sana_dir, tmp_path):
         family_for(tiny_model("sana", tmp_path / "model"))
 
 
-def test_sizes(tiny):
+def test_unsupported_size_is_refused(tiny):
     with pytest.raises(
         ValueError, match=r"model\.width: 48 pixels; this model needs multiples of 32"
     ):

@@ -1,4 +1,6 @@
-"""SANA's checkpoint in the layout of its own code, against a plain forward pass of that layout."""
+"""SANA's checkpoint in the layout of its original code, compared with a reference_velocity forward
+pass of that layout.
+"""
 
 import math
 
@@ -24,7 +26,7 @@ COND = {
 
 
 def weights(linear: bool = True) -> dict[str, Tensor]:
-    """Random ones, under the names of the native code."""
+    """Return random weights with the names of the original code."""
     rng = torch.Generator().manual_seed(0)
     shapes: dict[str, tuple[int, ...]] = {
         "x_embedder.proj.weight": (WIDTH, CHANNELS, 1, 1),
@@ -56,20 +58,24 @@ def weights(linear: bool = True) -> dict[str, Tensor]:
         layer(f"{at}.mlp.point_conv.{kind}", WIDTH, HIDDEN, bias=False)
         shapes[f"{at}.mlp.depth_conv.conv.weight"] = (2 * HIDDEN, 1, 3, 3)
         shapes[f"{at}.mlp.depth_conv.conv.bias"] = (2 * HIDDEN,)
-    made = {name: 0.2 * torch.randn(shape, generator=rng) for name, shape in shapes.items()}
+    tensors = {name: 0.2 * torch.randn(shape, generator=rng) for name, shape in shapes.items()}
     if not linear:
-        for name in made:
+        for name in tensors:
             if "mlp.inverted" in name and "weight" in name or "mlp.point" in name:
-                made[name] = made[name][..., None, None]
-    # what training leaves in such a file, and sampling does not use
-    return made | {
+                tensors[name] = tensors[name][..., None, None]
+    # tensors that training stores in such a file and that sampling does not use
+    return tensors | {
         "pos_embed": torch.zeros(1, 64, WIDTH),
         "y_embedder.y_embedding": torch.zeros(12, CAPTION),
     }
 
 
-def plain(w: dict[str, Tensor], x: Tensor, timestep: float, cond: dict[str, Tensor]) -> Tensor:
-    """The network in a few lines: tokens, time and caption, blocks, a modulated last layer."""
+def reference_velocity(
+    w: dict[str, Tensor], x: Tensor, timestep: float, cond: dict[str, Tensor]
+) -> Tensor:
+    """The network written in a few lines: tokens, time and caption embeddings, blocks, and a
+    modulated last layer.
+    """
 
     def linear(name: str, h: Tensor) -> Tensor:
         return F.linear(h, w[f"{name}.weight"], w.get(f"{name}.bias"))
@@ -102,7 +108,7 @@ def _heads(h: Tensor) -> Tensor:
 
 
 def _linear_attention(block: dict[str, Tensor], h: Tensor) -> Tensor:
-    """phi(q) (phi(k)^T v) over phi(q) sum phi(k), phi = relu."""
+    """Linear attention: phi(q) (phi(k)^T v) / (phi(q) sum phi(k)) with phi = relu."""
     q, k, v = map(_heads, F.linear(h, block["attn.qkv.weight"]).chunk(3, dim=-1))
     q, k = q.relu(), k.relu()
     out = q @ (k.mT @ v) / (q @ k.sum(2)[..., None] + 1e-15)
@@ -121,7 +127,7 @@ def _cross_attention(
 
 
 def _feed_forward(block: dict[str, Tensor], h: Tensor, size: tuple[int, int]) -> Tensor:
-    """Linear, depthwise 3 x 3, gated, linear."""
+    """The feed-forward network: linear, depthwise 3 x 3, gate, linear."""
 
     def layer(name: str, h: Tensor) -> Tensor:
         weight = next(v for k, v in block.items() if k.startswith(name) and "weight" in k)
@@ -136,13 +142,13 @@ def _feed_forward(block: dict[str, Tensor], h: Tensor, size: tuple[int, int]) ->
 
 @pytest.fixture(params=["linear.pth", "linear.safetensors", "conv.pth"])
 def file(request, tmp_path):
-    made = weights(linear=request.param.startswith("linear"))
+    native_weights = weights(linear=request.param.startswith("linear"))
     path = tmp_path / request.param
     if path.suffix == ".pth":
-        torch.save({"state_dict": made}, path)
+        torch.save({"state_dict": native_weights}, path)
     else:
-        save_file(made, path)
-    return path, made
+        save_file(native_weights, path)
+    return path, native_weights
 
 
 def family(tiny_sana_dir, path, **more):
@@ -150,21 +156,21 @@ def family(tiny_sana_dir, path, **more):
 
 
 @pytest.mark.parametrize(("sigma", "timestep"), [(0.9, 900.0), (0.8333, 833.0)])
-def test_velocities_equal_those_of_the_native_network(tiny_sana_dir, file, sigma, timestep):
-    """Float32 through two blocks: sums in another order differ by 1e-6 of values of order one."""
-    path, made = file
+def test_velocities_match_the_original_network(tiny_sana_dir, file, sigma, timestep):
+    """Over two blocks in float32, sums in another order differ by 1e-6 for values of order one."""
+    path, native_weights = file
     sana = family(tiny_sana_dir, path, schedule="uniform")
     sana.check_weights()
     denoiser = sana.load_transformer("cpu", torch.float32)
     x = noise_for([1, 2], SANA_LATENT)
     with torch.no_grad():
-        found = sana.velocity(denoiser, x, torch.tensor(sigma), Conditioning(COND))
-    expected = plain(made, x, timestep, COND)
+        actual = sana.velocity(denoiser, x, torch.tensor(sigma), Conditioning(COND))
+    expected = reference_velocity(native_weights, x, timestep, COND)
     assert expected.std() > 0.1
-    assert torch.allclose(found, expected, atol=2e-5)
+    assert torch.allclose(actual, expected, atol=2e-5)
 
 
-def test_a_checkpoint_is_loaded_in_the_requested_precision_and_frozen(tiny_sana_dir, tmp_path):
+def test_checkpoint_is_loaded_in_the_given_precision_and_frozen(tiny_sana_dir, tmp_path):
     torch.save(weights(), tmp_path / "w.pth")
     denoiser = family(tiny_sana_dir, tmp_path / "w.pth").load_transformer("cpu", torch.bfloat16)
     parameters = dict(denoiser.named_parameters())
@@ -189,25 +195,25 @@ def test_a_checkpoint_is_loaded_in_the_requested_precision_and_frozen(tiny_sana_
         ),
     ],
 )
-def test_another_architecture_is_one_line(tiny_sana_dir, tmp_path, change, message):
-    made = weights()
-    change(made)
-    torch.save(made, tmp_path / "w.pth")
+def test_other_architecture_is_refused_in_one_line(tiny_sana_dir, tmp_path, change, message):
+    native_weights = weights()
+    change(native_weights)
+    torch.save(native_weights, tmp_path / "w.pth")
     with pytest.raises(ValueError, match="model.native_path") as error:
         family(tiny_sana_dir, tmp_path / "w.pth").check_weights()
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_missing_or_damaged_file_is_one_line(tiny_sana_dir, tmp_path):
-    with pytest.raises(FileNotFoundError, match="model.native_path: file not found"):
+def test_missing_or_damaged_file_is_refused_in_one_line(tiny_sana_dir, tmp_path):
+    with pytest.raises(FileNotFoundError, match="model.native_path: there is no file"):
         family(tiny_sana_dir, tmp_path / "none.pth").check_weights()
     (tmp_path / "bad.pth").write_bytes(b"not weights")
     with pytest.raises(ValueError, match="not readable as weights"):
         family(tiny_sana_dir, tmp_path / "bad.pth").check_weights()
 
 
-def test_other_families_refuse_native_files(tiny_sana_video_dir):
-    message = "model.native_path: 'x.pth': family '{}' does not support native files: leave it out"
+def test_other_families_refuse_a_native_file(tiny_sana_video_dir):
+    message = "model.native_path: 'x.pth': family '{}' reads no such files: leave it out"
     with pytest.raises(ConfigError) as caught:
         check_model(load("quickstart", ["model.native_path=x.pth"]))
     assert caught.value.lines == [message.format("sd3")]

@@ -1,5 +1,5 @@
-"""What SD3 has of its own, and sampling on it; the stock pipeline's latents and images are in
-test_families_parity.py.
+"""Properties that only SD3 has, and sampling with it. test_families_parity.py compares its latents
+and images with the pipeline of diffusers.
 """
 
 import shutil
@@ -26,13 +26,13 @@ from tests.tiny_sd3 import make_tiny_sd3
 def test_decoding_in_batches_changes_at_most_one_grey_level(family):
     latents = noise_for(range(5), family.latent_shape)
     vae = family.load_vae("cpu", torch.float32)
-    whole, parts = family.decode(vae, latents), family.decode(vae, latents, batch_size=2)
-    assert (whole.int() - parts.int()).abs().max() <= 1
+    all_at_once, parts = family.decode(vae, latents), family.decode(vae, latents, batch_size=2)
+    assert (all_at_once.int() - parts.int()).abs().max() <= 1
 
 
 @pytest.mark.parametrize(("steps", "shift"), [(1, 3.0), (6, 3.0), (10, 3.0), (10, 1.0), (10, 1.5)])
-def test_sigmas_closed_form(tiny_model, steps, shift):
-    """shift t / (1 + (shift - 1) t) at t = 1, ..., 1/n, then 0; float32."""
+def test_sigmas_match_the_closed_form(tiny_model, steps, shift):
+    """The sigmas are shift t / (1 + (shift - 1) t) at t = 1, ..., 1/n, then 0, in float32."""
     family = family_for(tiny_model.model_copy(update={"shift": None if shift == 3.0 else shift}))
     t = np.linspace(1, 1 / steps, steps)
     expected = np.append(shift * t / (1 + (shift - 1) * t), 0.0)
@@ -56,9 +56,10 @@ def test_velocity_scales_time_and_broadcasts(family, transformer, cond):
     assert not torch.equal(one, family.velocity(transformer, x, torch.tensor([0.25, 0.75]), cond))
 
 
-def test_a_second_attention_as_in_sd35_medium(tmp_path):
-    """Latents are the stock pipeline's bit for bit; its linears are quantized, and fused beside the
-    first attention's.
+def test_second_attention_of_sd35_medium_is_supported(tmp_path):
+    """SD3.5 Medium has a second attention in some blocks. The latents equal those of the diffusers
+    pipeline bit for bit. The linear layers of the second attention are quantized and fused,
+    separately from those of the first.
     """
     tiny = Tiny("sd3", make_tiny_sd3(tmp_path, dual=(0,)))
     assert torch.equal(tiny.ours(4, "euler"), tiny.stock(4, "latent"))
@@ -79,24 +80,24 @@ def test_a_second_attention_as_in_sd35_medium(tmp_path):
     explorer = Explorer(tiny.family, BACKENDS["fp8"])
     explorer.load(*export_policy(tiny.denoiser, "current", explorer.plan, BACKENDS["fp8"], 0, 4096))
     images, _ = explorer.explore(tiny.encoded.rows(0), SEEDS, 4, "euler")
-    # of 255: the attention is there, roundly
+    # out of 255 levels: the attention is computed, with quantization errors
     assert 0 < np.abs(images.astype(int) - exact).mean() < 3
 
 
-def test_sampling_in_batches_and_any_order(family, transformer, cond):
-    """Noise does not depend on the position; sums over differently shaped batches may differ in the
-    last places.
+def test_sampling_does_not_depend_on_batches_and_order(family, transformer, cond):
+    """Noise does not depend on the position of a row. With another batch size, sums may differ in
+    the last digits.
     """
     rows = cond.rows(0).repeat(3)
-    whole = sample(family, transformer, rows, SEEDS, 4, "dpmpp_2m")
+    all_at_once = sample(family, transformer, rows, SEEDS, 4, "dpmpp_2m")
     parts = sample(family, transformer, rows, SEEDS[::-1], 4, "dpmpp_2m", batch_size=2)
-    torch.testing.assert_close(parts.flip(0), whole, rtol=1e-4, atol=1e-4)
-    assert torch.equal(whole, sample(family, transformer, rows, SEEDS, 4, "dpmpp_2m"))
+    torch.testing.assert_close(parts.flip(0), all_at_once, rtol=1e-4, atol=1e-4)
+    assert torch.equal(all_at_once, sample(family, transformer, rows, SEEDS, 4, "dpmpp_2m"))
     with pytest.raises(ValueError, match="3 seeds but conditioning of 1 rows"):
         sample(family, transformer, cond.rows(0), SEEDS, 4, "dpmpp_2m")
 
 
-def test_conditioning_rows():
+def test_conditioning_rows_are_selected_and_repeated():
     cond = Conditioning({"a": torch.arange(6.0).view(3, 2), "b": torch.arange(3.0)})
     assert cond.repeat(2).tensors["b"].tolist() == [0, 0, 1, 1, 2, 2]
     assert cond.rows(-1).tensors["a"].tolist() == [[4, 5]]
@@ -108,7 +109,7 @@ def test_conditioning_rows():
         Conditioning({"a": torch.zeros(2), "b": torch.zeros(3)})
 
 
-def test_a_missing_directory_says_what_to_do(tmp_path):
+def test_missing_directory_is_refused_with_advice(tmp_path):
     with pytest.raises(
         FileNotFoundError, match=r"model.path: no directory .*nothing.*: give a diffusers pipeline"
     ):
@@ -131,7 +132,7 @@ def test_missing_weights_are_named(tiny_sd3_dir, tmp_path):
     ("height", "width", "message"),
     [(1024, 16, "height: 1024 pixels; .* up to 32"), (16, 40, "width: 40")],
 )
-def test_unsupported_image_sizes_are_refused(tiny_model, height, width, message):
+def test_sizes_that_the_model_cannot_generate_are_refused(tiny_model, height, width, message):
     family = family_for(tiny_model.model_copy(update={"height": height, "width": width}))
     with pytest.raises(ValueError, match=f"model.{message}"):
         _ = family.latent_shape

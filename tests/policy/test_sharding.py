@@ -1,5 +1,6 @@
-"""The base in shards, in a group of one process: every hook of FSDP2 is at work, and every shard is
-whole. That two processes with halves compute the same is in ``tests/learner/test_group.py``.
+"""Sharding the base model in a group of one process: every hook of FSDP2 runs, and every shard is
+complete. ``tests/learner/test_group.py`` tests that two processes with half of the base each
+compute the same.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from policy.merging import merged, merged_weights
 from policy.pass_cost import conditioning_like, held_bytes
 from policy.sampling.guidance import Guided, velocity
 from policy.sharding import blocks_of, shard_base
-from tests.learner.together import held_here
+from tests.learner.together import stored_base_bytes
 from tests.tiny_families import NAMES, tiny_model
 
 CPU = torch.device("cpu")
@@ -35,7 +36,7 @@ def group() -> Iterator[None]:
 
 
 def adapted(family: Family, dtype: torch.dtype = torch.float32) -> Any:
-    """A denoiser with an adapter that is not zero, the same every time."""
+    """Return a denoiser with an adapter that is not zero. It is the same for every call."""
     transformer = family.load_transformer("cpu", dtype)
     add_adapters(transformer, Lora(rank=2, alpha=4), family, names=("current",), seed=3)
     generator = torch.Generator().manual_seed(4)
@@ -46,8 +47,12 @@ def adapted(family: Family, dtype: torch.dtype = torch.float32) -> Any:
     return transformer
 
 
-def computed(family: Family, transformer: Any, guided: Guided | None = None) -> list[torch.Tensor]:
-    """Velocities with the adapter beside the weights, merged and off; then gradients of it."""
+def velocities_and_gradients(
+    family: Family, transformer: Any, guided: Guided | None = None
+) -> list[torch.Tensor]:
+    """Return the velocities with the adapter, with merged weights and without an adapter, then the
+    gradients of the adapter.
+    """
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(2, *family.latent_shape, generator=generator)
     dtype = next(transformer.parameters()).dtype
@@ -56,43 +61,48 @@ def computed(family: Family, transformer: Any, guided: Guided | None = None) -> 
     rows = cond if guided else cond.split_negative()[0]
     sigma = torch.tensor([0.7, 0.7])
 
-    def v() -> torch.Tensor:
+    def current_velocity() -> torch.Tensor:
         return velocity(family, transformer, x, sigma, rows, guided)
 
-    found: list[torch.Tensor] = []
+    result: list[torch.Tensor] = []
     for name in ("current", None):
         for weights_of in (use_adapter, merged):
             with torch.no_grad(), weights_of(transformer, name):
-                found.append(v())
+                result.append(current_velocity())
     with use_adapter(transformer, "current"):
-        (v() - x).square().mean().backward()
-    return found + [p.grad for _, p in trainable(transformer) if p.grad is not None]
+        (current_velocity() - x).square().mean().backward()
+    return result + [p.grad for _, p in trainable(transformer) if p.grad is not None]
 
 
 def assert_same(family: Family, guided: Guided | None = None, checkpointing: bool = False) -> None:
-    whole, parts = adapted(family), adapted(family)
-    for each in (whole, parts):
+    whole, sharded = adapted(family), adapted(family)
+    for each in (whole, sharded):
         if checkpointing:
             each.enable_gradient_checkpointing()
-    size = held_here(parts)
-    shard_base(parts, CPU)
-    assert held_here(parts) == size
-    expected, found = computed(family, whole, guided), computed(family, parts, guided)
-    assert len(found) == len(expected) == 4 + len(trainable(whole))
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert not torch.equal(found[0], found[2])  # the adapter does something
-    rows = zip(merged_weights(parts, "current"), merged_weights(whole, "current"), strict=True)
+    size = stored_base_bytes(sharded)
+    shard_base(sharded, CPU)
+    assert stored_base_bytes(sharded) == size
+    expected, actual = (
+        velocities_and_gradients(family, whole, guided),
+        velocities_and_gradients(family, sharded, guided),
+    )
+    assert len(actual) == len(expected) == 4 + len(trainable(whole))
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+    assert not torch.equal(actual[0], actual[2])  # the adapter changes the velocity
+    rows = zip(merged_weights(sharded, "current"), merged_weights(whole, "current"), strict=True)
     assert all(one == other and torch.equal(a, b) for (one, a), (other, b) in rows)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_family_computes_the_same_bits(group, name, request):
-    """Velocities and gradients: no family reaches into a block past its forward."""
+def test_sharded_base_of_every_family_gives_the_same_bits(group, name, request):
+    """Velocities and gradients are equal, because no family uses a block except by calling its
+    forward method.
+    """
     assert_same(family_for(tiny_model(name, request.getfixturevalue(f"tiny_{name}_dir"))))
 
 
-def test_sharding_works_with_recomputed_blocks_and_guidance(group, tiny_sd3_dir):
-    """Gradient checkpointing, which gathers once more; guidance, whose two forward passes come
+def test_sharded_base_supports_checkpointing_and_guidance(group, tiny_sd3_dir):
+    """Gradient checkpointing gathers the shards once more. With guidance, both forward passes run
     before both backward passes.
     """
     family = family_for(tiny_model("sd3", tiny_sd3_dir))

@@ -1,5 +1,5 @@
-"""1x1 convolutions run as linears: plan, layers, publishing with an adapter on them, loading in
-place.
+"""1x1 convolutions run as linear layers: their plan, their layers, publishing with an adapter on
+them, and loading in place.
 """
 
 from types import SimpleNamespace
@@ -21,7 +21,9 @@ QUANTIZED = ("emulated_nvfp4", "fp8")
 
 
 class Mixer(nn.Module):
-    """SANA's feed-forward in small (1x1, depthwise 3x3, 1x1), a linear, layers that do not fit."""
+    """A small SANA feed-forward (1x1, depthwise 3x3, 1x1), a linear layer, and layers that cannot
+    be quantized.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +39,7 @@ class Mixer(nn.Module):
         return self.proj(y.movedim(1, -1)).movedim(-1, 1)
 
 
-def make() -> Mixer:
+def make_mixer() -> Mixer:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return Mixer().eval().requires_grad_(False)
@@ -45,12 +47,12 @@ def make() -> Mixer:
 
 @pytest.fixture
 def family():
-    """As much of a family as an explorer and an adapter need."""
+    """A fake family with only the parts that an explorer and an adapter need."""
     return SimpleNamespace(
         modules_to_not_convert=(),
         fuse=(),
         lora_targets=("conv_point", "proj"),
-        load_transformer=lambda *args: make(),
+        load_transformer=lambda *args: make_mixer(),
         load_vae=lambda *args: None,
     )
 
@@ -61,8 +63,8 @@ def features() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_the_plan(family, name):
-    plan = {row.name: row for row in quantize_plan(make(), family, (), BACKENDS[name])}
+def test_plan_includes_1x1_convolutions(family, name):
+    plan = {row.name: row for row in quantize_plan(make_mixer(), family, (), BACKENDS[name])}
     assert {row for row, entry in plan.items() if entry.quantized} == {
         "conv_inverted",
         "conv_point",
@@ -75,26 +77,26 @@ def test_the_plan(family, name):
     assert plan["strided"].why == "a convolution of 1x1"
 
 
-def test_a_pointwise_convolution_is_the_linear_of_its_pixels(features):
-    conv = make().conv_inverted
+def test_pointwise_convolution_equals_the_linear_layer_of_its_pixels(features):
+    conv = make_mixer().conv_inverted
     linear = as_linear(conv)
     assert linear.weight.data_ptr() == conv.weight.data_ptr() and linear.bias is conv.bias
     expected = torch.nn.functional.linear(
         features.movedim(1, -1), conv.weight[:, :, 0, 0], conv.bias
     ).movedim(-1, 1)
-    found = PointwiseConvolution(linear)(features)
-    assert torch.equal(found, expected)
+    actual = PointwiseConvolution(linear)(features)
+    assert torch.equal(actual, expected)
     # sums of 32 products of order 1, in another order
-    assert torch.allclose(found, conv(features), atol=32 * 2.0**-24 * 32)
+    assert torch.allclose(actual, conv(features), atol=32 * 2.0**-24 * 32)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
 @torch.no_grad()
-def test_quantized_convolutions_publish_with_their_adapter_and_load_in_place(
+def test_quantized_convolutions_are_published_with_their_adapter_and_loaded_in_place(
     family, features, name
 ):
     backend = BACKENDS[name]
-    learner = make()
+    learner = make_mixer()
     add_adapters(learner, Lora(rank=4, alpha=8), family, names=("current",), seed=1)  # pyright: ignore[reportArgumentType]
     generator = torch.Generator().manual_seed(2)
     for module in (learner.conv_point, learner.proj):
@@ -102,7 +104,7 @@ def test_quantized_convolutions_publish_with_their_adapter_and_load_in_place(
             torch.randn(module.lora_B["current"].weight.shape, generator=generator) * 0.3
         )
     plan = quantize_plan(learner, family, (), backend)  # pyright: ignore[reportArgumentType]
-    assert plan == quantize_plan(make(), family, (), backend)  # pyright: ignore[reportArgumentType]
+    assert plan == quantize_plan(make_mixer(), family, (), backend)  # pyright: ignore[reportArgumentType]
     publisher = Publisher(learner, plan, backend, 4096)
     explorer = Explorer(family, backend)  # pyright: ignore[reportArgumentType]
     pointers = {key: buffer.data_ptr() for key, buffer in explorer.transformer.named_buffers()}
@@ -113,16 +115,18 @@ def test_quantized_convolutions_publish_with_their_adapter_and_load_in_place(
     } == pointers
 
     layer = explorer.transformer.get_submodule("conv_point").linear
-    merged = make().conv_point.weight[:, :, 0, 0] + delta_weight(learner.conv_point, "current")
+    merged = make_mixer().conv_point.weight[:, :, 0, 0] + delta_weight(
+        learner.conv_point, "current"
+    )
     packed = backend.pack(merged, True)
     assert all(torch.equal(buffer, packed[part]) for part, buffer in layer.named_buffers())
     expected = learner(features)
     error = ((explorer.transformer(features) - expected).norm() / expected.norm()).item()
-    # of Gaussian operands; three in a row, and half as much again
+    # the error for Gaussian operands; three layers follow each other, with a margin of one half
     one_layer = 0.13 if name == "emulated_nvfp4" else 0.037
     assert 1e-4 < error < one_layer * 3**0.5 * 1.5
-    # without the adapter it is another function
-    assert (make()(features) - expected).norm() / expected.norm() > 2 * error
+    # without the adapter the output is different
+    assert (make_mixer()(features) - expected).norm() / expected.norm() > 2 * error
 
     learner.conv_point.lora_B["current"].weight.mul_(1.5)
     manifest, chunks, statistics = publisher.export("current", 1)
@@ -134,8 +138,8 @@ def test_quantized_convolutions_publish_with_their_adapter_and_load_in_place(
     assert 0.7 < statistics["weights/delta_cosine"] < 1
 
 
-def test_an_adapted_unquantized_convolution_keeps_its_shape(family, features):
-    learner = make()
+def test_unquantized_adapted_convolution_is_published_in_its_own_shape(family, features):
+    learner = make_mixer()
     add_adapters(learner, Lora(rank=4, alpha=8), family, names=("current",), seed=1)
     with torch.no_grad():
         learner.conv_point.lora_B["current"].weight.fill_(0.1)
@@ -154,7 +158,7 @@ def test_an_adapted_unquantized_convolution_keeps_its_shape(family, features):
     )
     with torch.no_grad():
         learner.conv_point.lora_B["current"].weight.fill_(0.2)
-    # rounding of W + B A alone
+    # only the rounding of W + B A changes the cosine
     assert publisher.export("current", 1)[2]["weights/delta_cosine"] == pytest.approx(1, abs=1e-6)
 
 
@@ -162,7 +166,7 @@ def test_swapping_frees_the_unquantized_weights(family):
     import gc
     import weakref
 
-    module = make()
+    module = make_mixer()
     weights = [weakref.ref(module.conv_point.weight), weakref.ref(module.conv_inverted.weight)]
     swap_linears(module, quantize_plan(module, family, (), BACKENDS["fp8"]), BACKENDS["fp8"])
     gc.collect()

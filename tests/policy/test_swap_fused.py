@@ -1,4 +1,4 @@
-"""Linears that read the same input run as one product, and nothing but the time it takes shows."""
+"""Linear layers with the same input run as one product. Only the time changes, not the results."""
 
 import shutil
 from types import SimpleNamespace
@@ -30,8 +30,8 @@ def linears(bias: bool = True) -> list[nn.Linear]:
         return [nn.Linear(64, n, bias=bias and n != 16).requires_grad_(False) for n in SIZES]
 
 
-def filled(layers, given, backend, amax=None) -> None:
-    for layer, linear in zip(layers, given, strict=True):
+def load_packed(layers, originals, backend, amax=None) -> None:
+    for layer, linear in zip(layers, originals, strict=True):
         for part, tensor in backend.pack(linear.weight, True, amax).items():
             layer.wire_targets()[part].copy_(tensor)
     for layer in layers:
@@ -41,29 +41,29 @@ def filled(layers, given, backend, amax=None) -> None:
 @pytest.mark.parametrize("name", ["emulated_nvfp4", "fp8"])
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
-def test_the_fused_product_equals_separate_ones(name, bias):
-    """Same codes and scales: bit for bit here, as a sum over K does not depend on how many rows the
-    weight has.
+def test_fused_product_equals_the_separate_products(name, bias):
+    """Codes and scales are the same. On a CPU the products are equal bit for bit, because a sum
+    over K does not depend on the number of rows of the weight.
     """
-    backend, given = BACKENDS[name], linears(bias)
-    amax = torch.tensor(0.2) if name == "emulated_nvfp4" else None  # one range for all
-    members = fuse_linears(given, backend.replacements("power_of_two"))
+    backend, originals = BACKENDS[name], linears(bias)
+    amax = torch.tensor(0.2) if name == "emulated_nvfp4" else None  # one range for all three layers
+    members = fuse_linears(originals, backend.replacements("power_of_two"))
     replacement = backend.replacements("power_of_two")
-    apart = [replacement(linear) for linear in given]
-    filled(members, given, backend, amax)
-    filled(apart, given, backend, amax)
+    separate = [replacement(linear) for linear in originals]
+    load_packed(members, originals, backend, amax)
+    load_packed(separate, originals, backend, amax)
     x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(1))
-    for member, layer in zip(members, apart, strict=True):
+    for member, layer in zip(members, separate, strict=True):
         assert torch.equal(member(x), layer(x))
-    x[0] += 1  # in place: the same object, another value, taken in another order
+    x[0] += 1  # changed in place: the same object with another value, requested in another order
     for index in (2, 0, 0, 1):
-        assert torch.equal(members[index](x), apart[index](x))
+        assert torch.equal(members[index](x), separate[index](x))
 
 
-def test_one_fused_product_serves_the_group_and_is_released(monkeypatch):
-    backend, given = BACKENDS["fp8"], linears()
-    members = fuse_linears(given, backend.replacements("power_of_two"))
-    filled(members, given, backend)
+def test_group_computes_one_product_and_does_not_keep_it(monkeypatch):
+    backend, originals = BACKENDS["fp8"], linears()
+    members = fuse_linears(originals, backend.replacements("power_of_two"))
+    load_packed(members, originals, backend)
     layer, calls = members[0].layer, []
     forward = type(layer).forward
     monkeypatch.setattr(type(layer), "forward", lambda self, x: calls.append(1) or forward(self, x))
@@ -78,7 +78,7 @@ def test_one_fused_product_serves_the_group_and_is_released(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @torch.no_grad()
-def test_a_compiled_group_is_one_product(monkeypatch):
+def test_compiled_group_is_one_product(monkeypatch):
     import torch._inductor.config as inductor
 
     class Attention(nn.Module):
@@ -96,9 +96,9 @@ def test_a_compiled_group_is_one_product(monkeypatch):
         "post_grad_custom_post_pass",
         lambda g: products.append(sum("mm" in name for name in names(g))),
     )
-    backend, given = BACKENDS["fp8"], linears()
-    members = fuse_linears(given, backend.replacements("power_of_two"))
-    filled(members, given, backend)
+    backend, originals = BACKENDS["fp8"], linears()
+    members = fuse_linears(originals, backend.replacements("power_of_two"))
+    load_packed(members, originals, backend)
     eager = Attention(members)
     compiled = torch.compile(eager, dynamic=False)
     for seed in (1, 2):
@@ -108,25 +108,25 @@ def test_a_compiled_group_is_one_product(monkeypatch):
     assert products == [1] and members[0]._joint._input is None
 
 
-def test_buffers_are_views_of_the_fused_ones():
-    backend, given = BACKENDS["torch_nvfp4"], linears()
-    members = fuse_linears(given, NVFP4Weight)
+def test_buffers_are_rows_of_the_fused_buffers_and_keep_their_addresses():
+    backend, originals = BACKENDS["torch_nvfp4"], linears()
+    members = fuse_linears(originals, NVFP4Weight)
     amax = torch.tensor(0.25)
     pointers = {name: buffer.data_ptr() for name, buffer in members[0].named_buffers()}
     assert set(pointers) == {f"layer.{name}" for name in ("codes", "swizzled", "amax", "factor")}
     assert not list(members[1].named_buffers())
-    filled(members, given, backend, amax)
+    load_packed(members, originals, backend, amax)
     layer = members[0].layer
     assert {name: buffer.data_ptr() for name, buffer in members[0].named_buffers()} == pointers
-    packed = [backend.pack(linear.weight, True, amax) for linear in given]
+    packed = [backend.pack(linear.weight, True, amax) for linear in originals]
     assert torch.equal(layer.codes, torch.cat([part["codes"] for part in packed]))
     assert torch.equal(layer.swizzled, swizzled(torch.cat([part["scales"] for part in packed])))
     assert layer.amax.item() == 0.25
     with pytest.raises(ValueError, match="packed with different amax"):
-        filled(members, given, backend)
+        load_packed(members, originals, backend)
 
 
-def test_the_plan_names_groups_that_are_quantized_as_a_whole(family, transformer):
+def test_plan_fuses_only_completely_quantized_groups(family, transformer):
     stub = SimpleNamespace(modules_to_not_convert=family.modules_to_not_convert, fuse=FUSE)
     plan = {row.name: row.fused for row in quantize_plan(transformer, stub, (), BACKENDS["fp8"])}
     for block in (0, 1):
@@ -150,8 +150,8 @@ def test_the_plan_names_groups_that_are_quantized_as_a_whole(family, transformer
         assert not any(row.fused for row in quantize_plan(transformer, stub, (), BACKENDS[name]))
 
 
-def test_fused_explorers_generate_the_same_images(family, adapted, cond, randomise, monkeypatch):
-    """From the same published bytes; and a load leaves every pointer."""
+def test_fused_explorer_generates_the_same_latents(family, adapted, cond, randomise, monkeypatch):
+    """Both use the same published bytes, and loading keeps the addresses of all buffers."""
     randomise(adapted, "current", 2)
     backend, latents = BACKENDS["fp8"], []
     for fuse in ((), FUSE):
@@ -176,9 +176,9 @@ def test_fused_explorers_generate_the_same_images(family, adapted, cond, randomi
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_fused_layers_are_published_with_one_amax(family, adapted, randomise, monkeypatch, frozen):
-    """The largest of the three; a kernel has one factor for the whole product. Weights without
-    adapter follow their group.
+def test_fused_layers_are_published_with_one_range(family, adapted, randomise, monkeypatch, frozen):
+    """The range of the group is the largest of the three, because a kernel has one factor for the
+    whole product. Weights without an adapter use the range of their group.
     """
     monkeypatch.setattr(type(family), "fuse", FUSE, raising=False)
     randomise(adapted, "current", 2)
@@ -216,7 +216,7 @@ def test_fused_layers_are_published_with_one_amax(family, adapted, randomise, mo
         randomise(adapted, "current", 9)
 
 
-def test_an_invalid_member_of_a_group_is_named(family, adapted, monkeypatch):
+def test_non_finite_member_of_a_group_is_named(family, adapted, monkeypatch):
     monkeypatch.setattr(type(family), "fuse", FUSE, raising=False)
     backend = BACKENDS["torch_nvfp4"]
     name = "transformer_blocks.1.attn.to_v"
@@ -234,9 +234,11 @@ def test_swapping_a_group_frees_the_unquantized_weights(family, transformer, mon
     import weakref
 
     monkeypatch.setattr(type(family), "fuse", FUSE, raising=False)
-    born = weakref.ref(transformer.get_submodule("transformer_blocks.0.attn.to_k").weight)
+    weight_reference = weakref.ref(
+        transformer.get_submodule("transformer_blocks.0.attn.to_k").weight
+    )
     swap_linears(
         transformer, quantize_plan(transformer, family, (), BACKENDS["fp8"]), BACKENDS["fp8"]
     )
     gc.collect()
-    assert born() is None
+    assert weight_reference() is None

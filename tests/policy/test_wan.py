@@ -1,4 +1,4 @@
-"""Wan: frames, the multistep schedule of its published pipelines, and what is refused."""
+"""Wan: frames, the multistep schedule of its published pipelines, and refused settings."""
 
 import numpy as np
 import pytest
@@ -16,14 +16,14 @@ from tests.tiny_wan import SCHEDULERS, make_tiny_wan
 
 @pytest.fixture(scope="module")
 def multistep(tmp_path_factory) -> Tiny:
-    """With the scheduler of the published pipelines."""
-    made = make_tiny_wan(tmp_path_factory.mktemp("tiny_wan_unipc"), scheduler=SCHEDULERS[1])
-    return Tiny("wan", made)
+    """A tiny pipeline with the scheduler of the published pipelines."""
+    directory = make_tiny_wan(tmp_path_factory.mktemp("tiny_wan_unipc"), scheduler=SCHEDULERS[1])
+    return Tiny("wan", directory)
 
 
 @pytest.mark.parametrize("frames", [1, 5, 9])
-def test_clips_of_any_length_equal_those_of_the_stock_pipeline(tiny_wan_dir, frames):
-    """Latents bit for bit; 16 high, 32 wide."""
+def test_clips_of_any_length_match_the_diffusers_pipeline(tiny_wan_dir, frames):
+    """Latents are equal bit for bit. Clips are 16 high and 32 wide."""
     tiny = Tiny("wan", tiny_wan_dir)
     family = tiny.other(frames=frames, width=32)
     ours = sample(family, tiny.denoiser, tiny.encoded.rows(0).repeat(2), SEEDS[:2], 3, "euler")
@@ -33,36 +33,36 @@ def test_clips_of_any_length_equal_those_of_the_stock_pipeline(tiny_wan_dir, fra
     clips = family.decode(family.load_vae("cpu", torch.float32), ours).numpy()
     assert clips.shape == (2, frames, 3, 16, 32)
     theirs = as_array(stock_call(tiny.pipe, family.model, PROMPTS[0], noise, 3, "pil"))
-    # clips are decoded one at a time here: where .5 is rounded, a grey level apart
+    # we decode clips one at a time, so values near .5 may be rounded to another gray level
     assert np.abs(clips.astype(int) - theirs).max() <= 1
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 10, 40])
-def test_schedule_and_timesteps_of_the_multistep_scheduler(multistep, steps):
+def test_sigmas_and_timesteps_equal_those_of_the_multistep_scheduler(multistep, steps):
     scheduler = multistep.pipe.scheduler
     scheduler.set_timesteps(steps)
     sigmas = multistep.family.sigmas(steps)
     assert torch.equal(sigmas, scheduler.sigmas) and sigmas[-1] == 0
-    recorded = []
+    timesteps = []
 
-    class Recorder:
+    class RecordsTimesteps:
         patch_embedding = torch.nn.Linear(1, 1)
 
         def __call__(self, hidden_states, timestep, **rest):
-            recorded.append(timestep.tolist())
+            timesteps.append(timestep.tolist())
             return (hidden_states,)
 
     x = noise_for([1, 2], multistep.family.latent_shape)
     for sigma in sigmas[:-1]:
-        multistep.family.velocity(Recorder(), x, sigma, multistep.encoded)
-    assert recorded == [[float(t)] * 2 for t in scheduler.timesteps]
+        multistep.family.velocity(RecordsTimesteps(), x, sigma, multistep.encoded)
+    assert timesteps == [[float(t)] * 2 for t in scheduler.timesteps]
     assert multistep.other(shift=5.0).sigmas(4)[1] > multistep.family.sigmas(4)[1]
     assert multistep.other(schedule="uniform").sigmas(2).tolist() == [1.0, 0.5, 0.0]
 
 
 def test_first_order_steps_are_euler_steps(multistep):
-    """The published scheduler without its corrector and with order 1 takes Euler steps, written
-    otherwise: equal up to rounding.
+    """The published scheduler with order 1 and without its corrector takes Euler steps in another
+    form, so the latents are equal up to rounding.
     """
     from diffusers import UniPCMultistepScheduler
 
@@ -77,10 +77,10 @@ def test_first_order_steps_are_euler_steps(multistep):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 6, 20])
-def test_unipc_latents_equal_those_of_the_stock_pipeline(multistep, steps):
-    """With the published scheduler, as it is. Its coefficients are float32: of log(alpha / sigma),
-    up to 14 at the first sigma, and of differences of 1 / h; each is off by up to 14 x 2^-23 of
-    itself, ours (float64) are not, and the errors of the steps add up.
+def test_unipc_latents_match_the_diffusers_pipeline(multistep, steps):
+    """The scheduler is the published one, unchanged. Its coefficients are float32: they use
+    log(alpha / sigma), which is up to 14 at the first sigma, and differences of 1 / h. Each has a
+    relative error of up to 14 x 2^-23. Ours (float64) have not, and the errors of the steps add up.
     """
     ours, theirs = multistep.ours(steps, "unipc"), multistep.stock(steps, "latent")
     size = float(theirs.abs().max())
@@ -89,8 +89,10 @@ def test_unipc_latents_equal_those_of_the_stock_pipeline(multistep, steps):
         assert (multistep.ours(steps, "dpmpp_2m") - theirs).abs().max() > 1e-4 * size
 
 
-def test_proxy_clips_are_the_first_frames(tiny_wan_dir):
-    """9 frames of 32x32 to 5 frames of 16x16: noise of the first latent frames, in blocks."""
+def test_proxy_clips_use_the_noise_of_the_first_frames(tiny_wan_dir):
+    """A proxy clip of 5 frames of 16x16 uses the noise of the first latent frames of a clip of 9
+    frames of 32x32, summed over blocks.
+    """
     tiny = Tiny("wan", tiny_wan_dir)
     full = tiny.other(frames=9, height=32, width=32)
     noise = noise_for(SEEDS, full.latent_shape)
@@ -99,8 +101,8 @@ def test_proxy_clips_are_the_first_frames(tiny_wan_dir):
     small = tiny.other(frames=5)
     blocks = noise[:, :, :2].numpy().reshape(3, 4, 2, 4, 2, 4, 2).sum((4, 6)) / 2
     np.testing.assert_allclose(full.smaller_noise(noise, small).numpy(), blocks, atol=1e-6)
-    drawn = sample(small, tiny.denoiser, tiny.encoded.rows(0), SEEDS[:1], 2, "euler", full=full)
-    assert drawn.shape == (1, *small.latent_shape)
+    latents = sample(small, tiny.denoiser, tiny.encoded.rows(0), SEEDS[:1], 2, "euler", full=full)
+    assert latents.shape == (1, *small.latent_shape)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_unsupported_sizes_are_refused(tiny_wan_dir, changes, message):
         family_for(tiny_model("wan", tiny_wan_dir, **changes)).check()
 
 
-def test_a_tiny_decoder_of_clips(tiny_wan_dir, tmp_path):
+def test_tiny_decoder_is_refused_for_clips(tiny_wan_dir, tmp_path):
     config = tiny_config(
         tiny_wan_dir,
         tmp_path,

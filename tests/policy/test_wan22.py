@@ -1,5 +1,5 @@
-"""Wan 2.2 TI2V 5B as text to video: the stock pipeline tells each token its timestep, and the
-family one to the clip; an autoencoder of patches.
+"""Wan 2.2 TI2V 5B for text to video. The pipeline of diffusers gives each token its timestep, and
+our family gives one timestep to the clip. The autoencoder works on patches.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.tiny_wan import SCHEDULERS, make_tiny_wan
 
 @pytest.fixture(scope="module")
 def tiny_wan_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In the place of Wan 2.1's, for tests of every family."""
+    """A tiny Wan 2.2 that replaces Wan 2.1 in the tests of every family."""
     return make_tiny_wan(tmp_path_factory.mktemp("tiny_wan22"), wan22=True)
 
 
@@ -29,51 +29,58 @@ def tiny(tiny_wan_dir) -> Tiny:
 
 @pytest.mark.parametrize("steps", [2, 10])
 @pytest.mark.parametrize("guided", [False, True])
-def test_latents_equal_those_of_the_stock_pipeline(tiny, steps, guided):
-    """Bit for bit where it tells each clip its timestep. As published each token, so that the
-    embedder's products have more rows, whose sums may be grouped otherwise.
+def test_latents_equal_those_of_the_diffusers_pipeline(tiny, steps, guided):
+    """The latents are equal bit for bit if the pipeline gives each clip one timestep. The published
+    pipeline gives each token its timestep, so the products of the embedder have more rows and their
+    sums may be grouped differently.
     """
     if guided:
-        ours, more = test_guidance.guided_latents(tiny, False, steps), test_guidance.ASKED["wan"]
+        ours, more = (
+            test_guidance.guided_latents(tiny, False, steps),
+            test_guidance.ARGUMENTS["wan"],
+        )
     else:
         ours, more = tiny.ours(steps, "euler"), {}
-    recorded: list[tuple[int, ...]] = []
+    timestep_shapes: list[tuple[int, ...]] = []
     hook = tiny.pipe.transformer.register_forward_pre_hook(
-        lambda module, args, named: recorded.append((*named["timestep"].shape,)), with_kwargs=True
+        lambda module, args, named: timestep_shapes.append((*named["timestep"].shape,)),
+        with_kwargs=True,
     )
     published = tiny.stock(steps, "latent", **more)
     tiny.pipe.register_to_config(expand_timesteps=False)
     by_clip = tiny.stock(steps, "latent", **more)
     tiny.pipe.register_to_config(expand_timesteps=True)
     hook.remove()
-    assert recorded == [(3, 2)] * (len(recorded) // 2) + [(3,)] * (len(recorded) // 2)
+    assert timestep_shapes == [(3, 2)] * (len(timestep_shapes) // 2) + [(3,)] * (
+        len(timestep_shapes) // 2
+    )
     assert ours.shape == (3, 6, 2, 2, 2) and torch.equal(ours, by_clip)
     size = float(published.abs().max())
     torch.testing.assert_close(ours, published, rtol=0, atol=2e-6 * steps * size)
 
 
 @pytest.mark.parametrize(("frames", "tiles"), [(1, False), (9, False), (5, True)])
-def test_clips_of_any_length_equal_those_of_the_stock_pipeline(tiny, frames, tiles):
-    """Of two latents, decoded whole or in tiles of 16 x 16 pixels."""
+def test_clips_of_any_length_match_the_diffusers_pipeline(tiny, frames, tiles):
+    """Two latents are decoded at once or in tiles of 16 x 16 pixels."""
     family = tiny.other(frames=frames, width=32)
     assert family.latent_shape == (6, 1 + (frames - 1) // 4, 2, 4)
     latents = noise_for(SEEDS[:2], family.latent_shape)
     vae, stock = family.load_vae("cpu", torch.float32), tiny.pipe.vae
     calls: list[int] = []
     vae.decoder.register_forward_hook(lambda *_: calls.append(1))
-    for one in (vae, stock) if tiles else ():
-        one.enable_tiling(16, 16, 8, 8)
+    for autoencoder in (vae, stock) if tiles else ():
+        autoencoder.enable_tiling(16, 16, 8, 8)
     clips = family.decode(vae, latents).numpy()
     assert len(calls) == 2 * family.latent_shape[1] * (8 if tiles else 1)
     assert clips.shape == (2, frames, 3, 16, 32) and clips.std() > 10
-    drawn = stock_call(tiny.pipe, family.model, PROMPTS[0], latents, 0, "pil")
+    images = stock_call(tiny.pipe, family.model, PROMPTS[0], latents, 0, "pil")
     stock.disable_tiling()
-    np.testing.assert_array_equal(clips, as_array(drawn))
+    np.testing.assert_array_equal(clips, as_array(images))
 
 
 @pytest.mark.parametrize("steps", [2, 6])
-def test_unipc_latents_equal_those_of_the_stock_pipeline(tmp_path, steps):
-    """With the published scheduler; the tolerance is that of Wan 2.1's test."""
+def test_unipc_latents_match_the_diffusers_pipeline(tmp_path, steps):
+    """The scheduler is the published one. The tolerance is that of the test for Wan 2.1."""
     tiny = Tiny("wan", make_tiny_wan(tmp_path, scheduler=SCHEDULERS[1], wan22=True))
     ours, theirs = tiny.ours(steps, "unipc"), tiny.stock(steps, "latent")
     size = float(theirs.abs().max())
@@ -81,25 +88,29 @@ def test_unipc_latents_equal_those_of_the_stock_pipeline(tmp_path, steps):
 
 
 @pytest.mark.parametrize(
-    "holds", [test_families.test_quantized_modules_of_each_family, test_families.test_lora_targets]
+    "family_test",
+    [
+        test_families.test_products_of_the_blocks_are_quantized,
+        test_families.test_lora_targets_are_quantized_layers_of_the_blocks,
+    ],
 )
-def test_tables_of_the_family_fit(holds, tiny):
-    holds(tiny.family)
+def test_tables_of_the_family_match_the_model(family_test, tiny):
+    family_test(tiny.family)
 
 
 @pytest.mark.parametrize(
-    "holds",
+    "family_test",
     [
-        test_families_training.test_one_update_changes_lora_weights_only,
+        test_families_training.test_update_changes_only_lora_weights,
         test_families_training.test_gradient_checkpointing_gives_the_same_gradients,
     ],
 )
-def test_properties_of_every_family_hold(holds, tiny_wan_dir):
-    holds("wan", tiny_wan_dir)
+def test_training_tests_of_every_family_pass(family_test, tiny_wan_dir):
+    family_test("wan", tiny_wan_dir)
 
 
-def test_the_export_loads_in_stock_diffusers(request, randomise, tmp_path):
-    test_lora_files.test_the_other_families_exports_load_in_stock_diffusers(
+def test_exported_lora_loads_in_diffusers(request, randomise, tmp_path):
+    test_lora_files.test_exported_lora_of_other_families_generates_the_same_in_diffusers(
         "wan", request, randomise, tmp_path
     )
 

@@ -1,4 +1,4 @@
-"""Wan 2.2 A14B: two transformers as one denoiser, each for its part of the noise levels."""
+"""Wan 2.2 A14B: two transformers form one denoiser, and each handles a part of the noise levels."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ HIGH, LOW = FILES.values()
 
 @pytest.fixture(scope="module")
 def tiny_wan_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In the place of Wan 2.1's, for tests of every family."""
+    """A tiny Wan 2.2 A14B that replaces Wan 2.1 in the tests of every family."""
     return make_tiny_wan(tmp_path_factory.mktemp("tiny_experts"), experts=True)
 
 
@@ -53,26 +53,28 @@ def tiny(tiny_wan_dir) -> Tiny:
 
 @pytest.fixture
 def passes(tiny) -> Any:
-    """How often each transformer of ours, then of the stock pipeline's, was asked."""
+    """The number of calls of each of our transformers, then of each transformer of the diffusers
+    pipeline.
+    """
     counts = [0, 0, 0, 0]
     theirs = [tiny.pipe.transformer, tiny.pipe.transformer_2]
 
-    def noting(place: int) -> Any:
-        def note(*_: Any) -> None:
+    def counter(place: int) -> Any:
+        def count(*_: Any) -> None:
             counts[place] += 1
 
-        return note
+        return count
 
     modules = [*experts_of(tiny.denoiser), *theirs]
-    hooks = [module.register_forward_hook(noting(i)) for i, module in enumerate(modules)]
+    hooks = [module.register_forward_hook(counter(i)) for i, module in enumerate(modules)]
     yield counts
     for hook in hooks:
         hook.remove()
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 10])
-def test_latents_equal_those_of_the_stock_pipeline(tiny, passes, steps):
-    """Bit for bit, each step by the transformer that the pipeline takes."""
+def test_latents_equal_those_of_the_diffusers_pipeline(tiny, passes, steps):
+    """Latents are equal bit for bit, and each step uses the same transformer as the pipeline."""
     assert isinstance(tiny.denoiser, Experts)
     assert torch.equal(tiny.ours(steps, "euler"), tiny.stock(steps, "latent"))
     above = sum(float(timestep) >= 875 for timestep in tiny.pipe.scheduler.timesteps)
@@ -81,74 +83,74 @@ def test_latents_equal_those_of_the_stock_pipeline(tiny, passes, steps):
 
 @pytest.mark.parametrize("low", [None, 2.0])
 @pytest.mark.parametrize("one_pass", [False, True])
-def test_guided_latents_equal_those_of_the_stock_pipeline(tiny, low, one_pass):
+def test_guided_latents_match_the_diffusers_pipeline(tiny, low, one_pass):
     rows = encode(tiny.family, PROMPTS[:1], "a blue cross").repeat(len(SEEDS))
     guided = Guided(3.0, one_pass, low)
     ours = sample(tiny.family, tiny.denoiser, rows, SEEDS, 4, "euler", guided=guided)
     noise = noise_for(SEEDS, tiny.family.latent_shape)
     settings = Guidance(evaluate=3.0, low_noise=low, negative_prompt="a blue cross")
-    requested = tiny.family.guidance_arguments(tiny.family.model, settings)
-    assert ("guidance_scale_2" in requested) == (low is not None)
-    theirs = stock_call(tiny.pipe, tiny.family.model, PROMPTS[0], noise, 4, "latent", **requested)
-    if one_pass:  # sums may be grouped otherwise
+    arguments = tiny.family.guidance_arguments(tiny.family.model, settings)
+    assert ("guidance_scale_2" in arguments) == (low is not None)
+    theirs = stock_call(tiny.pipe, tiny.family.model, PROMPTS[0], noise, 4, "latent", **arguments)
+    if one_pass:  # sums may be grouped differently
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4 * float(ours.abs().max()))
     else:
         assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("steps", [2, 6])
-def test_unipc_latents_equal_those_of_the_stock_pipeline(tmp_path, steps):
-    """With the published scheduler; the tolerance is that of Wan 2.1's test."""
+def test_unipc_latents_match_the_diffusers_pipeline(tmp_path, steps):
+    """The scheduler is the published one. The tolerance is that of the test for Wan 2.1."""
     tiny = Tiny("wan", make_tiny_wan(tmp_path, scheduler=SCHEDULERS[1], experts=True))
     ours, theirs = tiny.ours(steps, "unipc"), tiny.stock(steps, "latent")
     size = float(theirs.abs().max())
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6 * (steps + 1) * size)
 
 
-def mixed(tiny: Tiny) -> tuple[torch.Tensor, torch.Tensor]:
-    """Five noisy samples and their sigmas, of both parts of the noise levels and at the boundary,
-    which is the first transformer's.
+def mixed_samples(tiny: Tiny) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return five noisy samples and their sigmas, from both parts of the noise levels and at the
+    boundary. The first transformer handles the boundary.
     """
     x = noise_for([1, 2, 3, 4, 5], tiny.family.latent_shape)
     return x, torch.tensor([0.3, 0.95, 0.875, 0.8749, 0.0])
 
 
-def test_rows_of_one_pass_go_to_their_own_transformers(tiny, passes):
-    x, sigma = mixed(tiny)
+def test_rows_of_one_pass_use_their_own_transformers(tiny, passes):
+    x, sigma = mixed_samples(tiny)
     cond = tiny.encoded.rows([0, 1, 0, 1, 0])
     guided = Guided(3.0, False, 2.0)
     rows = encode(tiny.family, PROMPTS[:1], "a blue cross").repeat(5)
-    found = velocity(tiny.family, tiny.denoiser, x, sigma, cond, None)
+    actual = velocity(tiny.family, tiny.denoiser, x, sigma, cond, None)
     assert passes[:2] == [1, 1]
-    strong = velocity(tiny.family, tiny.denoiser, x, sigma, rows, guided)
+    guided_velocity = velocity(tiny.family, tiny.denoiser, x, sigma, rows, guided)
     high, low = experts_of(tiny.denoiser)
-    of_row = [(low, 2), (high, 3), (high, 3), (low, 2), (low, 2)]
-    for row, (expert, scale) in enumerate(of_row):
+    expert_of_row = [(low, 2), (high, 3), (high, 3), (low, 2), (low, 2)]
+    for row, (expert, scale) in enumerate(expert_of_row):
         only = slice(row, row + 1)
         alone = tiny.family.velocity(expert, x[only], sigma[only], cond.rows(only))
-        torch.testing.assert_close(found[only], alone, rtol=0, atol=1e-5)
-        along, against = (
+        torch.testing.assert_close(actual[only], alone, rtol=0, atol=1e-5)
+        positive, negative = (
             tiny.family.velocity(expert, x[only], sigma[only], part.rows(only))
             for part in rows.split_negative()
         )
-        expected = against + scale * (along - against)
-        torch.testing.assert_close(strong[only], expected, rtol=0, atol=4e-5)
+        expected = negative + scale * (positive - negative)
+        torch.testing.assert_close(guided_velocity[only], expected, rtol=0, atol=4e-5)
 
 
-def test_gradients_go_to_the_evaluated_transformer(tiny):
+def test_only_the_used_transformer_gets_gradients(tiny):
     family = tiny.family
     denoiser = family.load_transformer("cpu", torch.float32)
     add_adapters(denoiser, LORA, family)
     trained = TrainedAdapter(denoiser, load("quickstart").optimizer)
-    x, sigma = mixed(tiny)
+    x, sigma = mixed_samples(tiny)
     cond = tiny.encoded.rows([0] * 5)
     above = sigma >= 0.875
     family.velocity(denoiser, x[above], sigma[above], cond.rows([0, 0])).sum().backward()
     trained.fill_missing_gradients(2)
-    found = trained.gradients()
-    moved = {name.partition(".")[0] for name, gradient in found.items() if gradient.any()}
-    assert found.keys() == trained.parameters.keys() and moved == {"transformer"}
-    # a part of an expert that was asked, and an update in which none was
+    result = trained.gradients()
+    moved = {name.partition(".")[0] for name, gradient in result.items() if gradient.any()}
+    assert result.keys() == trained.parameters.keys() and moved == {"transformer"}
+    # a missing gradient of an expert that was used, and an update in which no expert was used
     first = next(iter(trained.parameters))
     trained.parameters[first].grad = None
     with pytest.raises(RuntimeError, match=f"'{first}' got no gradient"):
@@ -163,19 +165,19 @@ def test_gradients_go_to_the_evaluated_transformer(tiny):
     assert not any(gradient.any() for gradient in trained.gradients().values())
 
 
-def test_tables_of_the_family_fit(tiny):
-    test_families.test_quantized_modules_of_each_family(tiny.family)
-    test_families.test_the_meta_model_has_every_module_and_shape(tiny.family)
+def test_tables_of_the_family_match_the_model(tiny):
+    test_families.test_products_of_the_blocks_are_quantized(tiny.family)
+    test_families.test_skeleton_has_every_parameter_and_shape(tiny.family)
     names = target_modules(tiny.denoiser, tiny.family.lora_targets)
     assert len(names) == 2 * test_families.LORA_MODULES["wan"]
     plan = quantize_plan(tiny.denoiser, tiny.family, (), BACKENDS["torch_nvfp4"])
     fused = {row.fused for row in plan if row.fused}
-    assert len(fused) == 2 * 2 * 2  # two groups of each of two blocks, in both
+    assert len(fused) == 2 * 2 * 2  # two groups in each of two blocks, in both transformers
     assert {row.name for row in plan if row.quantized} >= set(names)
 
 
-def test_a_plan_counts_both_transformers(tiny):
-    """The bytes of both, and a pass of one."""
+def test_plan_counts_both_transformers_and_one_pass(tiny):
+    """A plan counts the bytes of both transformers and the pass of one."""
     blank = meta_denoiser(tiny.family, torch.float32)
     assert held_bytes(blank) == held_bytes(tiny.denoiser)
     one = experts_of(blank)[0]
@@ -184,23 +186,23 @@ def test_a_plan_counts_both_transformers(tiny):
     assert (both.flops, both.peak) == (alone.flops, alone.peak) and both.flops > 0
 
 
-def test_blocks_of_both_are_compiled_and_checkpointed(tiny):
-    found = compiled(tiny.denoiser, torch.device("cpu"))
-    assert isinstance(found, Experts)
-    blocks, theirs = list(blocks_of(found)), list(blocks_of(tiny.denoiser))
+def test_blocks_of_both_transformers_are_compiled_and_checkpointed(tiny):
+    result = compiled(tiny.denoiser, torch.device("cpu"))
+    assert isinstance(result, Experts)
+    blocks, theirs = list(blocks_of(result)), list(blocks_of(tiny.denoiser))
     assert len(blocks) == 4 and [b._orig_mod for b in blocks] == theirs
-    assert held_bytes(found) == held_bytes(tiny.denoiser)
+    assert held_bytes(result) == held_bytes(tiny.denoiser)
 
 
 @pytest.mark.parametrize(
-    "holds",
+    "family_test",
     [
-        test_families_training.test_one_update_changes_lora_weights_only,
+        test_families_training.test_update_changes_only_lora_weights,
         test_families_training.test_gradient_checkpointing_gives_the_same_gradients,
     ],
 )
-def test_properties_of_every_family_hold(holds, tiny_wan_dir):
-    holds("wan", tiny_wan_dir)
+def test_training_tests_of_every_family_pass(family_test, tiny_wan_dir):
+    family_test("wan", tiny_wan_dir)
 
 
 @pytest.mark.slow
@@ -213,18 +215,18 @@ def test_two_iterations_through_all_services(ray_here, request, tmp_path):
 
 @pytest.fixture
 def exported(tiny, randomise, tmp_path) -> tuple[nn.Module, Path]:
-    """A denoiser with an adapter, and its directory as a diffusers LoRA."""
+    """A denoiser with an adapter, and the directory of its exported diffusers LoRA."""
     transformer = tiny.family.load_transformer("cpu", torch.float32)
     add_adapters(transformer, LORA, tiny.family, seed=1)
-    # safetensors reads a checkpoint in another order each time
+    # safetensors may read a checkpoint in any order
     state = dict(reversed(randomise(transformer, "ema", 5).items()))
     assert next(iter(state)).startswith("transformer_2.")
     assert save_diffusers_lora(tmp_path / "lora", state, LORA) == [HIGH, LOW]
     return transformer, tmp_path / "lora"
 
 
-def test_the_export_loads_in_the_stock_pipeline(tiny, tiny_wan_dir, exported):
-    """A file for each transformer, with its own names."""
+def test_exported_lora_loads_in_the_diffusers_pipeline(tiny, tiny_wan_dir, exported):
+    """The export has one file for each transformer, with the names of that transformer."""
     transformer, directory = exported
     with use_adapter(transformer, "ema"):
         rows = tiny.encoded.rows(0).repeat(len(SEEDS))
@@ -241,7 +243,7 @@ def test_the_export_loads_in_the_stock_pipeline(tiny, tiny_wan_dir, exported):
     assert wrapped == ours and len(wrapped[1]) == test_families.LORA_MODULES["wan"]
 
 
-def test_a_run_starts_from_its_own_export(tiny, exported):
+def test_run_starts_from_its_own_export(tiny, exported):
     transformer, directory = exported
     fresh = tiny.family.load_transformer("cpu", torch.float32)
     add_adapters(fresh, Lora(rank=6, alpha=3, init_from=str(directory)), tiny.family, seed=9)
@@ -250,7 +252,7 @@ def test_a_run_starts_from_its_own_export(tiny, exported):
         torch.testing.assert_close(weight, expected[module], rtol=1e-5, atol=1e-6)
 
 
-def test_a_lora_of_one_transformer_alone(tiny, randomise, tmp_path):
+def test_lora_of_one_transformer_is_saved_and_loaded(tiny, randomise, tmp_path):
     low = Lora(rank=2, alpha=2, targets=("transformer_2.*.attn1.to_q",))
     transformer = tiny.family.load_transformer("cpu", torch.float32)
     add_adapters(transformer, low, tiny.family)
@@ -264,7 +266,7 @@ def test_a_lora_of_one_transformer_alone(tiny, randomise, tmp_path):
     assert adapter_state(fresh, "current").keys() == adapter_state(transformer, "current").keys()
 
 
-def test_unusable_loras_are_refused(tiny, exported):
+def test_unusable_initial_lora_is_refused(tiny, exported):
     _, directory = exported
     fresh = tiny.family.load_transformer("cpu", torch.float32)
     with pytest.raises(
@@ -280,14 +282,14 @@ def test_unusable_loras_are_refused(tiny, exported):
 # ---- bad input
 
 
-def test_layers_are_named_with_their_transformer(tiny):
+def test_layer_names_include_their_transformer(tiny):
     names = layers_on_disk(tiny.family)
     assert {name.partition(".")[0] for name in names} == {"transformer", "transformer_2"}
     assert all(isinstance(tiny.denoiser.get_submodule(name), nn.Module) for name in names)
 
 
 @pytest.mark.parametrize("share", [None, 0, 1.5, "high", True])
-def test_a_pipeline_without_its_boundary(tiny_wan_dir, tmp_path, share):
+def test_pipeline_without_a_valid_boundary_is_refused(tiny_wan_dir, tmp_path, share):
     copied = shutil.copytree(tiny_wan_dir, tmp_path / "model")
     index = copied / "model_index.json"
     index.write_text(json.dumps({**json.loads(index.read_text()), "boundary_ratio": share}))
@@ -296,7 +298,7 @@ def test_a_pipeline_without_its_boundary(tiny_wan_dir, tmp_path, share):
     assert "\n" not in str(e.value)
 
 
-def test_a_pipeline_that_lacks_its_second_transformer(tiny_wan_dir, tmp_path):
+def test_pipeline_without_its_second_transformer_is_refused(tiny_wan_dir, tmp_path):
     copied = shutil.copytree(tiny_wan_dir, tmp_path / "model")
     for file in (copied / "transformer_2").glob("*.safetensors"):
         state = load_file(file)
@@ -309,7 +311,7 @@ def test_a_pipeline_that_lacks_its_second_transformer(tiny_wan_dir, tmp_path):
         family_for(tiny_model("wan", copied))
 
 
-def test_incompatible_settings_of_two_transformers_are_refused(tiny_wan_dir, tmp_path):
+def test_sharded_base_is_refused_with_two_transformers(tiny_wan_dir, tmp_path):
     def config(**more: Any) -> Any:
         return tiny_config(
             tiny_wan_dir, tmp_path, "tiny", model__family="wan", model__frames=5, **more
@@ -331,20 +333,20 @@ def test_incompatible_settings_of_two_transformers_are_refused(tiny_wan_dir, tmp
         (["guidance.evaluate=4", "guidance.low_noise=0.5"], "guidance.low_noise"),
     ],
 )
-def test_invalid_guidance_scales_are_refused(changes, message):
+def test_invalid_low_noise_scales_are_refused(changes, message):
     with pytest.raises(ConfigError) as caught:
         load("quickstart", changes)
     assert len(caught.value.lines) == 1 and message in caught.value.lines[0]
 
 
-def test_low_noise_is_refused_with_one_transformer():
+def test_low_noise_scale_is_refused_with_one_transformer():
     config = load("quickstart", ["guidance.evaluate=4", "guidance.low_noise=3"])
     with pytest.raises(ConfigError, match="has one transformer for all noise levels: leave it out"):
         check_model(config)
 
 
-def test_a_plan_names_the_published_model():
-    """Not the directory that its configuration files are written to."""
+def test_plan_error_names_the_published_model():
+    """The message names the published model and not the directory with its configuration files."""
     more = ["services.learner.shard=base", "regenerate.compile=false"]
     with pytest.raises(ConfigError) as caught:
         make_plan(load("wan22_a14b-sol_rl-hpsv2", more))

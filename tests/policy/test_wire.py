@@ -1,4 +1,4 @@
-"""Published bytes: there and back, and nothing damaged gets in."""
+"""Published bytes: they can be packed and unpacked, and damaged bytes are refused."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def sample_tensors() -> dict[str, torch.Tensor]:
 
 
 def bits_flipped(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor with every bit of its first element turned."""
+    """Return the same tensor with every bit of its first element flipped."""
     flipped = tensor.clone().view(-1)
     flipped[:1].view(torch.uint8).bitwise_not_()
     return flipped.view(tensor.shape)
@@ -61,7 +61,7 @@ def blank(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @given(SPEC, st.integers(1, 50))
-def test_round_trip(spec, shard_bytes):
+def test_round_trip_restores_every_bit_in_place(spec, shard_bytes):
     named = {name: tensor_of(name, dtype, shape) for name, (dtype, shape) in spec.items()}
     manifest, shards = pack_tensors(named, 3, "nvfp4", shard_bytes)
     assert (
@@ -73,7 +73,7 @@ def test_round_trip(spec, shard_bytes):
     targets = blank(named)
     pointers = {name: tensor.data_ptr() for name, tensor in targets.items()}
     for shard in shards:
-        shard.flags.writeable = False  # as an object store hands them out
+        shard.flags.writeable = False  # as the object store returns them
     unpack_into(manifest, shards, targets)
     for name, tensor in named.items():
         assert bits(targets[name]) == bits(tensor)
@@ -82,7 +82,7 @@ def test_round_trip(spec, shard_bytes):
 
 @settings(max_examples=60)
 @given(st.integers(0, 67), st.integers(0, 7), st.integers(7, 80))
-def test_a_flipped_bit_is_refused_and_nothing_changes(position, bit, shard_bytes):
+def test_flipped_bit_is_refused_and_nothing_changes(position, bit, shard_bytes):
     named = sample_tensors()
     manifest, shards = pack_tensors(named, 9, "nvfp4", shard_bytes)
     index, inside = divmod(position, shard_bytes)
@@ -93,7 +93,7 @@ def test_a_flipped_bit_is_refused_and_nothing_changes(position, bit, shard_bytes
     assert all(not tensor.any() for tensor in targets.values())
 
 
-def test_mismatches_are_named():
+def test_differences_to_the_manifest_are_named():
     named = sample_tensors()
     manifest, shards = pack_tensors(named, 1, "nvfp4", 32)
     cases = [
@@ -125,7 +125,7 @@ def test_mismatches_are_named():
         assert all(torch.equal(targets[name], tensor) for name, tensor in before.items())
 
 
-def test_a_manifest_that_points_outside_is_refused():
+def test_inconsistent_manifest_is_refused():
     named = sample_tensors()
     manifest, shards = pack_tensors(named, 1, "nvfp4", 32)
     for offset, nbytes in ((60, 24), (-4, 24), (44, 20)):
@@ -156,7 +156,7 @@ def test_a_manifest_that_points_outside_is_refused():
         unpack_into(replace(manifest, format_version=0), shards, blank(named))
 
 
-def test_a_float_may_arrive_in_another_width():
+def test_float_tensor_is_converted_to_the_dtype_of_its_target():
     manifest, shards = pack_tensors({"w": torch.tensor([1.0, 1.0 + 2**-9, -3.0])}, 0, "bf16", 64)
     target = torch.zeros(3, dtype=torch.bfloat16)
     pointer = target.data_ptr()
@@ -164,14 +164,14 @@ def test_a_float_may_arrive_in_another_width():
     assert target.tolist() == [1.0, 1.0, -3.0] and target.data_ptr() == pointer
 
 
-def test_parameters_are_filled_in_place_without_gradient():
+def test_parameters_are_loaded_in_place_without_gradient():
     parameter = torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False)
     manifest, shards = pack_tensors({"w": torch.arange(6.0).view(2, 3)}, 0, "fp32", 5)
     unpack_into(manifest, shards, {"w": parameter})
     assert parameter.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_the_checksum_covers_contents_and_version():
+def test_checksum_covers_contents_and_version():
     named = sample_tensors()
     checksums = {
         pack_tensors(named, version, "nvfp4", size)[0].checksum
@@ -184,7 +184,7 @@ def test_the_checksum_covers_contents_and_version():
     assert pack_tensors(named, 1, "nvfp4", 32)[0].checksum not in checksums
 
 
-def test_unsupported_types_are_refused():
+def test_unsupported_tensors_and_formats_are_refused():
     with pytest.raises(ValueError, match="w is torch.int64"):
         pack_tensors({"w": torch.arange(3)}, 0, "fp32", 8)
     with pytest.raises(ValueError, match="shards of 0 bytes"):
@@ -201,8 +201,9 @@ CHANGED = st.sets(st.sampled_from(["w.codes", "w.amax", "b"]))
 
 @given(CHANGED, st.integers(1, 80))
 def test_changed_shards_are_sufficient(changed, shard_bytes):
-    """Whatever the shards cut through: with the shards that differ the old tensors become the new
-    ones, other tensors are not written, and a shard less is refused before anything is.
+    """Wherever shards begin and end, the shards that differ turn the old tensors into the new ones.
+    Other tensors are not written. If one of these shards is missing, the update is refused before
+    anything is written.
     """
     old = sample_tensors()
     new = {
@@ -225,9 +226,9 @@ def test_changed_shards_are_sufficient(changed, shard_bytes):
     assert all(bits(targets[name]) == bits(tensor) for name, tensor in new.items())
 
 
-def test_a_converted_tensor_is_never_copied_in_part():
-    """An element that a shard's end cuts in two, in a target of fewer bits than what travels: its
-    unchanged half is sent again, as the target no longer has it.
+def test_converted_tensor_is_never_updated_partially():
+    """An element may be split between two shards while its target has fewer bits than the published
+    tensor. Its unchanged half must be sent again, because the target no longer contains it.
     """
     old, new = (torch.tensor([1.0, 1.0 + step * 2**-9, 2.0]) for step in (0, 3))
     before, first = pack_tensors({"w": old}, 0, "bf16", 5)
@@ -239,13 +240,13 @@ def test_a_converted_tensor_is_never_copied_in_part():
     assert torch.equal(target["w"], new.bfloat16())
 
 
-def test_unsent_shards_require_the_previous_version():
+def test_missing_shards_need_a_loaded_version_with_them():
     named = sample_tensors()
     manifest, shards = pack_tensors(named, 1, "nvfp4", 32)
     part = [None, *shards[1:]]
     with pytest.raises(WireError, match="shard 0 was not sent, and nothing is held here"):
         unpack_into(manifest, part, blank(named))
-    other, _ = pack_tensors(named, 0, "nvfp4", 16)  # the same tensors, cut in another way
+    other, _ = pack_tensors(named, 0, "nvfp4", 16)  # the same tensors in other shards
     assert manifest.changed_since(other) == [0, 1, 2]
     with pytest.raises(WireError, match="shard 0 was not sent"):
         unpack_into(manifest, part, blank(named), other)

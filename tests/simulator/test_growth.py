@@ -1,5 +1,5 @@
-"""What the driver does for a call does not grow with the actors that there are: counted, not timed.
-Nothing starts a process here.
+"""The work of the driver for a call must not grow with the number of actors. The tests count
+function calls and measure no time. They start no processes.
 """
 
 import sys
@@ -14,8 +14,10 @@ from simulator.services import Hardware
 from tests.simulator.test_simulator import DURATIONS, config
 
 
-class Functions:
-    """Functions that are called within the last ``counting``, Python's own among them."""
+class FunctionCounter:
+    """Counts the functions that are called within the last ``counting``, including those of Python
+    itself.
+    """
 
     def __init__(self) -> None:
         self.called = 0
@@ -23,36 +25,38 @@ class Functions:
     @contextmanager
     def counting(self) -> Iterator[None]:
         self.called = 0
-        sys.setprofile(self._saw)
+        sys.setprofile(self._count_call)
         try:
             yield
         finally:
             sys.setprofile(None)
 
-    def _saw(self, frame: FrameType, event: str, what: object) -> None:
-        # timers are kept in order with log n comparisons, and are virtual time's
+    def _count_call(self, frame: FrameType, event: str, argument: object) -> None:
+        # comparisons of timers do not count: virtual time sorts its timers with log n comparisons
         if event in ("call", "c_call") and frame.f_code.co_name != "__lt__":
             self.called += 1
 
 
 def functions_and_calls(size: int) -> tuple[int, float]:
-    """Of an iteration with a GPU, an actor of each kind and a prompt, ``size`` times."""
+    """Return the number of functions and of calls in an iteration that has ``size`` GPUs, actors of
+    each kind and prompts.
+    """
     tree = config().model_dump(mode="json")
     tree["prompts"]["per_iteration"] = size
     for kind, named in (("rollout", "actors"), ("reward", "actors"), ("learner", "replicas")):
         tree["services"][kind][named] = size
-    each = {"learner": 1, "rollout": 1, "reward": 1}
-    found = Functions()
-    hardware = Hardware({"one": DURATIONS}, [GpuAssignment("one", size, each)])
-    # the second iteration: in the first some is done for the first time
-    simulated = simulate(parse(tree), hardware, 2, found.counting)
+    actors_per_gpu = {"learner": 1, "rollout": 1, "reward": 1}
+    counter = FunctionCounter()
+    hardware = Hardware({"one": DURATIONS}, [GpuAssignment("one", size, actors_per_gpu)])
+    # the second iteration is counted, because the first one also does initial work
+    simulated = simulate(parse(tree), hardware, 2, counter.counting)
     assert simulated.calls > 10 * size
-    return found.called, simulated.calls
+    return counter.called, simulated.calls
 
 
-def test_a_call_costs_as_much_among_more_actors():
-    """What each further call costs, from 16 to 32 of everything, and from 64 to 128: were all
-    actors looked at for each, it would cost 144 functions more.
+def test_cost_of_a_call_does_not_grow_with_the_number_of_actors():
+    """The test compares the cost of each additional call between sizes 16 and 32 and between 64 and
+    128. If the driver visited all actors for each call, a call would need 144 functions more.
     """
     slopes = []
     for size in (16, 64):

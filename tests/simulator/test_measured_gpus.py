@@ -1,4 +1,4 @@
-"""A plan from the run of another layout on GPUs: no GPU has made these runs, the simulation has."""
+"""A plan from the run of another layout on GPUs. The runs are simulated, and no GPU is used."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from tests.simulator.test_simulator import DURATIONS, KEEP, config
 PRESET = "sana-sol_rl-hpsv2"
 
 
-def recorded(
+def record_run(
     path: Path,
     ran: RunConfig,
     laid: Sequence[GpuAssignment],
@@ -35,7 +35,9 @@ def recorded(
     device: str = "NVIDIA H200",
     **without: str,
 ) -> RunDirectory:
-    """The directory of a run, as far as a plan reads it; actors on GPUs as they are ``laid``."""
+    """Write a run directory with everything that a plan reads. Actors are on GPUs as in
+    ``laid``.
+    """
     rundir = RunDirectory(path)
     rundir.create(ran)
     gpus = [each.actors for each in laid for _ in range(each.count)]
@@ -44,9 +46,9 @@ def recorded(
         for kind, count in actors.items():
             for _ in range(count):
                 actor = numbers[kind] = numbers.get(kind, -1) + 1
-                message = {"device": device, "capability": "9.0", "gpu": f"GPU-{index}"}
-                message = {name: value for name, value in message.items() if name not in without}
-                rundir.event("actor_started", kind=kind, actor=actor, incarnation=0, **message)
+                fields = {"device": device, "capability": "9.0", "gpu": f"GPU-{index}"}
+                fields = {name: value for name, value in fields.items() if name not in without}
+                rundir.event("actor_started", kind=kind, actor=actor, incarnation=0, **fields)
     rundir.event("actor_started", kind="selector", actor=0, incarnation=0)
     timeline = Timeline(rundir.timeline_file)
     for span in spans:
@@ -57,54 +59,60 @@ def recorded(
     return rundir
 
 
-def made(path: Path, durations: Durations, replicas: int = 2) -> tuple[RunDirectory, float]:
-    """A run on two GPUs with an explorer and a replica each, and a third with the scorer."""
+def simulated_run(
+    path: Path, durations: Durations, replicas: int = 2
+) -> tuple[RunDirectory, float]:
+    """Simulate and record a run: two GPUs have a rollout actor and a learner replica each, and a
+    third has the scorer.
+    """
     laid = [
         GpuAssignment("H200", 2, {"rollout": 1, "learner": 1}),
         GpuAssignment("H200", 1, {"reward": 1}),
     ]
     ran = config(2, replicas)
-    found = simulate(ran, Hardware({"H200": durations}, laid), 3)
-    return recorded(path, ran, laid, found.timeline, found.iteration), found.iteration
+    result = simulate(ran, Hardware({"H200": durations}, laid), 3)
+    return record_run(path, ran, laid, result.timeline, result.iteration), result.iteration
 
 
-def test_durations_of_calls_alone_are_recovered_from_a_timeline(tmp_path):
-    """Explorer and replica share a GPU, so that most calls took longer than that."""
+def test_durations_without_sharing_are_recovered_from_a_timeline(tmp_path):
+    """Rollout actor and replica share a GPU, so most calls took longer than they would
+    take alone.
+    """
     summing = Summing(6, 0.06, 0.01)
-    rundir, seconds = made(tmp_path / "run", replace(DURATIONS, summing=summing))
+    rundir, seconds = simulated_run(tmp_path / "run", replace(DURATIONS, summing=summing))
     gpus = gpus_of_run(rundir)
     assert gpus.kind == "H200" and sum(each.count for each in gpus.laid()) == 3
     model = measured_on_gpus(rundir, gpus, summing)
     assert model.seconds == pytest.approx(seconds)
-    found = model.durations
-    for mine, expected, count in (
-        (found.explore, DURATIONS.explore, 16),
-        (found.explore, DURATIONS.explore, 8),
-        (found.generate, DURATIONS.generate, KEEP),
-        (found.update, DURATIONS.update, 2 * KEEP),
-        (found.score["reward"], DURATIONS.score["reward"], 16),
-        (found.load, DURATIONS.load, 1),
-        (found.export, DURATIONS.export, 1),
+    actual = model.durations
+    for line, expected, count in (
+        (actual.explore, DURATIONS.explore, 16),
+        (actual.explore, DURATIONS.explore, 8),
+        (actual.generate, DURATIONS.generate, KEEP),
+        (actual.update, DURATIONS.update, 2 * KEEP),
+        (actual.score["reward"], DURATIONS.score["reward"], 16),
+        (actual.load, DURATIONS.load, 1),
+        (actual.export, DURATIONS.export, 1),
     ):
-        assert mine.at(count) == pytest.approx(expected.at(count), rel=0.03)
-    assert found.summing == summing and found.driver_s < 1e-3
+        assert line.at(count) == pytest.approx(expected.at(count), rel=0.03)
+    assert actual.summing == summing and actual.driver_s < 1e-3
 
 
-def test_time_between_turns_is_learned(tmp_path):
+def test_time_between_turns_is_measured(tmp_path):
     moving = replace(DURATIONS, move={"rollout": 2.0, "learner": 3.0})
     ran = config(2, 2, leaves=("rollout", "learner"))
     laid = [
         GpuAssignment("H200", 2, {"rollout": 1, "learner": 1}),
         GpuAssignment("H200", 1, {"reward": 1}),
     ]
-    found = simulate(ran, Hardware({"H200": moving}, laid), 3)
-    rundir = recorded(tmp_path / "run", ran, laid, found.timeline, found.iteration)
+    result = simulate(ran, Hardware({"H200": moving}, laid), 3)
+    rundir = record_run(tmp_path / "run", ran, laid, result.timeline, result.iteration)
     model = measured_on_gpus(rundir, gpus_of_run(rundir), Summing())
     assert model.durations.move == pytest.approx(moving.move, rel=1e-3)
 
 
 def slower(durations: Mapping[str, Durations], times: float) -> dict[str, Durations]:
-    """The same calls, each so many times as long."""
+    """Return the same durations, multiplied by ``times``."""
 
     def longer(line: Line) -> Line:
         return Line(times * line.fixed, times * line.each)
@@ -128,31 +136,33 @@ def scenario_on(count: int, *overrides: str) -> Scenario:
 
 @pytest.fixture(scope="module")
 def slow_run(tmp_path_factory) -> RunDirectory:
-    """SANA on 4 H200, where every call takes 1.5 times what is counted."""
+    """A run of SANA on 4 H200 in which every call takes 1.5 times the predicted duration."""
     mine = scenario_on(4)
     mine = replace(mine, durations=slower(mine.durations, 1.5))
-    found = run(mine, 3)
+    result = run(mine, 3)
     path = tmp_path_factory.mktemp("gpus") / "run"
-    return recorded(path, mine.config, mine.assigned, found.timeline, found.iteration)
+    return record_run(path, mine.config, mine.laid, result.timeline, result.iteration)
 
 
 @pytest.mark.parametrize(("gpus", "overrides"), [(4, ()), (8, ()), (8, ("layout.mode=split",))])
-def test_other_layouts_are_predicted_from_a_run(slow_run, gpus, overrides, capsys):
-    """Without being told that calls are slower than counted."""
+def test_other_layouts_are_predicted_correctly(slow_run, gpus, overrides, capsys):
+    """The plan does not know that calls are slower than predicted, except from the run."""
     expected = scenario_on(gpus, *overrides)
     expected = run(replace(expected, durations=slower(expected.durations, 1.5)), 3)
     given = [part for each in overrides for part in ("--set", each)]
     command = ["plan", PRESET, "--from", str(slow_run.path), "--gpus", str(gpus), *given]
     assert main([*command, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["iteration_s"] == pytest.approx(expected.iteration, rel=0.03)
-    assert found["layout"]["gpus"] == gpus and found["layout"]["kinds"] == {"H200": gpus}
-    assert 0.8 * found["iteration_s"] < found["bound_s"] <= found["iteration_s"]
-    assert list(found["arms"]) == ["sol_rl"]  # other arms make other calls
-    assert found["measured_s"] == pytest.approx(1.5 * scenario_on(4).prediction.iteration, rel=0.1)
+    actual = json.loads(capsys.readouterr().out)
+    assert actual["iteration_s"] == pytest.approx(expected.iteration, rel=0.03)
+    assert actual["layout"]["gpus"] == gpus and actual["layout"]["kinds"] == {"H200": gpus}
+    assert 0.8 * actual["iteration_s"] < actual["bound_s"] <= actual["iteration_s"]
+    assert list(actual["arms"]) == [
+        "sol_rl"
+    ]  # other arms would need calls that the run does not have
+    assert actual["measured_s"] == pytest.approx(1.5 * scenario_on(4).prediction.iteration, rel=0.1)
 
 
-def test_the_plan_prints_the_measured_values(slow_run, capsys):
+def test_plan_prints_the_source_of_its_durations(slow_run, capsys):
     assert main(["plan", PRESET, "--from", str(slow_run.path), "--gpus", "8"]) == 0
     out = capsys.readouterr().out
     assert "layout      shared on 8 x H200: the fastest by prediction" in out
@@ -171,35 +181,35 @@ def test_the_plan_prints_the_measured_values(slow_run, capsys):
         (["--set", "learner.nothing=1"], "learner"),
     ],
 )
-def test_unknown_durations_are_refused_in_one_line(slow_run, capsys, arguments, message):
+def test_settings_that_the_run_cannot_predict_are_refused_in_one_line(
+    slow_run, capsys, arguments, message
+):
     assert main(["plan", PRESET, "--from", str(slow_run.path), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
 
-def test_a_plan_on_cores_from_a_run_on_gpus_is_refused(slow_run, capsys):
+def test_plan_on_cores_from_a_run_on_gpus_is_refused(slow_run, capsys):
     assert main(["plan", "quickstart", "--from", str(slow_run.path)]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_events_without_gpus_are_refused(tmp_path):
+def test_incomplete_or_mixed_events_are_refused(tmp_path):
     ran, laid = config(1), [GpuAssignment("H200", 1, {"rollout": 1, "learner": 1, "reward": 1})]
-    earlier = recorded(tmp_path / "earlier", ran, laid, [], 1.0, gpu="")
-    with pytest.raises(ConfigError, match="do not contain the GPUs of actors"):
+    earlier = record_run(tmp_path / "earlier", ran, laid, [], 1.0, gpu="")
+    with pytest.raises(ConfigError, match="do not say which GPU an actor was on"):
         gpus_of_run(earlier)
-    unknown = recorded(tmp_path / "unknown", ran, laid, [], 1.0, device="NVIDIA X1")
+    unknown = record_run(tmp_path / "unknown", ran, laid, [], 1.0, device="NVIDIA X1")
     with pytest.raises(ConfigError, match="nothing is known of the GPU 'NVIDIA X1'"):
         gpus_of_run(unknown)
-    mixed = recorded(tmp_path / "mixed", ran, laid, [], 1.0)
-    message = {"device": "NVIDIA B200", "capability": "10.0", "gpu": "GPU-9"}
-    mixed.event("actor_added", kind="rollout", actor=1, incarnation=0, **message)
-    with pytest.raises(
-        ConfigError, match="were on NVIDIA B200 and NVIDIA H200: --from supports one kind"
-    ):
+    mixed = record_run(tmp_path / "mixed", ran, laid, [], 1.0)
+    fields = {"device": "NVIDIA B200", "capability": "10.0", "gpu": "GPU-9"}
+    mixed.event("actor_added", kind="rollout", actor=1, incarnation=0, **fields)
+    with pytest.raises(ConfigError, match="were on NVIDIA B200 and NVIDIA H200: one kind"):
         gpus_of_run(mixed)
 
 
-def test_durations_of_sharded_replicas_are_not_separated(slow_run, capsys):
+def test_run_with_a_shared_base_is_refused(slow_run, capsys):
     arguments = ["--set", "services.learner.shard=base", "--set", "regenerate.compile=false"]
     command = ["plan", PRESET, "--from", str(slow_run.path), "--gpus", "4", *arguments]
     assert main(command) == 2

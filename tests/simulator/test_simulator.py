@@ -1,6 +1,7 @@
-"""The driver in virtual time: what is known in closed form, and what a timeline gives back.
+"""The driver in virtual time: results that are known in closed form, and durations that can be
+recovered from a timeline.
 
-Nothing starts a process here.
+No test starts a process.
 """
 
 import asyncio
@@ -69,7 +70,7 @@ def config(actors=2, replicas=1, ahead=0, chunk=CHUNK, leaves=()):
     return parse(tree | {"explore_ahead": ahead})
 
 
-def virtually(coroutine):
+def run_virtually(coroutine):
     with asyncio.Runner(loop_factory=clock.VirtualLoop) as runner:
         return runner.run(coroutine)
 
@@ -81,40 +82,40 @@ def test_waiting_takes_no_time():
         return clock.now() - before[0], clock.wall() - before[1]
 
     began = time.monotonic()
-    assert virtually(wait()) == pytest.approx((1e6, 1e6))
+    assert run_virtually(wait()) == pytest.approx((1e6, 1e6))
     assert time.monotonic() - began < 60
 
 
 def test_waiting_for_nothing_is_an_error():
     with pytest.raises(clock.Stuck, match="no timer is set"):
-        virtually(asyncio.Event().wait())
+        run_virtually(asyncio.Event().wait())
 
 
 @pytest.mark.parametrize(
     ("capacity", "together", "jobs", "ends"),
     [
         (1.0, 1.0, [(0.0, 1.0), (0.0, 1.0)], [2.0, 2.0]),
-        (1.0, 1.0, [(0.0, 2.0), (1.0, 0.5)], [2.5, 2.0]),  # half speed for one second
+        (1.0, 1.0, [(0.0, 2.0), (1.0, 0.5)], [2.5, 2.0]),  # both run at half speed for one second
         (2.0, 0.8, [(0.0, 1.0), (0.0, 1.0)], [1.25, 1.25]),
         (2.0, 1.0, [(0.0, 1.0), (0.0, 1.0), (0.0, 1.0)], [1.5, 1.5, 1.5]),
         (2.0, 0.5, [(0.0, 1.0), (0.5, 1.0)], [1.5, 2.0]),
     ],
 )
-def test_users_of_a_part_slow_each_other(capacity, together, jobs, ends):
+def test_users_of_a_shared_resource_slow_each_other(capacity, together, jobs, ends):
     async def go() -> tuple[list[float], float]:
-        part, found = SharedResource("part", capacity, together), [0.0] * len(jobs)
+        resource, result = SharedResource("part", capacity, together), [0.0] * len(jobs)
         for index, (_, seconds) in sorted(enumerate(jobs), key=lambda job: job[1][0]):
             await asyncio.sleep(jobs[index][0] - clock.now())
-            part.run(seconds, 1.0, lambda i=index: found.__setitem__(i, clock.now()))
+            resource.run(seconds, 1.0, lambda i=index: result.__setitem__(i, clock.now()))
         await asyncio.sleep(10)
-        return found, part.used()
+        return result, resource.used()
 
-    found, used = virtually(go())
-    assert found == pytest.approx(ends) and used == pytest.approx(max(ends))
+    result, used = run_virtually(go())
+    assert result == pytest.approx(ends) and used == pytest.approx(max(ends))
 
 
 def arguments(method: Callable[..., object]) -> list[str]:
-    """Names, without what Ray adds to the methods of a class that it has made an actor of."""
+    """Return the argument names, without those that Ray adds to the methods of an actor class."""
     return [name for name in inspect.signature(method).parameters if not name.startswith("_ray")]
 
 
@@ -137,11 +138,11 @@ def test_simulated_actors_take_the_arguments_of_real_ones(simulated, real):
             assert ours == theirs, name
 
 
-def test_on_one_gpu_an_iteration_is_the_sum_of_its_work():
-    """All actors on one GPU, and calls on their way for no time: somebody always works."""
-    on_it = dict.fromkeys(("rollout", "learner", "reward", "encoder", "selector"), 1)
-    hardware = Hardware({"one": DURATIONS}, [GpuAssignment("one", 1, on_it)])
-    found = simulate(config(actors=1), hardware)
+def test_iteration_on_one_gpu_is_the_sum_of_its_work():
+    """All actors are on one GPU and calls need no time for transport, so the GPU is always busy."""
+    actors_on_gpu = dict.fromkeys(("rollout", "learner", "reward", "encoder", "selector"), 1)
+    hardware = Hardware({"one": DURATIONS}, [GpuAssignment("one", 1, actors_on_gpu)])
+    result = simulate(config(actors=1), hardware)
     scored = PROMPTS * (3 * 0.01 + POOL * 0.002 + 0.01 + KEEP * 0.002)
     work = (
         PROMPTS * (3 * 0.3 + POOL * 0.05)
@@ -151,80 +152,84 @@ def test_on_one_gpu_an_iteration_is_the_sum_of_its_work():
         + PROMPTS * (0.1 + 0.01)
         + (0.2 + 0.05 + 0.1)
     )
-    assert found.iteration == pytest.approx(work) and found.work == pytest.approx(work)
-    assert found.parts[0].idle == pytest.approx(0, abs=1e-9)
-    assert found.update == pytest.approx(PROMPTS * KEEP * 0.25)
-    path = critical_path(found.spans, found.spans_end)
-    assert sum(path.values()) == pytest.approx(work, rel=1e-3)  # spans have four decimals
-    assert path["update"] == pytest.approx(found.update, rel=1e-3)
+    assert result.iteration == pytest.approx(work) and result.work == pytest.approx(work)
+    assert result.parts[0].idle == pytest.approx(0, abs=1e-9)
+    assert result.update == pytest.approx(PROMPTS * KEEP * 0.25)
+    path = critical_path(result.spans, result.spans_end)
+    assert sum(path.values()) == pytest.approx(work, rel=1e-3)  # spans are rounded to four decimals
+    assert path["update"] == pytest.approx(result.update, rel=1e-3)
 
 
 def test_replicas_share_prompts_and_wait_for_each_other():
-    """On GPUs of their own: the replica with two prompts, the sums, and the driver's sending."""
+    """Every replica has its own GPU. The update takes the time of the replica with two prompts,
+    plus the sums and the sending by the driver.
+    """
     laid = [
         GpuAssignment("one", 3, {"learner": 1}),
         GpuAssignment("one", 1, {"rollout": 1, "reward": 1}),
     ]
-    summed = replace(DURATIONS, summing=Summing(6, 0.3, 0.01), driver_s=0.001)
-    requested = config(actors=1, replicas=3)
-    found = simulate(requested, Hardware({"one": summed}, laid))
-    # samples of the busiest replica of each of the six steps of this very update
-    shared = owners(PROMPTS, KEEP, 3, "prompts")
-    seed = stream_seed(requested.seed, "shuffle", 0)
-    samples = StepAssignment.of(requested.optimizer).busiest(shared, seed)
+    durations = replace(DURATIONS, summing=Summing(6, 0.3, 0.01), driver_s=0.001)
+    run_config = config(actors=1, replicas=3)
+    result = simulate(run_config, Hardware({"one": durations}, laid))
+    # the samples of the busiest replica in each of the six steps of this update
+    owner_of_sample = owners(PROMPTS, KEEP, 3, "prompts")
+    seed = stream_seed(run_config.seed, "shuffle", 0)
+    samples = StepAssignment.of(run_config.optimizer).busiest(owner_of_sample, seed)
     assert samples > 2 * KEEP
     sums = 6 * 2 * 2 * (0.1 + 0.01)
-    # the three are sent theirs one after the other, a millisecond each
-    assert 0.001 <= found.update - samples * 0.25 - sums <= 0.003 + 1e-9
-    assert found.driver == pytest.approx(0.001 * found.calls / found.iteration, rel=0.1)
+    # the driver sends to the three replicas one after the other, a millisecond each
+    assert 0.001 <= result.update - samples * 0.25 - sums <= 0.003 + 1e-9
+    assert result.driver == pytest.approx(0.001 * result.calls / result.iteration, rel=0.1)
 
 
-def test_replicas_that_share_samples_all_work_as_long():
-    """Four prompts over eight replicas: half a prompt each, in both stages."""
+def test_replicas_that_share_samples_work_equally_long():
+    """Four prompts are divided among eight replicas: half a prompt each, in both stages."""
     laid = [
         GpuAssignment("one", 8, {"learner": 1}),
         GpuAssignment("one", 1, {"rollout": 1, "reward": 1}),
     ]
-    requested = config(actors=1)
-    learner = requested.services.learner.model_copy(update={"replicas": 8, "share": "samples"})
-    requested = requested.model_copy(
-        update={"services": requested.services.model_copy(update={"learner": learner})}
+    run_config = config(actors=1)
+    learner = run_config.services.learner.model_copy(update={"replicas": 8, "share": "samples"})
+    run_config = run_config.model_copy(
+        update={"services": run_config.services.model_copy(update={"learner": learner})}
     )
-    even = requested.optimizer.model_copy(update={"deal": "even"})
-    requested = requested.model_copy(update={"optimizer": even})
+    even = run_config.optimizer.model_copy(update={"deal": "even"})
+    run_config = run_config.model_copy(update={"optimizer": even})
     free_sums = replace(DURATIONS, summing=Summing(hop_s=0.0))
-    found = simulate(requested, Hardware({"one": free_sums}, laid))
-    # 8 samples in 6 steps: of any 8 that follow each other no step has more than 2
-    shared = owners(PROMPTS, KEEP, 8, "samples")
-    samples = StepAssignment.of(even).busiest(shared, stream_seed(requested.seed, "shuffle", 0))
+    result = simulate(run_config, Hardware({"one": free_sums}, laid))
+    # 8 samples in 6 steps: no step has more than 2 of any 8 consecutive samples
+    owner_of_sample = owners(PROMPTS, KEEP, 8, "samples")
+    samples = StepAssignment.of(even).busiest(
+        owner_of_sample, stream_seed(run_config.seed, "shuffle", 0)
+    )
     assert KEEP / 2 < samples <= 12
-    assert found.update == pytest.approx(samples * 0.25)
-    two_steps = requested.optimizer.model_copy(update={"steps_per_iteration": 2})
-    requested = requested.model_copy(update={"optimizer": two_steps})
-    found = simulate(requested, Hardware({"one": free_sums}, laid))
-    assert found.update == pytest.approx(KEEP / 2 * 0.25)
-    parts = [span for span in found.spans if span.work == "regenerate"]
+    assert result.update == pytest.approx(samples * 0.25)
+    two_steps = run_config.optimizer.model_copy(update={"steps_per_iteration": 2})
+    run_config = run_config.model_copy(update={"optimizer": two_steps})
+    result = simulate(run_config, Hardware({"one": free_sums}, laid))
+    assert result.update == pytest.approx(KEEP / 2 * 0.25)
+    parts = [span for span in result.spans if span.work == "regenerate"]
     assert sorted(span.unit[1:] for span in parts) == [(p, n) for p in range(4) for n in (0, 1)]
     assert all(abs(s.ended - s.started - (0.1 + KEEP / 2 * 0.2)) < 1e-3 for s in parts)
 
 
 @pytest.mark.parametrize("actors", [4, 5])
-def test_no_actor_explores_two_chunks_while_another_has_none(actors):
-    """Four chunks for actors that take two each, in every iteration."""
+def test_chunks_are_distributed_evenly_to_rollout_actors(actors):
+    """Every iteration has four chunks, for actors that could take two each."""
     laid = [
         GpuAssignment("one", actors, {"rollout": 1}),
         GpuAssignment("one", 1, {"learner": 1, "reward": 1}),
     ]
-    found = simulate(config(actors=actors, chunk=POOL), Hardware({"one": DURATIONS}, laid), 6)
-    chunks = [span for span in found.timeline if span.work == "explore"]
+    result = simulate(config(actors=actors, chunk=POOL), Hardware({"one": DURATIONS}, laid), 6)
+    chunks = [span for span in result.timeline if span.work == "explore"]
     for iteration in range(6):
-        who = [span.actor for span in chunks if span.unit[0] == iteration]
-        assert len(set(who)) == len(who) == 4, iteration
+        actors_of_chunks = [span.actor for span in chunks if span.unit[0] == iteration]
+        assert len(set(actors_of_chunks)) == len(actors_of_chunks) == 4, iteration
 
 
-def test_weights_leave_a_gpu_before_the_others_arrive():
-    """Two actors on two GPUs each, which leave in 2 and 3 s: exploring, two moves, all that the
-    learner does, two moves, loading.
+def test_actor_leaves_the_gpu_before_the_other_enters():
+    """Two GPUs have a rollout actor and a learner replica each, which leave in 2 and 3 s. An
+    iteration consists of exploring, two moves, all work of the learner, two moves, and loading.
     """
     laid = [
         GpuAssignment("one", 2, {"learner": 1, "rollout": 1}),
@@ -232,45 +237,48 @@ def test_weights_leave_a_gpu_before_the_others_arrive():
     ]
     moving = replace(DURATIONS, move={"rollout": 2.0, "learner": 3.0})
     both = config(2, 2, leaves=("rollout", "learner"))
-    found = simulate(both, Hardware({"one": moving}, laid), 2)
-    spans = sorted(found.timeline, key=lambda span: span.started)
+    result = simulate(both, Hardware({"one": moving}, laid), 2)
+    spans = sorted(result.timeline, key=lambda span: span.started)
     learning = ("regenerate", "update", "export", "audit")
     present: set[tuple[str, int]] = set()
     for span in spans:
-        who = (span.service, span.actor)
+        actor = (span.service, span.actor)
         if span.work == "begin_turn":
-            present.add(who)
+            present.add(actor)
             assert len({side for side, _ in present}) == 1, span
         if span.work in ("explore", "load", *learning):
-            assert who in present, span
+            assert actor in present, span
         if span.work == "end_turn":
             assert all(
                 s.ended <= span.started or s.started >= span.ended
                 for s in spans
-                if (s.service, s.actor) == who and s is not span
+                if (s.service, s.actor) == actor and s is not span
             ), span
-            present.discard(who)
+            present.discard(actor)
     stayed = simulate(config(2, 2), Hardware({"one": DURATIONS}, laid), 2)
     assert not any(span.work.endswith("_turn") for span in stayed.timeline)
     free = simulate(both, Hardware({"one": DURATIONS}, laid), 2)
-    # the last chunks of four prompts are scored and selected while rollout actors leave
+    # the last chunks of the four prompts are scored and selected while rollout actors leave
     most = free.iteration + 2 * (2.0 + 3.0)
-    assert most - PROMPTS * (0.01 + CHUNK * 0.002 + 0.01) <= found.iteration <= most + 1e-9
+    assert most - PROMPTS * (0.01 + CHUNK * 0.002 + 0.01) <= result.iteration <= most + 1e-9
 
 
-def test_exploring_ahead_hides_exploring():
-    """With GPUs of their own an iteration is what the learner takes, exploring being shorter."""
+def test_exploring_ahead_hides_the_exploring_time():
+    """Learner and rollout actor have their own GPUs, so an iteration takes the time of the learner,
+    because exploring is shorter.
+    """
     laid = [GpuAssignment("one", 1, {"learner": 1}), GpuAssignment("one", 1, {"rollout": 1})]
     times = [simulate(config(1, 1, ahead), Hardware({"one": DURATIONS}, laid)) for ahead in (0, 1)]
     learner = PROMPTS * (0.1 + KEEP * 0.2) + PROMPTS * KEEP * 0.25
     assert times[0].iteration > times[1].iteration >= learner
-    # what stands in its way: scoring and the last steps of publishing
+    # the rest is scoring and the last steps of publishing
     assert times[1].iteration == pytest.approx(learner, rel=0.05)
 
 
-def test_prompts_are_encoded_before_their_turn():
-    """The first before the run's clock starts, the second beside the first iteration: of the two,
-    one is as long as its encoding, if that is the longer.
+def test_prompts_are_encoded_in_advance():
+    """The first prompts are encoded before the clock of the run starts, and the second during the
+    first iteration. If encoding takes longer than an iteration, one of the two iterations takes as
+    long as the encoding.
     """
     laid = [
         GpuAssignment("one", 1, {"learner": 1, "rollout": 1}),
@@ -284,17 +292,19 @@ def test_prompts_are_encoded_before_their_turn():
     assert times[2] == pytest.approx((times[0] + 20.0 * PROMPTS) / 2)
 
 
-def test_durations_of_calls_are_recovered_from_a_timeline():
-    """Known durations on two cores of 0.8: learned from one layout, others come out as they are."""
+def test_durations_are_recovered_from_a_timeline():
+    """Durations on two cores of speed 0.8 are known. They are measured from one layout, and other
+    layouts are predicted correctly.
+    """
     hardware = Hardware({"cores": DURATIONS}, cores=2.0, together=0.8)
     truth = simulate(config(), hardware, 2)
-    # the timeline leaves out the first iteration, by its number
+    # calibration ignores the first iteration of the timeline
     late = simulate(config(), hardware, 3).timeline
-    found = calibrate(config(), late, lambda span: "cores", 2.0)
-    assert found.together == pytest.approx(0.8, abs=0.011)
-    assert found.durations.explore.at(16) == pytest.approx(DURATIONS.explore.at(16), rel=0.02)
-    assert found.durations.explore.at(8) == pytest.approx(DURATIONS.explore.at(8), rel=0.02)
-    assert found.durations.update.at(64) == pytest.approx(DURATIONS.update.at(64), rel=0.02)
+    actual = calibrate(config(), late, lambda span: "cores", 2.0)
+    assert actual.together == pytest.approx(0.8, abs=0.011)
+    assert actual.durations.explore.at(16) == pytest.approx(DURATIONS.explore.at(16), rel=0.02)
+    assert actual.durations.explore.at(8) == pytest.approx(DURATIONS.explore.at(8), rel=0.02)
+    assert actual.durations.update.at(64) == pytest.approx(DURATIONS.update.at(64), rel=0.02)
     model = measurements_from_spans(config(), late, [truth.iteration], cores=2)
     for shape in ((1, 1, 0, 16), (3, 1, 0, 8), (2, 2, 0, 16), (1, 1, 1, 16)):
         other = config(*shape)
@@ -302,17 +312,19 @@ def test_durations_of_calls_are_recovered_from_a_timeline():
         assert model.predict(other).iteration == pytest.approx(expected, rel=0.02), shape
 
 
-def test_a_plan_from_a_run(tmp_path, capsys, monkeypatch):
-    """A run directory as it would have been written on two cores; another layout is asked for."""
+def test_plan_from_a_run_predicts_another_layout(tmp_path, capsys, monkeypatch):
+    """The test writes a run directory of a simulated run on two cores and requests a plan for
+    another layout.
+    """
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     ran, hardware = config(), Hardware({"cores": DURATIONS}, cores=2.0, together=0.8)
     rundir = RunDirectory(tmp_path / "ran")
     rundir.create(ran)
-    found = simulate(ran, hardware, 3)
-    for span in found.timeline:
+    actual = simulate(ran, hardware, 3)
+    for span in actual.timeline:
         Timeline(rundir.timeline_file).record(span)
     for index in range(3):
-        row = {"kind": "iteration", "iteration": index, "time/iteration_s": found.iteration}
+        row = {"kind": "iteration", "iteration": index, "time/iteration_s": actual.iteration}
         rundir.metric(row)
     other = config(actors=3, chunk=8)
     command = ["plan", str(write_toml(other, tmp_path)), "--from", str(rundir.path)]
@@ -320,24 +332,26 @@ def test_a_plan_from_a_run(tmp_path, capsys, monkeypatch):
     tree = json.loads(capsys.readouterr().out)
     expected = simulate(other, hardware, 3).iteration
     assert tree["iteration_s"] == pytest.approx(expected, rel=0.02)
-    assert tree["bound_s"] < tree["iteration_s"] and tree["measured_s"] == found.iteration
+    assert tree["bound_s"] < tree["iteration_s"] and tree["measured_s"] == actual.iteration
     assert main([*command, "--set", "explore.steps=7"]) == 2
     error = capsys.readouterr().err
     assert "the run has a different explore.steps" in error and error.count("\n") == 1
 
 
-def test_a_line_through_two_sizes():
+def test_line_is_fitted_through_two_sizes():
     assert fitted({8: [0.7], 16: [1.1, 1.1, 9.0]}) == Line(pytest.approx(0.3), pytest.approx(0.05))
     assert fitted({16: [1.6]}) == Line(0.0, pytest.approx(0.1))
-    assert fitted({8: [2.0], 16: [1.0]}).fixed == 0  # disturbed: no call is shorter for more
+    assert (
+        fitted({8: [2.0], 16: [1.0]}).fixed == 0
+    )  # a disturbed measurement: a larger call is never shorter
 
 
-def test_too_short_runs_are_refused():
+def test_calibration_without_updates_is_refused():
     with pytest.raises(ConfigError, match="no update after the first"):
         calibrate(config(), [], lambda span: "cores", 2.0)
 
 
-def test_nodes_forward_published_weights():
+def test_fetching_time_grows_with_the_logarithm_of_nodes():
     assert [fetching(25 * 10**9, nodes) for nodes in (1, 2, 8, 9)] == [0, 1, 3, 4]
 
 
@@ -346,13 +360,13 @@ def test_nodes_forward_published_weights():
     [
         ("flux1-sol_rl-hpsv2", 8, 1.05),
         ("sana-naive_scaling-hpsv2", 4, 1.05),
-        ("sana-sol_rl-hpsv2", 64, 1.30),  # of 6 s, so that publishing counts
+        ("sana-sol_rl-hpsv2", 64, 1.30),  # an iteration takes only 6 s, so publishing is noticeable
     ],
 )
-def test_the_layout_search_agrees_with_the_simulation(name, gpus, most):
-    """The search knows no publishing, sums or transfers, and fills GPUs without gaps."""
+def test_layout_search_predicts_the_simulated_time(name, gpus, most):
+    """The search ignores publishing, sums and transfers, and assumes that GPUs have no gaps."""
     plan = make_plan(load(name, []), Assumptions(gpus=gpus))
     assert plan.scenarios is not None
     mine = plan.scenarios.mine
-    found, searched = run(mine).iteration, mine.prediction.iteration
-    assert 0.98 * searched <= found <= most * searched
+    result, searched = run(mine).iteration, mine.prediction.iteration
+    assert 0.98 * searched <= result <= most * searched

@@ -1,6 +1,6 @@
-"""The driver's own pools and ring where weights leave GPUs between turns, and actors die on the
-way, in virtual time. Invariants: nobody works without the GPU; rollout actors and learner are never
-on it together; the run goes on.
+"""The real pools and the real ring of the driver in virtual time. Weights leave GPUs between turns,
+and actors die during the run. No actor works without the GPU, rollout actors and learner are never
+on it together, and the run continues.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ from tests.simulator.test_simulator import DURATIONS, PROMPTS, config
 WORKING = {"rollout": ("explore", "load"), "learner": ("generate", "update", "export")}
 
 
-class Deadly:
-    """Sends calls, but lets the actor die that gets the ``at``-th call of ``method``; watches who
-    is on the GPU.
+class KillingTransport:
+    """Sends calls and makes the actor die that receives the ``at``-th call of ``method``. Checks
+    which actors are on the GPU.
     """
 
     def __init__(self, transport: Any, method: str, at: int):
@@ -39,7 +39,7 @@ class Deadly:
         self.dead = 0
         send = transport.send
 
-        def watched(handle: Handle, call: Call) -> Sequence[ObjectRef[Answer]]:
+        def send_or_kill(handle: Handle, call: Call) -> Sequence[ObjectRef[Answer]]:
             self._watch(cast(Actor, handle), call)
             if call.method != self._method or self._left == 0:
                 return send(handle, call)
@@ -54,7 +54,7 @@ class Deadly:
                 ref.future.exception()
             return cast("Sequence[ObjectRef[Answer]]", refs)
 
-        transport.send, transport.kill = watched, self.on_gpu.discard
+        transport.send, transport.kill = send_or_kill, self.on_gpu.discard
 
     def _watch(self, actor: Actor, call: Call) -> None:
         if call.method == "begin_turn":
@@ -66,10 +66,12 @@ class Deadly:
             assert actor in self.on_gpu, f"{actor.kind} is asked to {call.method} without the GPU"
 
 
-async def scene(method: str, at: int) -> tuple[Deadly, list[Span], list[str]]:
-    """Two iterations, of which a lost learner's are begun again."""
+async def run_two_iterations(
+    method: str, at: int
+) -> tuple[KillingTransport, list[Span], list[str]]:
+    """Run two iterations. If the learner is lost, its iterations start again."""
     leaves = config(2, 2, leaves=("rollout", "learner"))
-    rewards = leaves.rewards.model_copy(update={"deterministic": False})  # they are drawn
+    rewards = leaves.rewards.model_copy(update={"deterministic": False})  # rewards are random
     run = leaves.model_copy(update={"iterations": 2, "rewards": rewards})
     spans, events = list[Span](), list[str]()
     laid = [
@@ -82,7 +84,7 @@ async def scene(method: str, at: int) -> tuple[Deadly, list[Span], list[str]]:
         lambda name, **fields: events.append(name),
         spans.append,
     )
-    deadly = Deadly(services.transport, method, at)
+    transport = KillingTransport(services.transport, method, at)
     prompts = [Prompt(f"prompt {n}") for n in range(PROMPTS)]
     progress = Progress(console=Console(quiet=True), clock=clock.now)
     ring = Ring(run, services, prompts, progress, lambda name, **fields: events.append(name))
@@ -100,7 +102,7 @@ async def scene(method: str, at: int) -> tuple[Deadly, list[Span], list[str]]:
             index = 0
     await ring.close()
     await services.stop()
-    return deadly, spans, events
+    return transport, spans, events
 
 
 def cases() -> Iterator[tuple[str, int]]:
@@ -111,9 +113,9 @@ def cases() -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(("method", "at"), list(cases()))
-def test_gpus_are_used_by_one_side_at_a_time_despite_deaths(method, at):
+def test_gpus_have_one_side_at_a_time_although_actors_die(method, at):
     with asyncio.Runner(loop_factory=clock.VirtualLoop) as runner:
-        deadly, spans, events = runner.run(scene(method, at))
-    assert deadly.dead == (method != "nobody") and events.count("actor_died") >= deadly.dead
+        transport, spans, events = runner.run(run_two_iterations(method, at))
+    assert transport.dead == (method != "nobody") and events.count("actor_died") >= transport.dead
     done = [span for span in spans if span.work == "update" and span.outcome == "done"]
     assert len({span.unit[0] for span in done}) == 2  # both iterations
