@@ -63,7 +63,7 @@ def test_resumed_training_equals_uninterrupted_training_bit_for_bit(tiny_sd3_dir
         resumed.update(s, tiny_groups(seed=s))
     assert identical(training_state(uninterrupted), training_state(resumed))
     assert not identical(state_after_two, training_state(resumed))  # training continued
-    with pytest.raises(ValueError, match="iteration 3 was trained already"):
+    with pytest.raises(ValueError, match="iteration 3 was already trained on"):
         resumed.update(3, tiny_groups())
 
 

@@ -102,7 +102,7 @@ def test_auto_selects_the_fastest_backend_and_reports_the_reasons(
     gpu(capability, engine)
     backend, reason = resolve_backend("auto", "cuda")
     assert backend is BACKENDS[expected]
-    assert reason.startswith(f"auto: {expected} is the quickest")
+    assert reason.startswith(f"auto: {expected} is the fastest")
     assert why in reason
     assert "\n" not in reason
 

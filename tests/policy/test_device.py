@@ -56,7 +56,7 @@ def test_missing_driver_and_toolkit_are_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(device, "TOOLKIT", tmp_path / "none")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert (device.driver(), device.toolkit()) == ("none found", "none found")
-    assert device.torch_cuda() == "none, a build for CPUs"
+    assert device.torch_cuda() == "none (CPU build)"
     monkeypatch.setenv("CUDA_VERSION", "13.0.0")  # as set in a container image
     assert device.toolkit() == "13.0.0"
 

@@ -101,7 +101,7 @@ def test_rows_keep_their_negative_prompt(tiny_sd3_dir):
     for name, tensor in expected.tensors.items():
         assert torch.equal(positive.tensors[name], tensor)
         assert torch.equal(negative_rows.tensors[name], negative.tensors[name])
-    with pytest.raises(ValueError, match="without a negative prompt"):
+    with pytest.raises(ValueError, match="with a negative prompt"):
         expected.split_negative()
 
 

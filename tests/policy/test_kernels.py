@@ -210,7 +210,9 @@ def test_power_of_two_above_over_the_whole_range():
 
 
 def test_kernels_require_cuda_and_triton(monkeypatch):
-    assert kernels.missing(torch.device("cpu")) == "the packing kernels are for CUDA, not for cpu"
+    assert (
+        kernels.missing(torch.device("cpu")) == "the packing kernels run on CUDA only, not on cpu"
+    )
     assert kernels.missing(torch.device("cuda")) is None
     monkeypatch.setattr(kernels, "_installed", lambda: False)
     assert kernels.missing(torch.device("cuda")) == "the packing kernels need the package triton"

@@ -35,7 +35,7 @@ def test_next_finer_precision_is_selected(current, available, finest, finer):
 
 def test_every_backend_has_one_precision_level():
     assert sorted(name for names in precision_levels() for name in names) == sorted(BACKENDS)
-    with pytest.raises(ValueError, match="'auto' has no precision to compare"):
+    with pytest.raises(ValueError, match="'auto' has no precision level"):
         finer_backend("auto", ALL_BACKENDS, "bf16")
 
 

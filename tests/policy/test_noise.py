@@ -93,7 +93,9 @@ def test_seeds_have_golden_values_and_are_distinct():
 
 
 def test_unknown_purpose_is_refused():
-    with pytest.raises(ValueError, match="'exploration' is unknown: use one of explore, "):
+    with pytest.raises(
+        ValueError, match="unknown seed purpose 'exploration': use one of explore, "
+    ):
         stream_seed(0, "exploration")
 
 

@@ -205,7 +205,7 @@ def test_other_architecture_is_refused_in_one_line(tiny_sana_dir, tmp_path, chan
 
 
 def test_missing_or_damaged_file_is_refused_in_one_line(tiny_sana_dir, tmp_path):
-    with pytest.raises(FileNotFoundError, match="model.native_path: there is no file"):
+    with pytest.raises(FileNotFoundError, match="model.native_path: file not found"):
         family(tiny_sana_dir, tmp_path / "none.pth").check_weights()
     (tmp_path / "bad.pth").write_bytes(b"not weights")
     with pytest.raises(ValueError, match="not readable as weights"):
@@ -213,7 +213,7 @@ def test_missing_or_damaged_file_is_refused_in_one_line(tiny_sana_dir, tmp_path)
 
 
 def test_other_families_refuse_a_native_file(tiny_sana_video_dir):
-    message = "model.native_path: 'x.pth': family '{}' reads no such files: leave it out"
+    message = "model.native_path: 'x.pth': family '{}' does not support native files: leave it out"
     with pytest.raises(ConfigError) as caught:
         check_model(load("quickstart", ["model.native_path=x.pth"]))
     assert caught.value.lines == [message.format("sd3")]

@@ -197,7 +197,7 @@ def test_plan_on_cores_from_a_run_on_gpus_is_refused(slow_run, capsys):
 def test_incomplete_or_mixed_events_are_refused(tmp_path):
     ran, laid = config(1), [GpuAssignment("H200", 1, {"rollout": 1, "learner": 1, "reward": 1})]
     earlier = record_run(tmp_path / "earlier", ran, laid, [], 1.0, gpu="")
-    with pytest.raises(ConfigError, match="do not say which GPU an actor was on"):
+    with pytest.raises(ConfigError, match="do not contain the GPUs of actors"):
         gpus_of_run(earlier)
     unknown = record_run(tmp_path / "unknown", ran, laid, [], 1.0, device="NVIDIA X1")
     with pytest.raises(ConfigError, match="nothing is known of the GPU 'NVIDIA X1'"):

@@ -186,7 +186,7 @@ def test_plan_from_a_run_keeps_its_threads(tmp_path, capsys, monkeypatch):
     assert main(command) == 0
     out = capsys.readouterr().out
     assert f"simulated   {result.iteration:.2f} s" in out
-    assert "threads as there: learner 2, 1 while it regenerates\n" in out
+    assert "threads as in the run: learner 2, 1 while regenerating\n" in out
     for key, here, there in (("threads", 1, 2), ("regenerate_threads", 2, 1)):
         assert main([*command, "--set", f"services.learner.{key}={here}"]) == 2
         error = capsys.readouterr().err
