@@ -137,11 +137,11 @@ def test_several_steps_use_every_sample_once(tiny_sd3_dir, deal, steps):
     parts: list[list[int]] = []
     original = trainer.updater._step
 
-    def spy(samples, part, sigmas, sums):
+    def record_part(samples, part, sigmas, sums):
         parts.append(part.tolist())
         return original(samples, part, sigmas, sums)
 
-    trainer.updater._step = spy
+    trainer.updater._step = record_part
     trainer.update(1, tiny_groups(2, 3))
     assert sorted(map(len, parts)) == {"random": [1, 1, 2, 2], "even": [2, 2, 2]}[deal]
     assert sorted(i for part in parts for i in part) == list(range(6))

@@ -30,7 +30,7 @@ from tests.learner.tiny import identical, tiny_groups
 SOLVERS = [("flow_sde", 0.7), ("dance_sde", 0.3)]
 
 
-def places(window: Window, limit: int, iterations: int) -> list[int]:
+def window_starts(window: Window, limit: int, iterations: int) -> list[int]:
     return [window.place(limit, done, 0).start for done in range(iterations)]
 
 
@@ -46,7 +46,7 @@ def places(window: Window, limit: int, iterations: int) -> list[int]:
     ],
 )
 def test_window_moves_by_its_schedule(settings, starts):
-    assert places(Window(size=3, **settings), 6, len(starts)) == starts
+    assert window_starts(Window(size=3, **settings), 6, len(starts)) == starts
 
 
 def test_exponential_decay_matches_mixgrpo():
@@ -54,14 +54,14 @@ def test_exponential_decay_matches_mixgrpo():
     4, 4 (5 e^-0.1 = 4.52, e^-0.2: 4.09, e^-0.3: 3.70, e^-0.4: 3.35, e^-0.5: 3.03).
     """
     window = Window(size=4, start=13, schedule="exponential_decay", every=5)
-    starts = places(window, 25, 27)
+    starts = window_starts(window, 25, 27)
     assert [starts.count(at) for at in range(13, 19)] == [5, 5, 5, 4, 4, 4]
 
 
 def test_random_window_depends_only_on_seed_and_iteration():
     window = Window(size=3, schedule="random")
-    starts = places(window, 9, 200)
-    assert starts == places(window, 9, 200) and set(starts) == set(range(7))
+    starts = window_starts(window, 9, 200)
+    assert starts == window_starts(window, 9, 200) and set(starts) == set(range(7))
     assert starts != [window.place(9, done, 1).start for done in range(200)]
 
 
