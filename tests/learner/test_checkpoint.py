@@ -69,9 +69,8 @@ def test_resumed_training_equals_uninterrupted_training_bit_for_bit(tiny_sd3_dir
 
 def test_checkpoint_consists_of_safetensors_and_json_files(tiny_sd3_dir, tmp_path):
     trainer = tiny_trainer(tiny_sd3_dir)
-    trainer.save(
-        tmp_path / "step_000000", {}
-    )  # before the first update, the optimizer has no moments
+    # before the first update, the optimizer has no moments
+    trainer.save(tmp_path / "step_000000", {})
     names = {
         "adapter.safetensors",
         "old.safetensors",
@@ -110,7 +109,7 @@ def test_unsuitable_checkpoint_is_refused_and_changes_nothing(tiny_sd3_dir, tmp_
 
 
 def test_missing_moments_are_refused(tiny_sd3_dir, tmp_path):
-    """Without the moments, AdamW would start same_step from zero, and no error would occur."""
+    """Without the moments, AdamW would start again from zero, and no error would occur."""
     trainer = tiny_trainer(tiny_sd3_dir)
     trainer.update(0, tiny_groups())
     trainer.save(tmp_path / "step_000001", {})
@@ -142,10 +141,11 @@ def test_checkpoint_round_trip_is_bit_exact(tmp_path):
     write(tmp_path / "step_000001", TENSORS, {"x": 1})
     files, state = read(tmp_path / "step_000001")
     assert state == {"x": 1} and files["optimizer"] == {}
+    # NaN and -0 are restored too
     assert (
         files["adapter"]["b"].view(torch.int32).tolist()
         == TENSORS["adapter"]["b"].view(torch.int32).tolist()
-    )  # NaN and -0 are restored too
+    )
     assert torch.equal(files["adapter"]["a"], TENSORS["adapter"]["a"])
 
 

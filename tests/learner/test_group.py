@@ -61,9 +61,8 @@ def run_scenes(model: Path, out: Path, *scenes: str) -> Path:
     )
     code, codes, errors = finish(replicas, 900)
     del store
-    expected = (
-        "0 -9\n" if "dies" in scenes else "0 0\n"
-    )  # this scene runs last and kills the second replica
+    # the scene "dies" kills the second replica and runs last
+    expected = "0 -9\n" if "dies" in scenes else "0 0\n"
     assert (code, codes) == (0, expected), errors[-4000:]
     return out
 

@@ -68,11 +68,8 @@ def test_random_window_depends_only_on_seed_and_iteration():
 @pytest.mark.parametrize(
     ("steps", "window", "taken"),
     [
-        (
-            6,
-            range(3),
-            [0, 1, 2, 3, 5, 8, 10],
-        ),  # the last 7 steps become 3: they end after 2 1/3, 4 2/3 and 7 steps
+        # the last 7 steps become 3: they end after 2 1/3, 4 2/3 and 7 steps
+        (6, range(3), [0, 1, 2, 3, 5, 8, 10]),
         (4, range(3), [0, 1, 2, 3, 10]),
         (6, range(2, 4), [0, 1, 2, 3, 4, 7, 10]),
         (10, range(3), list(range(11))),
@@ -150,10 +147,8 @@ def test_path_outside_the_window_is_that_of_euler(solver):
         step = PathSolver(*solver).step(x, velocity(x, now), now, after)
         return (of_paths.states[:, j + 1] - step.mean) / step.std
 
-    for j in (
-        2,
-        3,
-    ):  # the same noise: the rounding of states below 3, divided by std, is 1e-6 / 0.1
+    # the same noise: the rounding of states below 3, divided by std, is 1e-6 / 0.1
+    for j in (2, 3):
         torch.testing.assert_close(noise(paths, j), noise(whole, j), rtol=0, atol=2e-5)
 
 
@@ -161,9 +156,8 @@ def test_training_uses_the_stochastic_steps_of_each_paper():
     samples = path_samples(2) | {"stochastic": torch.zeros(2, 10)}
     samples["stochastic"][:, 7:10] = 1
     points = build_objective(FlowGRPOSettings()).points(samples, GRID, np.random.default_rng(0))
-    assert torch.equal(
-        points.sigma, GRID[7:9].repeat(2)
-    )  # the last step is never used for training
+    # the last step is never used for training
+    assert torch.equal(points.sigma, GRID[7:9].repeat(2))
     dance = build_objective(DanceGRPOSettings(step_fraction=1.0))
     points = dance.points(samples, GRID, np.random.default_rng(0))
     assert torch.equal(points.sigma, GRID[7:9].repeat(2))

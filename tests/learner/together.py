@@ -322,7 +322,7 @@ def groups_rewards(iteration: int, prompt: int) -> np.ndarray:
 
 
 def message_of(work: Callable[[], Any], kind: type[Exception]) -> str:
-    """Return the message of the expected exception, or a note that it was not message_of."""
+    """Return the message of the expected exception, or a note that it was not raised."""
     try:
         work()
     except kind as error:
@@ -374,9 +374,8 @@ def replica(rank: int, size: int, port: int, model: Path, out: Path, only: tuple
         name: scene for name, scene in scenes_of(model, out).items() if not only or name in only
     }
     if last := scenes.pop("sharded_dies", None):
-        child = (
-            os.fork()
-        )  # forked before connecting to the store, because one of the two will be killed
+        # forked before connecting to the store, because one of the two will be killed
+        child = os.fork()
         if not child:
             store = reach_store("127.0.0.1", port, 240)
             run_scene("sharded_dies", last)

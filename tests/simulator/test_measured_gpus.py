@@ -156,9 +156,8 @@ def test_other_layouts_are_predicted_correctly(slow_run, gpus, overrides, capsys
     assert actual["iteration_s"] == pytest.approx(expected.iteration, rel=0.03)
     assert actual["layout"]["gpus"] == gpus and actual["layout"]["kinds"] == {"H200": gpus}
     assert 0.8 * actual["iteration_s"] < actual["bound_s"] <= actual["iteration_s"]
-    assert list(actual["arms"]) == [
-        "sol_rl"
-    ]  # other arms would need calls that the run does not have
+    # other arms would need calls that the run does not have
+    assert list(actual["arms"]) == ["sol_rl"]
     assert actual["measured_s"] == pytest.approx(1.5 * scenario_on(4).prediction.iteration, rel=0.1)
 
 

@@ -345,9 +345,8 @@ def test_plan_from_a_run_predicts_another_layout(tmp_path, capsys, monkeypatch):
 def test_line_is_fitted_through_two_sizes():
     assert fitted({8: [0.7], 16: [1.1, 1.1, 9.0]}) == Line(pytest.approx(0.3), pytest.approx(0.05))
     assert fitted({16: [1.6]}) == Line(0.0, pytest.approx(0.1))
-    assert (
-        fitted({8: [2.0], 16: [1.0]}).fixed == 0
-    )  # a disturbed measurement: a larger call is never shorter
+    # a disturbed measurement: a larger call is never shorter
+    assert fitted({8: [2.0], 16: [1.0]}).fixed == 0
 
 
 def test_calibration_without_updates_is_refused():
