@@ -183,8 +183,8 @@ def test_settings_determine_policies_and_averages():
     full = build_objective(AWMSettings())
     assert full.policies == ("current", "old", "ref", "anchor") and full.path_solver is None
     assert [full.averages["anchor"](s) for s in (1, 100, 400)] == [0.001, 0.1, 0.3]
-    bare = build_objective(AWMSettings(kl=0, ema=0))
-    assert bare.policies == ("current", "old") and bare.averages == {}
+    minimal = build_objective(AWMSettings(kl=0, ema=0))
+    assert minimal.policies == ("current", "old") and minimal.averages == {}
     assert build_objective(AWMSettings(kl=0, ema=0), measure_kl=True).policies == (
         "current",
         "old",

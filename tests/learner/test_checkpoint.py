@@ -31,7 +31,7 @@ TENSORS = {
 }
 
 
-class Kill(BaseException):
+class SimulatedKill(BaseException):
     """Simulates SIGKILL: no code catches this exception or cleans up."""
 
 
@@ -69,9 +69,8 @@ def test_resumed_training_equals_uninterrupted_training_bit_for_bit(tiny_sd3_dir
 
 def test_checkpoint_consists_of_safetensors_and_json_files(tiny_sd3_dir, tmp_path):
     trainer = tiny_trainer(tiny_sd3_dir)
-    trainer.save(
-        tmp_path / "step_000000", {}
-    )  # before the first update, the optimizer has no moments
+    # before the first update, the optimizer has no moments
+    trainer.save(tmp_path / "step_000000", {})
     names = {
         "adapter.safetensors",
         "old.safetensors",
@@ -110,7 +109,7 @@ def test_unsuitable_checkpoint_is_refused_and_changes_nothing(tiny_sd3_dir, tmp_
 
 
 def test_missing_moments_are_refused(tiny_sd3_dir, tmp_path):
-    """Without the moments, AdamW would start same_step from zero, and no error would occur."""
+    """Without the moments, AdamW would start again from zero, and no error would occur."""
     trainer = tiny_trainer(tiny_sd3_dir)
     trainer.update(0, tiny_groups())
     trainer.save(tmp_path / "step_000001", {})
@@ -142,10 +141,11 @@ def test_checkpoint_round_trip_is_bit_exact(tmp_path):
     write(tmp_path / "step_000001", TENSORS, {"x": 1})
     files, state = read(tmp_path / "step_000001")
     assert state == {"x": 1} and files["optimizer"] == {}
+    # NaN and -0 are restored too
     assert (
         files["adapter"]["b"].view(torch.int32).tolist()
         == TENSORS["adapter"]["b"].view(torch.int32).tolist()
-    )  # NaN and -0 are restored too
+    )
     assert torch.equal(files["adapter"]["a"], TENSORS["adapter"]["a"])
 
 
@@ -153,9 +153,11 @@ def test_replaced_checkpoint_that_a_kill_left_is_found(tmp_path):
     rundir = SimpleNamespace(path=tmp_path, checkpoints=tmp_path)
     for step in (9, 10):
         write(step_directory(tmp_path, step), TENSORS, {})
-    left = step_directory(tmp_path, 10).rename(tmp_path / "step_000010.replaced")
-    assert [find(rundir, step) for step in (None, 10)] == [left, left] and step_of(left) == 10
-    with pytest.raises(ConfigError, match="no checkpoint 3; available: 9, 10"):
+    replaced = step_directory(tmp_path, 10).rename(tmp_path / "step_000010.replaced")
+    assert [find(rundir, step) for step in (None, 10)] == [replaced, replaced] and step_of(
+        replaced
+    ) == 10
+    with pytest.raises(ConfigError, match="no checkpoint 3; there are: 9, 10"):
         find(rundir, 3)
 
 
@@ -227,12 +229,12 @@ def test_last_checkpoint_is_complete_after_a_kill_at_any_time(tmp_path, monkeypa
         write(step_directory(root, 1), TENSORS, {"value": "old"})
         new = step_directory(root, 1 if same_step else 2)
         with monkeypatch.context() as patch:
-            count = fail_after(patch, calls, Kill)
+            count = fail_after(patch, calls, SimulatedKill)
             try:
                 write(new, TENSORS, {"value": "new"})
                 prune(root, 1)
                 finished = True
-            except Kill:
+            except SimulatedKill:
                 finished = False
         value = read(latest_checkpoint(root))[1]["value"]
         outcomes.add(value)
@@ -276,7 +278,7 @@ def test_failed_first_checkpoint_reports_that_there_is_none(tmp_path):
         write(tmp_path / "file" / "step_000001", TENSORS, {})
 
 
-def test_require_same_names_the_first_difference():
+def test_require_same_reports_the_first_difference():
     a = {"x": torch.zeros(2), "y": torch.zeros(3)}
     require_same(a, {name: t.clone() for name, t in a.items()}, "here")
     with pytest.raises(

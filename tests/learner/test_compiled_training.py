@@ -68,10 +68,10 @@ def test_compiled_gradients_are_as_accurate_as_eager_ones(tiny_sd3_dir):
     """
     trainers = [trainer_of(tiny_sd3_dir, "bf16", compile) for compile in (False, True)]
     reference = trainer_of(tiny_sd3_dir, "fp32", False)
-    narrow = dict(trainers[0].transformer.named_parameters())
+    bfloat16_weights = dict(trainers[0].transformer.named_parameters())
     with torch.no_grad():
         for name, parameter in reference.transformer.named_parameters():
-            parameter.copy_(narrow[name])
+            parameter.copy_(bfloat16_weights[name])
     counters.clear()
     eager, compiled = map(gradient_of, trainers)
     assert counters["stats"]["unique_graphs"]

@@ -84,10 +84,10 @@ def test_waiting_of_replicas_matches_a_manual_calculation():
 
 
 @pytest.mark.parametrize("share", ["prompts", "samples"])
-@pytest.mark.parametrize(("replicas", "least"), [(8, 1.1), (48, 1.3)])
-def test_replicas_wait_for_each_other_unless_the_assignment_is_even(replicas, least, share):
+@pytest.mark.parametrize(("replicas", "lower_bound"), [(8, 1.1), (48, 1.3)])
+def test_replicas_wait_for_each_other_unless_the_assignment_is_even(replicas, lower_bound, share):
     """48 prompts of 24 samples and two steps, as in the presets of FlowGRPO."""
-    assert Waiting(24, StepAssignment(2)).longer(48, replicas, share) > least
+    assert Waiting(24, StepAssignment(2)).longer(48, replicas, share) > lower_bound
     assert Waiting(24, StepAssignment(2, True)).longer(48, replicas, share) == 1.0
     assert Waiting(24, StepAssignment()).longer(48, replicas, share) == 1.0
     assert NOBODY.longer(48, replicas, share) == 1.0

@@ -40,7 +40,7 @@ def bound_of(objective: str, metrics: list[dict[str, float]]) -> float:
 
 
 @pytest.fixture(scope="module")
-def two(tiny_sd3_dir, tmp_path_factory) -> Path:
+def output_dir(tiny_sd3_dir, tmp_path_factory) -> Path:
     """The output directory of two replicas that ran all scenes but one."""
     scenes = [name for name in scenes_of(Path(), Path()) if name != "flow_grpo_sharded"]
     return run_scenes(tiny_sd3_dir, tmp_path_factory.mktemp("two"), *scenes)
@@ -61,22 +61,23 @@ def run_scenes(model: Path, out: Path, *scenes: str) -> Path:
     )
     code, codes, errors = finish(replicas, 900)
     del store
-    expected = (
-        "0 -9\n" if "dies" in scenes else "0 0\n"
-    )  # this scene runs last and kills the second replica
+    # the scene "dies" kills the second replica and runs last
+    expected = "0 -9\n" if "dies" in scenes else "0 0\n"
     assert (code, codes) == (0, expected), errors[-4000:]
     return out
 
 
 def scene_output(
-    two: Path, scene: str, rank: int
+    output_dir: Path, scene: str, rank: int
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    state = safetensors.torch.load((two / f"{scene}.{rank}.safetensors").read_bytes())
-    return json.loads((two / f"{scene}.{rank}.json").read_text()), state
+    state = safetensors.torch.load((output_dir / f"{scene}.{rank}.safetensors").read_bytes())
+    return json.loads((output_dir / f"{scene}.{rank}.json").read_text()), state
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_two_replicas_match_one_learner_up_to_the_order_of_sums(two, tiny_sd3_dir, objective):
+def test_two_replicas_match_one_learner_up_to_the_order_of_sums(
+    output_dir, tiny_sd3_dir, objective
+):
     """The two replicas have seven and two samples and take six optimizer steps.
 
     A gradient is a sum over points in float32. The replicas add its terms in another order, and
@@ -99,7 +100,9 @@ def test_two_replicas_match_one_learner_up_to_the_order_of_sums(two, tiny_sd3_di
     expected = training_state(alone)
     bound = bound_of(objective, metrics)
     start = training_state(trainer_for(tiny_sd3_dir, objective))
-    notes, states = zip(*(scene_output(two, objective, rank) for rank in range(2)), strict=True)
+    notes, states = zip(
+        *(scene_output(output_dir, objective, rank) for rank in range(2)), strict=True
+    )
     assert identical(*states) and notes[0]["checksum"] == notes[1]["checksum"]
     weights = [name for name in expected if name.startswith(("current/", "old/", "ema/"))]
     largest_difference = max(
@@ -120,7 +123,7 @@ def test_two_replicas_match_one_learner_up_to_the_order_of_sums(two, tiny_sd3_di
     assert objective != "flow_grpo" or all(row["loss/clip_share"] == 0 for row in metrics)
 
 
-def test_replicas_that_share_samples_match_one_learner(two, tiny_sd3_dir):
+def test_replicas_that_share_samples_match_one_learner(output_dir, tiny_sd3_dir):
     """The replicas have four and five samples, and each has one sample of the second prompt. The
     bound is that of the test above. The training points of a sample depend on its position in its
     prompt, on any replica, so the metrics equal those of one learner.
@@ -128,7 +131,9 @@ def test_replicas_that_share_samples_match_one_learner(two, tiny_sd3_dir):
     alone = trainer_for(tiny_sd3_dir, "diffusion_nft")
     metrics = train(alone)
     expected, bound = training_state(alone), bound_of("diffusion_nft", metrics)
-    notes, states = zip(*(scene_output(two, "halves", rank) for rank in range(2)), strict=True)
+    notes, states = zip(
+        *(scene_output(output_dir, "halves", rank) for rank in range(2)), strict=True
+    )
     assert identical(*states) and notes[0]["checksum"] == notes[1]["checksum"]
     weights = [name for name in expected if name.startswith(("current/", "old/", "ema/"))]
     largest_difference = max(
@@ -143,51 +148,54 @@ def test_replicas_that_share_samples_match_one_learner(two, tiny_sd3_dir):
 @pytest.mark.parametrize(
     "objective", ["diffusion_nft", pytest.param("flow_grpo", marks=pytest.mark.slow)]
 )
-def test_sharded_base_changes_no_bit(two, tiny_sd3_dir, tmp_path, objective):
+def test_sharded_base_changes_no_bit(output_dir, tiny_sd3_dir, tmp_path, objective):
     """Replicas with a sharded base have the same metrics, images with every kind of weights,
     published weights and results of two updates as replicas with the complete base, bit for bit,
     because the gathered bits are the same. The replicas generate three and twelve images and train
     on different numbers of batches. Each stores half of the base before and after.
     """
     if objective == "flow_grpo":
-        two = run_scenes(tiny_sd3_dir, tmp_path, objective, f"{objective}_sharded")
-    held = []
+        output_dir = run_scenes(tiny_sd3_dir, tmp_path, objective, f"{objective}_sharded")
+    stored = []
     for rank in range(2):
-        (whole, state), (parts, same) = (
-            scene_output(two, scene, rank) for scene in (objective, f"{objective}_sharded")
+        (whole, state), (sharded, same) = (
+            scene_output(output_dir, scene, rank) for scene in (objective, f"{objective}_sharded")
         )
         assert identical(state, same)
         for name in ("checksum", "generated", "published", "probed"):
-            assert parts.get(name) == whole.get(name), name
-        for one, other in zip(whole["metrics"], parts["metrics"], strict=True):
+            assert sharded.get(name) == whole.get(name), name
+        for one, other in zip(whole["metrics"], sharded["metrics"], strict=True):
             for name in (name for name in one if not name.startswith("time/")):
                 assert other[name] == one[name], name
-        assert parts["held"][1] == parts["held"][2]
-        held.append(parts["held"])
-    assert held[0][0] == held[1][0] == held[0][1] + held[1][1]
-    assert held[0][1] == held[1][1] == held[0][0] / 2
+        assert sharded["stored_bytes"][1] == sharded["stored_bytes"][2]
+        stored.append(sharded["stored_bytes"])
+    assert stored[0][0] == stored[1][0] == stored[0][1] + stored[1][1]
+    assert stored[0][1] == stored[1][1] == stored[0][0] / 2
     if objective == "diffusion_nft":
-        assert len(set(parts["generated"])) == 3 and scene_output(two, objective, 0)[0]["probed"]
+        assert (
+            len(set(sharded["generated"])) == 3
+            and scene_output(output_dir, objective, 0)[0]["probed"]
+        )
 
 
-def test_failures_with_a_sharded_base_are_reported(two):
+def test_failures_with_a_sharded_base_are_reported(output_dir):
     """A non-finite loss is reported on both replicas after all turns are taken. Different weights
     are detected before a pass. If a replica dies within a pass, the other detects it.
     """
     (first, one), (second, other) = (
-        scene_output(two, "sharded_not_finite", rank) for rank in range(2)
+        scene_output(output_dir, "sharded_not_finite", rank) for rank in range(2)
     )
     what = "iteration 0: the loss is nan although every velocity is finite: it overflowed in the"
     assert first["error"].startswith(f"{what} objective (replica 1); weights are as before")
     assert second["error"].startswith(f"{what} objective; weights are as before")
     assert first["unchanged"] and second["unchanged"] and identical(one, other)
     assert first["metrics"][0]["optimizer/points"] == 3 * sum(COUNTS)
-    lost, _ = scene_output(two, "sharded_dies", 0)
+    lost, _ = scene_output(output_dir, "sharded_dies", 0)
     assert lost["error"].startswith("replica 0 of 2 lost the others while training: ")
-    assert lost["unchanged"] and not (two / "sharded_dies.1.json").exists()
+    assert lost["unchanged"] and not (output_dir / "sharded_dies.1.json").exists()
     for rank in range(2):
-        message = scene_output(two, "sharded_out_of_step", rank)[0]["error"]
-        assert message.endswith("for different weights: old, merged, ema, merged")
+        message = scene_output(output_dir, "sharded_out_of_step", rank)[0]["error"]
+        assert message.endswith("go through different weights: old, merged, ema, merged")
 
 
 def test_training_without_the_other_replica_differs_clearly(tiny_sd3_dir):
@@ -206,10 +214,10 @@ def test_training_without_the_other_replica_differs_clearly(tiny_sd3_dir):
     assert largest_difference > 100 * bound_of("diffusion_nft", metrics)
 
 
-def test_failure_on_one_replica_is_undone_and_reported_on_both(two):
+def test_failure_on_one_replica_is_undone_and_reported_on_both(output_dir):
     (first, one), (second, other) = (
-        scene_output(two, "not_finite", 0),
-        scene_output(two, "not_finite", 1),
+        scene_output(output_dir, "not_finite", 0),
+        scene_output(output_dir, "not_finite", 1),
     )
     assert first["unchanged"] and second["unchanged"]
     assert first["error"].startswith(
@@ -221,28 +229,31 @@ def test_failure_on_one_replica_is_undone_and_reported_on_both(two):
     )
     # each replica saves its own samples
     for rank, prompts in ((0, {"0000", "0002"}), (1, {"0001"})):
-        with safe_open(two / f"iteration_000000.replica-{rank}.safetensors", "pt") as kept:
-            assert {key[7:11] for key in kept.keys() if key.startswith("prompt_")} == prompts  # noqa: SIM118
+        with safe_open(output_dir / f"iteration_000000.replica-{rank}.safetensors", "pt") as saved:
+            assert {key[7:11] for key in saved.keys() if key.startswith("prompt_")} == prompts  # noqa: SIM118
     assert identical(one, other) and first["metrics"][0]["optimizer/points"] == 3 * sum(COUNTS)
 
 
-def test_unexpected_failure_names_the_replica(two):
-    (first, one), (second, other) = scene_output(two, "fails", 0), scene_output(two, "fails", 1)
+def test_unexpected_failure_names_the_replica(output_dir):
+    (first, one), (second, other) = (
+        scene_output(output_dir, "fails", 0),
+        scene_output(output_dir, "fails", 1),
+    )
     assert first["error"] == "replica 1 of the learner failed: ArithmeticError: out of order"
     assert second["error"] == "out of order"
     assert first["unchanged"] and second["unchanged"] and identical(one, other)
 
 
-def test_difference_of_one_bit_is_an_error(two):
+def test_difference_of_one_bit_is_an_error(output_dir):
     for rank in range(2):
-        message = scene_output(two, "differs", rank)[0]["error"]
+        message = scene_output(output_dir, "differs", rank)[0]["error"]
         assert message.startswith(
             "the replicas of the learner differ at the start: checksums 0 updates, "
         )
 
 
-def test_dead_replica_is_detected(two):
-    note, _ = scene_output(two, "dies", 0)
+def test_dead_replica_is_detected(output_dir):
+    note, _ = scene_output(output_dir, "dies", 0)
     assert note["error"].startswith("replica 0 of 2 lost the others while ") and note["unchanged"]
 
 

@@ -229,7 +229,7 @@ def test_later_steps_of_an_iteration_are_compared_with_the_sampling_weights(
     trainer.transformer.register_forward_hook(lambda *_: passes.append(1))
     loss = trainer.objective.loss
 
-    def watch(points, velocities, advantages):
+    def record_loss(points, velocities, advantages):
         total, metrics = loss(points, velocities, advantages)
         ratios.append(
             (
@@ -240,7 +240,7 @@ def test_later_steps_of_an_iteration_are_compared_with_the_sampling_weights(
         )
         return total, metrics
 
-    trainer.objective.loss = watch
+    trainer.objective.loss = record_loss
     metrics = trainer.update(1, groups)
     # one pass more for the anchor, which is not the current adapter
     extra = 1 if objective["name"] == "awm" else 0

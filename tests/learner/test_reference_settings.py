@@ -32,8 +32,10 @@ def test_scheduler_spacing_matches_the_reference_for_sd3():
     t = np.linspace(1, 3 * 0.001 / (1 + 2 * 0.001), 6)
     np.testing.assert_allclose(result, [*(3 * t / (1 + 2 * t)), 0], rtol=0, atol=1e-6)
     assert [round(x, 3) for x in result] == [1, 0.923, 0.819, 0.668, 0.432, 0.009, 0]
-    own = flow_match_sigmas(SHIFT_3, 6, None)
-    np.testing.assert_allclose(own, [1, 0.9375, 6 / 7, 0.75, 0.6, 0.375, 0], rtol=0, atol=1e-6)
+    default_schedule = flow_match_sigmas(SHIFT_3, 6, None)
+    np.testing.assert_allclose(
+        default_schedule, [1, 0.9375, 6 / 7, 0.75, 0.6, 0.375, 0], rtol=0, atol=1e-6
+    )
 
 
 def test_uniform_schedule_has_no_shift():
@@ -87,7 +89,7 @@ def per_step(model, **more):
     return tiny_trainer(model, optimizer=optimizer, **more)
 
 
-def test_averages_follow_every_optimizer_step(tiny_sd3_dir, monkeypatch):
+def test_averages_are_updated_after_every_optimizer_step(tiny_sd3_dir, monkeypatch):
     """The EMA follows steps 1 and 2 with the decays of s = 1 and 2, and those of the next iteration
     with s = 3 and 4. The old policy moves once per iteration, with s = 2 and 4.
     """

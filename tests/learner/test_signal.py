@@ -20,9 +20,9 @@ def test_cosine_of_three_gradients_matches_a_manual_calculation():
     """
     rows = [torch.tensor([1.0, 0]), torch.tensor([1.0, math.sqrt(3)]), torch.tensor([0, 5.0])]
     actual, root = mean_cosine(rows), math.sqrt(3) / 2
-    left = np.array([root, 0, 0.5])
+    leave_one_out = np.array([root, 0, 0.5])
     assert actual.mean == pytest.approx((0.5 + root) / 3, abs=1e-7)
-    expected = math.sqrt(2 / 3 * ((left - left.mean()) ** 2).sum())
+    expected = math.sqrt(2 / 3 * ((leave_one_out - leave_one_out.mean()) ** 2).sum())
     assert actual.stderr == pytest.approx(expected, abs=1e-7) and actual.batches == 3
 
 

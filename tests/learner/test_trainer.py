@@ -18,8 +18,10 @@ SEEDS = [3, 2**63 + 5, 7]
 
 def test_base_weights_equal_the_transformer_without_adapters(tiny_sd3_dir):
     trainer, cond = tiny_trainer(tiny_sd3_dir), tiny_groups(1)[0].cond
-    bare = trainer.family.load_transformer("cpu", torch.float32)
-    expected = sample(trainer.family, bare, cond.repeat(3), SEEDS, 4, "dpmpp_2m", batch_size=8)
+    without_adapters = trainer.family.load_transformer("cpu", torch.float32)
+    expected = sample(
+        trainer.family, without_adapters, cond.repeat(3), SEEDS, 4, "dpmpp_2m", batch_size=8
+    )
     samples, images = trainer.generator.generate(cond, SEEDS, weights="base")
     latents = samples["latents"]
     assert samples.keys() == {"latents"}
@@ -63,8 +65,8 @@ def test_evaluation_settings_are_passed_to_the_solver(tiny_sd3_dir):
     )
     noise = noise_for(SEEDS, trainer.family.latent_shape)
     with torch.no_grad():
-        bare = trainer.family.load_transformer("cpu", torch.float32)
-        v = trainer.family.velocity(bare, noise, torch.tensor(1.0), cond)
+        without_adapters = trainer.family.load_transformer("cpu", torch.float32)
+        v = trainer.family.velocity(without_adapters, noise, torch.tensor(1.0), cond)
     np.testing.assert_array_equal(samples["latents"], (noise + (-1.0) * v).numpy())
 
 

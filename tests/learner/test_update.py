@@ -88,9 +88,10 @@ def test_step_is_adamw_with_clipped_gradients(tiny_sd3_dir):
     trainer.update(1, tiny_groups())
     state = trainer.updater.trained.state()
     clipped = {name: state[f"exp_avg/{name}"].double() / 0.1 for name in before}
+    # torch divides by norm + 1e-6
     assert float(torch.stack([g.norm() for g in clipped.values()]).norm()) == pytest.approx(
         0.01, rel=1e-4
-    )  # torch divides by norm + 1e-6
+    )
     for name, old in before.items():
         g = clipped[name]
         expected = old.double() * (1 - 1e-2 * 0.1) - 1e-2 * g / (g.abs() + 1e-5)
@@ -137,11 +138,11 @@ def test_several_steps_use_every_sample_once(tiny_sd3_dir, deal, steps):
     parts: list[list[int]] = []
     original = trainer.updater._step
 
-    def spy(samples, part, sigmas, sums):
+    def record_part(samples, part, sigmas, sums):
         parts.append(part.tolist())
         return original(samples, part, sigmas, sums)
 
-    trainer.updater._step = spy
+    trainer.updater._step = record_part
     trainer.update(1, tiny_groups(2, 3))
     assert sorted(map(len, parts)) == {"random": [1, 1, 2, 2], "even": [2, 2, 2]}[deal]
     assert sorted(i for part in parts for i in part) == list(range(6))

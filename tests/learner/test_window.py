@@ -30,7 +30,7 @@ from tests.learner.tiny import identical, tiny_groups
 SOLVERS = [("flow_sde", 0.7), ("dance_sde", 0.3)]
 
 
-def places(window: Window, limit: int, iterations: int) -> list[int]:
+def window_starts(window: Window, limit: int, iterations: int) -> list[int]:
     return [window.place(limit, done, 0).start for done in range(iterations)]
 
 
@@ -46,7 +46,7 @@ def places(window: Window, limit: int, iterations: int) -> list[int]:
     ],
 )
 def test_window_moves_by_its_schedule(settings, starts):
-    assert places(Window(size=3, **settings), 6, len(starts)) == starts
+    assert window_starts(Window(size=3, **settings), 6, len(starts)) == starts
 
 
 def test_exponential_decay_matches_mixgrpo():
@@ -54,25 +54,22 @@ def test_exponential_decay_matches_mixgrpo():
     4, 4 (5 e^-0.1 = 4.52, e^-0.2: 4.09, e^-0.3: 3.70, e^-0.4: 3.35, e^-0.5: 3.03).
     """
     window = Window(size=4, start=13, schedule="exponential_decay", every=5)
-    starts = places(window, 25, 27)
+    starts = window_starts(window, 25, 27)
     assert [starts.count(at) for at in range(13, 19)] == [5, 5, 5, 4, 4, 4]
 
 
 def test_random_window_depends_only_on_seed_and_iteration():
     window = Window(size=3, schedule="random")
-    starts = places(window, 9, 200)
-    assert starts == places(window, 9, 200) and set(starts) == set(range(7))
+    starts = window_starts(window, 9, 200)
+    assert starts == window_starts(window, 9, 200) and set(starts) == set(range(7))
     assert starts != [window.place(9, done, 1).start for done in range(200)]
 
 
 @pytest.mark.parametrize(
     ("steps", "window", "taken"),
     [
-        (
-            6,
-            range(3),
-            [0, 1, 2, 3, 5, 8, 10],
-        ),  # the last 7 steps become 3: they end after 2 1/3, 4 2/3 and 7 steps
+        # the last 7 steps become 3: they end after 2 1/3, 4 2/3 and 7 steps
+        (6, range(3), [0, 1, 2, 3, 5, 8, 10]),
         (4, range(3), [0, 1, 2, 3, 10]),
         (6, range(2, 4), [0, 1, 2, 3, 4, 7, 10]),
         (10, range(3), list(range(11))),
@@ -150,10 +147,8 @@ def test_path_outside_the_window_is_that_of_euler(solver):
         step = PathSolver(*solver).step(x, velocity(x, now), now, after)
         return (of_paths.states[:, j + 1] - step.mean) / step.std
 
-    for j in (
-        2,
-        3,
-    ):  # the same noise: the rounding of states below 3, divided by std, is 1e-6 / 0.1
+    # the same noise: the rounding of states below 3, divided by std, is 1e-6 / 0.1
+    for j in (2, 3):
         torch.testing.assert_close(noise(paths, j), noise(whole, j), rtol=0, atol=2e-5)
 
 
@@ -161,9 +156,8 @@ def test_training_uses_the_stochastic_steps_of_each_paper():
     samples = path_samples(2) | {"stochastic": torch.zeros(2, 10)}
     samples["stochastic"][:, 7:10] = 1
     points = build_objective(FlowGRPOSettings()).points(samples, GRID, np.random.default_rng(0))
-    assert torch.equal(
-        points.sigma, GRID[7:9].repeat(2)
-    )  # the last step is never used for training
+    # the last step is never used for training
+    assert torch.equal(points.sigma, GRID[7:9].repeat(2))
     dance = build_objective(DanceGRPOSettings(step_fraction=1.0))
     points = dance.points(samples, GRID, np.random.default_rng(0))
     assert torch.equal(points.sigma, GRID[7:9].repeat(2))

@@ -106,14 +106,14 @@ def train(trainer: Trainer, iterations: int = 2) -> list[dict[str, float]]:
     rank, size = trainer.replicas.rank, trainer.replicas.size
     metrics = []
     for iteration in range(iterations):
-        mine = groups_for(trainer, iteration, range(rank, len(COUNTS), size))
-        if trainer.sharded and len(mine) < -(-len(COUNTS) // size):
+        own_groups = groups_for(trainer, iteration, range(rank, len(COUNTS), size))
+        if trainer.sharded and len(own_groups) < -(-len(COUNTS) // size):
             trainer.generator.stand_by()  # while other replicas regenerate their last prompt
         plain = tiny_groups(len(COUNTS), max(COUNTS), seed=iteration)
         elsewhere = {
             p: plain[p].rewards[: COUNTS[p]] for p in range(len(COUNTS)) if p % size != rank
         }
-        metrics.append(trainer.update(iteration, mine, elsewhere))
+        metrics.append(trainer.update(iteration, own_groups, elsewhere))
     return metrics
 
 
@@ -133,12 +133,12 @@ def run_two_iterations(model: Path, join: Callable[[], Replicas], objective: str
 def sharded(model: Path, join: Callable[[], Replicas], objective: str) -> Outcome:
     """Run two iterations with a sharded base."""
     trainer = trainer_for(model, objective, shard=True)
-    held = [stored_base_bytes(trainer.transformer)]
+    stored = [stored_base_bytes(trainer.transformer)]
     trainer.join(join())
-    held.append(stored_base_bytes(trainer.transformer))
+    stored.append(stored_base_bytes(trainer.transformer))
     metrics = train(trainer)
     results = {"metrics": metrics, "checksum": trainer.checksum()}
-    results |= {"held": [*held, stored_base_bytes(trainer.transformer)]}
+    results |= {"stored_bytes": [*stored, stored_base_bytes(trainer.transformer)]}
     return trainer, results | (
         checksums_of_outputs(trainer) if objective == "diffusion_nft" else {}
     )
@@ -301,10 +301,10 @@ def halves(model: Path, join: Callable[[], Replicas]) -> Outcome:
     trainer.join(replicas := join())
     rows, metrics = HALVES[replicas.rank], []
     for iteration in range(2):
-        whole = groups_for(trainer, iteration, range(len(COUNTS)))
-        mine = [part_of(whole[prompt], rows[prompt]) for prompt in rows]
-        elsewhere = {g.prompt_index: g.rewards for g in whole if g.prompt_index not in rows}
-        metrics.append(trainer.update(iteration, mine, elsewhere))
+        groups = groups_for(trainer, iteration, range(len(COUNTS)))
+        own_groups = [part_of(groups[prompt], rows[prompt]) for prompt in rows]
+        elsewhere = {g.prompt_index: g.rewards for g in groups if g.prompt_index not in rows}
+        metrics.append(trainer.update(iteration, own_groups, elsewhere))
     return trainer, {"metrics": metrics, "checksum": trainer.checksum()}
 
 
@@ -322,7 +322,7 @@ def groups_rewards(iteration: int, prompt: int) -> np.ndarray:
 
 
 def message_of(work: Callable[[], Any], kind: type[Exception]) -> str:
-    """Return the message of the expected exception, or a note that it was not message_of."""
+    """Return the message of the expected exception, or a note that it was not raised."""
     try:
         work()
     except kind as error:
@@ -374,9 +374,8 @@ def replica(rank: int, size: int, port: int, model: Path, out: Path, only: tuple
         name: scene for name, scene in scenes_of(model, out).items() if not only or name in only
     }
     if last := scenes.pop("sharded_dies", None):
-        child = (
-            os.fork()
-        )  # forked before connecting to the store, because one of the two will be killed
+        # forked before connecting to the store, because one of the two will be killed
+        child = os.fork()
         if not child:
             store = reach_store("127.0.0.1", port, 240)
             run_scene("sharded_dies", last)

@@ -22,7 +22,7 @@ LORA = Lora(rank=8, alpha=20)  # the scaling is not a power of two
 ROWS = 4
 
 
-def build(dtype: torch.dtype):
+def build_model(dtype: torch.dtype):
     """Return the family and the shipped model with one adapter. Its B is as large as its A."""
     family = family_for(Model(path="shapes", height=32, width=32, max_sequence_length=1))
     transformer = family.load_transformer("cpu", dtype)
@@ -59,7 +59,7 @@ def shipped():
     """The shipped model in bfloat16 after ``backward``, and the recorded tensors of every layer:
     the input x, the output y, and the gradient g of y.
     """
-    family, transformer = build(torch.bfloat16)
+    family, transformer = build_model(torch.bfloat16)
     recorded: dict[str, dict[str, torch.Tensor]] = {}
     for name, layer in adapted_modules(transformer):
         tensors = recorded.setdefault(name, {})
@@ -97,10 +97,15 @@ def test_every_layer_of_the_shipped_model_stays_within_its_error_bound(shipped):
         base = layer.base_layer
         start = x @ base.weight.double().t() + base.bias.double()
         size = x.abs() @ base.weight.double().abs().t() + base.bias.double().abs()
-        beside = s * (x.abs() @ a.abs().t()) @ b.abs().t()
+        adapter_magnitude = s * (x.abs() @ a.abs().t()) @ b.abs().t()
         exact = start + s * (x @ a.t()) @ b.t()
         sums = (x.shape[1] + 2) * V * size
-        bound = U * start.abs() + ((1 + U) ** 3 - 1) * beside + 2 * x.shape[1] * V * beside + sums
+        bound = (
+            U * start.abs()
+            + ((1 + U) ** 3 - 1) * adapter_magnitude
+            + 2 * x.shape[1] * V * adapter_magnitude
+            + sums
+        )
         assert ((y - exact).abs() <= bound * (1 + U) + U * exact.abs()).all(), name
     assert len(recorded) == 31
 
@@ -128,11 +133,13 @@ def test_input_gradient_includes_base_and_adapter_products():
     g = normal(5, 7, 32).to(torch.bfloat16)
     layer(x).backward(g)
     a, b = (m["current"].weight.detach().double() for m in (layer.lora_A, layer.lora_B))
-    s, w, wide = layer.scaling["current"], base.weight.double(), g.double()
-    exact = wide @ w + s * (wide @ b) @ a
-    beside = s * (wide.abs() @ b.abs()) @ a.abs()
-    bound = U * (wide @ w).abs() + ((1 + U) ** 3 - 1) * beside
-    bound = bound * (1 + U) + U * exact.abs() + 90 * V * (wide.abs() @ w.abs() + beside)
+    s, w, g_double = layer.scaling["current"], base.weight.double(), g.double()
+    exact = g_double @ w + s * (g_double @ b) @ a
+    adapter_magnitude = s * (g_double.abs() @ b.abs()) @ a.abs()
+    bound = U * (g_double @ w).abs() + ((1 + U) ** 3 - 1) * adapter_magnitude
+    bound = (
+        bound * (1 + U) + U * exact.abs() + 90 * V * (g_double.abs() @ w.abs() + adapter_magnitude)
+    )
     assert ((x.grad.double() - exact).abs() <= bound).all()
     assert x.grad.shape == x.shape and x.grad.dtype == torch.bfloat16
 
@@ -172,39 +179,41 @@ def test_full_gradient_is_as_accurate_as_with_float32_adapters(shipped):
     bfloat16 add three roundings of the part that they contribute.
     """
     transformer, _ = shipped
-    own = gradient(transformer)
-    family, other = build(torch.bfloat16)
-    for _, layer in adapted_modules(other):
+    own_gradient = gradient(transformer)
+    family, peft_model = build_model(torch.bfloat16)
+    for _, layer in adapted_modules(peft_model):
         layer.forward = MethodType(Linear.forward, layer)
-    backward(family, other)
-    family, exact = build(torch.float32)
-    narrow = dict(build(torch.bfloat16)[1].named_parameters())
+    backward(family, peft_model)
+    family, exact = build_model(torch.float32)
+    bfloat16_weights = dict(build_model(torch.bfloat16)[1].named_parameters())
     with torch.no_grad():
         for name, parameter in exact.named_parameters():
-            parameter.copy_(narrow[name].float())
+            parameter.copy_(bfloat16_weights[name].float())
     backward(family, exact)
-    exact_gradient, peft = gradient(exact), gradient(other)
+    exact_gradient, peft_gradient = gradient(exact), gradient(peft_model)
 
     def relative_distance(one: torch.Tensor, two: torch.Tensor) -> float:
         return float((one - two).norm() / exact_gradient.norm())
 
     print(
-        relative_distance(own, exact_gradient),
-        relative_distance(peft, exact_gradient),
-        relative_distance(own, peft),
+        relative_distance(own_gradient, exact_gradient),
+        relative_distance(peft_gradient, exact_gradient),
+        relative_distance(own_gradient, peft_gradient),
     )
     expected = U * (2 * 4 * 20) ** 0.5
-    assert relative_distance(own, peft) < expected
-    assert relative_distance(own, exact_gradient) < 1.25 * relative_distance(peft, exact_gradient)
+    assert relative_distance(own_gradient, peft_gradient) < expected
+    assert relative_distance(own_gradient, exact_gradient) < 1.25 * relative_distance(
+        peft_gradient, exact_gradient
+    )
 
 
 def test_adapter_weights_stay_float32_and_a_float32_base_matches_peft():
-    family, transformer = build(torch.float32)
+    family, transformer = build_model(torch.float32)
     backward(family, transformer)
-    own = gradient(transformer)
+    own_gradient = gradient(transformer)
     for _, layer in adapted_modules(transformer):
         layer.forward = MethodType(Linear.forward, layer)
     transformer.zero_grad()
     backward(family, transformer)
-    assert torch.equal(own, gradient(transformer))
-    assert {p.dtype for _, p in trainable(build(torch.bfloat16)[1])} == {torch.float32}
+    assert torch.equal(own_gradient, gradient(transformer))
+    assert {p.dtype for _, p in trainable(build_model(torch.bfloat16)[1])} == {torch.float32}

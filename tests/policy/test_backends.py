@@ -61,14 +61,14 @@ def gpu(monkeypatch):
     """
 
     def pretend(capability: tuple[int, int], engine: Any) -> None:
-        def importing():
+        def import_or_fail():
             if engine is None:
                 raise ImportError("No module named 'transformer_engine'")
             return engine, engine.recipes
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        monkeypatch.setattr(te_nvfp4, "import_engine", importing)
+        monkeypatch.setattr(te_nvfp4, "import_engine", import_or_fail)
 
     return pretend
 
@@ -155,19 +155,19 @@ def test_auto_skips_backends_that_are_predicted_to_be_slower(gpu, monkeypatch):
     """
     gpu((9, 0), None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
-    quick = Step(1e14, 0.9e14, 100, 1e9, 1000, 1e10)
-    slow = Step(1e14, 0.01e14, 100, 1e10, 1000, 1e10)
+    fast_step = Step(1e14, 0.9e14, 100, 1e9, 1000, 1e10)
+    slow_step = Step(1e14, 0.01e14, 100, 1e10, 1000, 1e10)
     counted = []
-    step = lambda backend: counted.append(backend.name) or quick  # noqa: E731
+    step = lambda backend: counted.append(backend.name) or fast_step  # noqa: E731
     assert resolve_backend("auto", "cuda", step=step)[0].name == "fp8"
     assert counted == ["fp8"]  # the device has no NVFP4, so nothing was counted for it
-    backend, why = resolve_backend("auto", "cuda", step=lambda backend: slow)
+    backend, why = resolve_backend("auto", "cuda", step=lambda backend: slow_step)
     assert backend.name == "bf16"
     assert why.endswith(
         "not fp8: a step is predicted to run at 0.94 times the speed of BF16 on NVIDIA H200"
     )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Nova")
-    assert resolve_backend("auto", "cuda", step=lambda backend: slow)[0].name == "fp8"
+    assert resolve_backend("auto", "cuda", step=lambda backend: slow_step)[0].name == "fp8"
 
 
 def test_auto_selects_emulation_on_a_cpu():

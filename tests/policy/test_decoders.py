@@ -69,7 +69,7 @@ def config(tiny_sd3_dir, tmp_path):
         ("auto", "sol_rl", False, torch.float32),
         ("bf16", "sol_rl", False, torch.bfloat16),
         ("fp32", "sol_rl", True, torch.float32),
-        ("bf16", "naive_quant", True, torch.float32),  # explored images are trained on
+        ("bf16", "naive_quant", True, torch.float32),  # the explored images are used for training
         ("auto", "naive_scaling", True, torch.float32),
     ],
 )
@@ -107,7 +107,7 @@ def test_unsuitable_tiny_decoder_is_refused_in_one_line(config, tmp_path):
     family = family_for(config.model)
     check_decoder(config, family)
 
-    def refused(path: str | None) -> str:
+    def refusal_of(path: str | None) -> str:
         explore = config.explore.model_copy(update={"decoder_path": path})
         with pytest.raises(ConfigError) as caught:
             check_model(config.model_copy(update={"explore": explore}))
@@ -115,19 +115,21 @@ def test_unsuitable_tiny_decoder_is_refused_in_one_line(config, tmp_path):
         assert line.startswith("explore.decoder") and "\n" not in line
         return line
 
-    assert "config.json not found in" in refused(str(tmp_path / "nowhere"))
-    assert "does not accept this model's latents" in refused(write_tiny(tmp_path / "a", channels=7))
-    assert "makes images of 32x32 pixels" in refused(write_tiny(tmp_path / "b", stages=3))
-    assert "run `hf download madebyollin/taesd3`" in refused(None)
+    assert "no config.json in" in refusal_of(str(tmp_path / "nowhere"))
+    assert "does not take this model's latents" in refusal_of(
+        write_tiny(tmp_path / "a", channels=7)
+    )
+    assert "makes images of 32x32 pixels" in refusal_of(write_tiny(tmp_path / "b", stages=3))
+    assert "run `hf download madebyollin/taesd3`" in refusal_of(None)
     (tmp_path / "decoder" / "diffusion_pytorch_model.safetensors").rename(tmp_path / "away")
-    assert "diffusion_pytorch_model.safetensors not found in" in refused(str(tmp_path / "decoder"))
+    assert "no diffusion_pytorch_model.safetensors" in refusal_of(str(tmp_path / "decoder"))
     (tmp_path / "away").rename(tmp_path / "decoder" / "diffusion_pytorch_model.safetensors")
     file = tmp_path / "decoder" / "config.json"
     described = json.loads(file.read_text())
     file.write_text(json.dumps(described | {"_class_name": "AutoencoderKL"}))
-    assert "contains a AutoencoderKL" in refused(str(tmp_path / "decoder"))
+    assert "holds a AutoencoderKL" in refusal_of(str(tmp_path / "decoder"))
     file.write_text("[]")
-    assert "cannot be read" in refused(str(tmp_path / "decoder"))
+    assert "cannot be read" in refusal_of(str(tmp_path / "decoder"))
 
 
 def test_missing_weight_of_a_tiny_decoder_is_an_error(config, tmp_path):
@@ -162,15 +164,15 @@ def test_plan_counts_the_chosen_decoder(config):
     assert "autoencoder, fp32" in tiny.memory["learner"]
     explore = config.explore.model_copy(update={"decoder": "full", "decoder_precision": "bf16"})
     full = make_plan(config.model_copy(update={"explore": explore}))
-    own = meta.meta_component(family, "vae", torch.float32)
-    assert full.memory["rollout"]["autoencoder, bf16"] == pass_cost.held_bytes(own) // 2
-    assert full.memory["learner"]["autoencoder, fp32"] == pass_cost.held_bytes(own)
+    autoencoder = meta.meta_component(family, "vae", torch.float32)
+    assert full.memory["rollout"]["autoencoder, bf16"] == pass_cost.held_bytes(autoencoder) // 2
+    assert full.memory["learner"]["autoencoder, fp32"] == pass_cost.held_bytes(autoencoder)
     assert full.stages["explore"].narrow
     assert not full.stages["regenerate"].narrow and not tiny.stages["explore"].narrow
     assert tiny.stages["regenerate"].decoding == full.stages["regenerate"].decoding
     images = config.prompts.per_iteration * config.explore.pool_size
-    blank = meta_decoder(config, family, torch.float32)
-    _, work = passes.decoding_work(family, 1, blank)
+    without_data = meta_decoder(config, family, torch.float32)
+    _, work = passes.decoding_work(family, 1, without_data)
     assert tiny.stages["explore"].decoding == images * work.flops
 
 
@@ -204,13 +206,13 @@ def test_compiled_decoder_is_one_graph_and_does_not_change_the_autoencoder(reque
     """
     family = family_for(tiny_model(name, request.getfixturevalue(f"tiny_{name}_dir")))
     vae = family.load_vae(CPU, torch.float32)
-    twin = compiled_decoder(vae)
+    compiled = compiled_decoder(vae)
     keeps_frames = name in ("wan", "qwen_image")
-    assert (twin is vae) == keeps_frames
+    assert (compiled is vae) == keeps_frames
     latents = torch.randn(2, *family.latent_shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         images = family.decode(vae, latents, batch_size=1)
         assert not graphs
-        assert torch.equal(family.decode(twin, latents, batch_size=1), images)
+        assert torch.equal(family.decode(compiled, latents, batch_size=1), images)
     assert len(graphs) == (not keeps_frames)
-    assert twin.get_submodule("decoder.conv_in") is vae.get_submodule("decoder.conv_in")
+    assert compiled.get_submodule("decoder.conv_in") is vae.get_submodule("decoder.conv_in")

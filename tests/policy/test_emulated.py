@@ -58,8 +58,10 @@ def test_quantization_error_is_that_of_the_format(linear):
     not zero, which shows that the layer quantizes.
     """
     x = torch.randn(512, 64, generator=torch.Generator().manual_seed(1))
-    wide = linear(x) - linear.bias
-    error = ((emulated_layer(linear)(x) - linear.bias - wide).norm() / wide.norm()).item()
+    unquantized = linear(x) - linear.bias
+    error = (
+        (emulated_layer(linear)(x) - linear.bias - unquantized).norm() / unquantized.norm()
+    ).item()
     assert 0.08 < error < 0.16
 
 
@@ -83,7 +85,7 @@ def test_equal_input_is_quantized_once(linear):
     operand = workspace.quantized(x)
     assert workspace.quantized(x) is operand
     assert torch.equal(layers[1](x), first)
-    x += 1  # in place: the same object, another value
+    x += 1  # changed in place: the same object with another value
     assert workspace.quantized(x) is not operand
     assert torch.equal(layers[0](x), emulated_layer(linear)(x))
     other = torch.randn(3, 64)
@@ -144,10 +146,10 @@ def test_plan_excludes_patterns_and_unsupported_shapes(family, transformer):
 
 
 def test_plan_ignores_adapters(family, adapted):
-    bare = family.load_transformer("cpu", torch.float32)
+    without_adapters = family.load_transformer("cpu", torch.float32)
     for backend in BACKENDS.values():
         assert quantize_plan(adapted, family, (), backend) == quantize_plan(
-            bare, family, (), backend
+            without_adapters, family, (), backend
         )
     with pytest.raises(ValueError, match="quantize it before it is wrapped"):
         swap_linears(adapted, quantize_plan(adapted, family), BACKENDS["emulated_nvfp4"])
@@ -181,14 +183,14 @@ def test_emulation_takes_at_most_twice_the_time_of_fp32(family):
         "caption_projection_dim": 192,
         "joint_attention_dim": 128,
     }
-    wide = SD3Transformer2DModel(
+    unquantized = SD3Transformer2DModel(
         **size, **width, pooled_projection_dim=128, qk_norm="rms_norm"
     ).eval()
-    emulated = SD3Transformer2DModel.from_config(wide.config).eval()
+    emulated = SD3Transformer2DModel.from_config(unquantized.config).eval()
     backend = BACKENDS["emulated_nvfp4"]
     swapped = swap_linears(emulated, quantize_plan(emulated, family, (), backend), backend)
     for name, layer in swapped.items():
-        for part, tensor in backend.pack(wide.get_submodule(name).weight, False).items():
+        for part, tensor in backend.pack(unquantized.get_submodule(name).weight, False).items():
             getattr(layer, part).copy_(tensor)
     inputs = {
         "hidden_states": torch.randn(24, 4, 16, 16),
@@ -203,5 +205,5 @@ def test_emulation_takes_at_most_twice_the_time_of_fp32(family):
         module(**inputs)
         return time.perf_counter() - start
 
-    rounds = [(seconds(emulated), seconds(wide)) for _ in range(12)][2:]
+    rounds = [(seconds(emulated), seconds(unquantized)) for _ in range(12)][2:]
     assert min(e for e, _ in rounds) <= 2 * min(w for _, w in rounds)

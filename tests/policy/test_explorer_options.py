@@ -62,10 +62,10 @@ def test_exact_amax_makes_images_depend_on_the_batch(family, adapted, cond, rand
         for e in explorers
     )
     assert any(not np.array_equal(exact[0], other) for other in exact[1:])
-    truth = explorer_of(family, adapted, "fp32").explore(cond.rows(0), (5, 6, 7), 3, "dpmpp_2m")[1][
-        0
-    ]
-    errors = [np.linalg.norm(latents[0] - truth) for latents in (exact, rounded)]
+    reference = explorer_of(family, adapted, "fp32").explore(
+        cond.rows(0), (5, 6, 7), 3, "dpmpp_2m"
+    )[1][0]
+    errors = [np.linalg.norm(latents[0] - reference) for latents in (exact, rounded)]
     assert errors[1] == pytest.approx(errors[0], rel=0.5)
 
 
@@ -146,12 +146,12 @@ def test_published_scales_are_frozen_at_the_base_weights(family, adapted, random
     explorer.load(manifest, chunks)
     weight = base["transformer_blocks.0.attn.to_q"].base_layer.weight
     targets = explorer.transformer.get_submodule("transformer_blocks.0.attn.to_q").wire_targets()
-    now, then = (
+    published_amax, base_amax = (
         (targets["scales"] * 448, weight.abs().amax(-1))
         if name == "fp8"
         else (targets["amax"], weight.abs().max())
     )
-    exponents = torch.log2(now / then)
+    exponents = torch.log2(published_amax / base_amax)
     assert (exponents >= 0.999).all() and torch.allclose(exponents, exponents.round(), atol=1e-5)
 
 

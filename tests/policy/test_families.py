@@ -119,9 +119,8 @@ LORA_MODULES = {
 
 def test_lora_targets_are_quantized_layers_of_the_blocks(family):
     transformer = family.load_transformer("cpu", torch.float32)
-    names = target_modules(
-        transformer, family.lora_targets
-    )  # an error if one of them matches nothing
+    # an error if one of them matches nothing
+    names = target_modules(transformer, family.lora_targets)
     assert len(names) == LORA_MODULES[family.name]
     assert all(re.search(NEVER, name) is None and re.search(r"\.\d+\.", name) for name in names)
     add_adapters(transformer, Lora(rank=2, alpha=2), family)

@@ -212,7 +212,9 @@ def test_hub_id_without_network_or_cache_is_refused(monkeypatch, tmp_path):
         ),
     ],
 )
-def test_images_to_edit_are_found_before_anything_starts(request, tmp_path, name, line, message):
+def test_invalid_images_to_edit_are_refused_before_anything_starts(
+    request, tmp_path, name, line, message
+):
     (tmp_path / "a.png").write_bytes(png_bytes(source_for("redder", 16, 16)))
     (tmp_path / "a.txt").write_text("no image")
     file = tmp_path / "edits.jsonl"
@@ -257,7 +259,7 @@ def test_images_to_edit_are_found_before_anything_starts(request, tmp_path, name
         ),
     ],
 )
-def test_bad_models_are_found_before_anything_starts(
+def test_invalid_models_are_refused_before_anything_starts(
     monkeypatch, tiny_sd3_dir, tmp_path, change, message
 ):
     """The error is a ConfigError (exit code 2) of one line. No run directory is created and Ray is

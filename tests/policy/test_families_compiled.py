@@ -21,12 +21,12 @@ CPU = torch.device("cpu")
 ROWS = 2
 
 
-def families(*quick: str) -> list[Any]:
-    """Return the values of ``name``: one family of every class of denoisers. All except ``quick``
+def families(*fast: str) -> list[Any]:
+    """Return the values of ``name``: one family of every class of denoisers. All except ``fast``
     are marked slow.
     """
     return [
-        pytest.param(name, marks=() if name in quick else pytest.mark.slow)
+        pytest.param(name, marks=() if name in fast else pytest.mark.slow)
         for name in NAMES
         if name not in TWINS.values()
     ]

@@ -70,7 +70,7 @@ def directory(tmp_path_factory):
     return path
 
 
-def on_the_page(pattern: str) -> str:
+def code_block(pattern: str) -> str:
     """Return the only code block of the page that begins with this pattern."""
     (code,) = re.findall(rf"```python\n({pattern}.*?)```", PAGE.read_text(), re.DOTALL)
     return code
@@ -81,9 +81,9 @@ def family(directory, monkeypatch, tmp_path):
     """The family as a reader of the page would add it: the file of the page is in the named place,
     and the row of the page is in the table.
     """
-    (tmp_path / f"{EXAMPLE}.py").write_text(on_the_page('"""AuraFlow'))
+    (tmp_path / f"{EXAMPLE}.py").write_text(code_block('"""AuraFlow'))
     monkeypatch.setattr(policy.families, "__path__", [*policy.families.__path__, str(tmp_path)])
-    rows = table_with_the_row()["FAMILIES"]
+    rows = families_with_the_example()["FAMILIES"]
     assert rows.keys() - FAMILIES.keys() == {EXAMPLE}
     monkeypatch.setitem(FAMILIES, EXAMPLE, load_class(rows[EXAMPLE], Family))
     model = Model(path=str(directory), height=16, width=24, max_sequence_length=12)
@@ -93,7 +93,7 @@ def family(directory, monkeypatch, tmp_path):
     sys.modules.pop(f"policy.families.{EXAMPLE}")
 
 
-def table_with_the_row() -> dict:
+def families_with_the_example() -> dict:
     """Execute configs/families.py with the row of the page added after the others, and return its
     names.
     """
@@ -102,18 +102,18 @@ def table_with_the_row() -> dict:
     assert source.count(last) == 1
     module: dict = {}
     exec(
-        compile(
-            source.replace(last, last + on_the_page(f'    "{EXAMPLE}"')), "families.py", "exec"
-        ),
+        compile(source.replace(last, last + code_block(f'    "{EXAMPLE}"')), "families.py", "exec"),
         module,
     )
     return module
 
 
 def test_configuration_accepts_the_example_family():
-    assert TypeAdapter(table_with_the_row()["FamilyName"]).validate_python(EXAMPLE) == EXAMPLE
+    assert (
+        TypeAdapter(families_with_the_example()["FamilyName"]).validate_python(EXAMPLE) == EXAMPLE
+    )
     with pytest.raises(ValueError, match="'sana_video' or 'auraflow'"):
-        TypeAdapter(table_with_the_row()["FamilyName"]).validate_python("auroflow")
+        TypeAdapter(families_with_the_example()["FamilyName"]).validate_python("auroflow")
 
 
 def test_example_family_matches_the_diffusers_pipeline(family, directory):

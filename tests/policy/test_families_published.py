@@ -160,25 +160,26 @@ def test_families_read_published_configurations(tmp_path, name, shape, first_sig
 
 
 QUANTIZED = {
-    "sd3.5-medium": (
-        (24 * 24 - 9 + 4 * 13) * 1536**2
-    ),  # both streams 4 + 8 d^2; no text output in the last block; 13 dual attentions
+    # both streams 4 + 8 d^2; no text output in the last block; 13 dual attentions
+    "sd3.5-medium": ((24 * 24 - 9 + 4 * 13) * 1536**2),
     "sd3.5-large": (24 * 38 - 9) * 2432**2,
-    "flux.1-dev": (
-        (24 * 19 + (3 + 4 + 5) * 38) * 3072**2
-    ),  # single blocks: QKV, proj_mlp, proj_out of attention and MLP
-    "sana-1.6b": (
-        (8 * 20 + (5 + 2.5) * 20) * 2240**2
-    ),  # two attentions; the 1x1 convolutions of the feed-forward
+    # single blocks: QKV, proj_mlp, proj_out of attention and MLP
+    "flux.1-dev": ((24 * 19 + (3 + 4 + 5) * 38) * 3072**2),
+    # two attentions; the 1x1 convolutions of the feed-forward
+    "sana-1.6b": ((8 * 20 + (5 + 2.5) * 20) * 2240**2),
     "qwen-image": 24 * 60 * 3072**2,  # both streams 4 + 8 d^2
     "z-image-turbo": (4 + 8) * 34 * 3840**2,  # gated feed-forward of 8/3 d: 3 x 8/3 d^2
-    "flux.2-dev": (2 * (4 + 9) * 8 + (3 + 6 + 4) * 48) * 6144**2,  # gated, of 3 d: 3 x 3 d^2
+    "flux.2-dev": (2 * (4 + 9) * 8 + (3 + 6 + 4) * 48)
+    * 6144**2,  # gated feed-forward of 3 d: 3 x 3 d^2
     "flux.2-klein-4b": (2 * (4 + 9) * 5 + (3 + 6 + 4) * 20) * 3072**2,
-    "wan2.1-t2v-1.3b": 30 * (8 * 1536**2 + 2 * 1536 * 8960),  # two attentions; its own width
+    "wan2.1-t2v-1.3b": 30
+    * (8 * 1536**2 + 2 * 1536 * 8960),  # two attentions; the feed-forward has its own width
     "wan2.1-t2v-14b": 40 * (8 * 5120**2 + 2 * 5120 * 13824),
     "wan2.2-ti2v-5b": 30 * (8 * 3072**2 + 2 * 3072 * 14336),
     "wan2.2-t2v-a14b": 2 * 40 * (8 * 5120**2 + 2 * 5120 * 13824),
-    "sana-video-2b-480p": (8 + 6 + 3) * 20 * 2240**2,  # as SANA's, wider and gated in one
+    "sana-video-2b-480p": (8 + 6 + 3)
+    * 20
+    * 2240**2,  # like SANA, but wider and with the gate in the same projection
 }
 """The number of weights in the matrix products of the blocks, in units of d^2. The other weights
 belong to modulation, embedders, norms and biases.

@@ -78,18 +78,18 @@ def test_update_changes_only_lora_weights(name, directory):
     before = {adapter: adapter_state(trainer.transformer, adapter) for adapter in trainer.adapters}
     trainer.update(1, groups_of(trainer))
     after = adapter_state(trainer.transformer, "current")
-    moved = {
+    changed = {
         key for key, tensor in after.items() if not torch.equal(tensor, before["current"][key])
     }
     # weight decay changes every weight, also those that no gradient reaches
-    assert moved == set(after)
+    assert changed == set(after)
     state = trainer.updater.trained.state()
-    idle = {
+    unused = {
         key.removeprefix("exp_avg/").rsplit(".lora_")[0]
         for key, t in state.items()
         if key.startswith("exp_avg/") and not t.any()
     }
-    assert idle == {f"transformer_blocks.1.attn.{part}" for part in UNREACHED.get(name, ())}
+    assert unused == {f"transformer_blocks.1.attn.{part}" for part in UNREACHED.get(name, ())}
     now = {key: p for key, p in trainer.transformer.named_parameters() if "lora_" not in key}
     assert now.keys() == base.keys()
     assert all(torch.equal(base[key], p) and not p.requires_grad for key, p in now.items())

@@ -118,8 +118,8 @@ def test_frozen_range_keeps_codes_when_one_weight_grows():
         assert torch.equal(before["codes"][:, 1:], after["codes"][:, 1:]) == unchanged
     assert torch.equal(after["scales"], 2 * weight.abs().amax(-1) / 448)
     # a weight beyond the frozen range: the range is doubled until the weight fits
-    far = FP8.pack(weight * 5, False, frozen_amax(FP8.amax(weight), FP8.amax(weight * 5)))
-    assert torch.equal(far["scales"], 8 * weight.abs().amax(-1) / 448)
+    outgrown = FP8.pack(weight * 5, False, frozen_amax(FP8.amax(weight), FP8.amax(weight * 5)))
+    assert torch.equal(outgrown["scales"], 8 * weight.abs().amax(-1) / 448)
 
 
 @torch.no_grad()
@@ -130,11 +130,11 @@ def test_row_does_not_depend_on_other_rows(device):
     """
     layer = fp8_layer(random_linear().to(device))
     x = torch.randn(6, 64, generator=torch.Generator().manual_seed(4)).to(device)
-    loud = torch.cat([x, 1000 * x])
-    alone, together = layer.activations.quantized(x), layer.activations.quantized(loud)
+    with_large_rows = torch.cat([x, 1000 * x])
+    alone, together = layer.activations.quantized(x), layer.activations.quantized(with_large_rows)
     for a, b in zip(alone, together, strict=True):
         assert torch.equal(a.float(), b[:6].float())
-    alone, together = layer(x), layer(loud)[:6]
+    alone, together = layer(x), layer(with_large_rows)[:6]
     assert ((alone - together).abs() <= 2.0**-7 * alone.abs()).all()
 
 

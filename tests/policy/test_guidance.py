@@ -72,9 +72,8 @@ def test_guided_latents_match_the_diffusers_pipeline(tiny):
         tiny.pipe, tiny.family.model, PROMPTS[0], noise, 4, "latent", **ARGUMENTS[tiny.name]
     )
     ours = guided_latents(tiny, ONE_PASS[tiny.name])
-    if tiny.name.startswith(
-        "sana"
-    ):  # the tolerance of test_sana.py, times the guidance scale of three
+    # the tolerance of test_sana.py, times the guidance scale of three
+    if tiny.name.startswith("sana"):
         size = float(theirs.abs().max())
         torch.testing.assert_close(ours, theirs, rtol=0, atol=3 * 2e-6 * 5 * size)
     else:

@@ -71,9 +71,8 @@ DIFFICULT = (
 def assert_fp8(x: torch.Tensor) -> None:
     x = x.to(DEVICE)
     codes, scales = kernels.fp8_pack(x)
-    expected = row_scales(
-        x.cpu()
-    )  # a GPU computes an eager division by a constant as a product with 1 / 448
+    # a GPU computes an eager division by a constant as a product with 1 / 448
+    expected = row_scales(x.cpu())
     bits = quantize_rows(x.cpu(), expected).view(torch.uint8)
     assert torch.equal(scales.cpu().view(torch.int32), expected.view(torch.int32)) or bool(
         (scales.cpu().isnan() == expected.isnan()).all()

@@ -19,12 +19,8 @@ ALL_BACKENDS = tuple(BACKENDS)
         ("bf16", ALL_BACKENDS, "fp32", "fp32"),
         ("fp32", ALL_BACKENDS, "fp32", None),
         ("te_nvfp4", ("te_nvfp4", "bf16", "fp32"), "bf16", "bf16"),  # a GPU without FP8
-        (
-            "emulated_nvfp4",
-            ("emulated_nvfp4", "fp32"),
-            "fp32",
-            "fp32",
-        ),  # a device with neither FP8 nor BF16
+        # a device with neither FP8 nor BF16
+        ("emulated_nvfp4", ("emulated_nvfp4", "fp32"), "fp32", "fp32"),
         ("emulated_nvfp4", ("emulated_nvfp4", "fp32"), "bf16", None),
         ("emulated_nvfp4", (), "fp32", None),
     ],

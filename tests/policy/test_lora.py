@@ -184,9 +184,8 @@ def test_targets_match_path_suffixes_with_wildcards(family):
         "proj_out",
     ]
     with pytest.raises(ValueError, match="ends in 'attn.to_out.1'"):
-        target_modules(
-            transformer, ["to_q", "attn.to_out.1"]
-        )  # one of the targets matches no layer
+        # one of the targets matches no layer
+        target_modules(transformer, ["to_q", "attn.to_out.1"])
     # a part of a name, a block, and a layer that is not linear
     for targets in (["o_q"], ["transformer_blocks.0"], ["norm1"]):
         with pytest.raises(

@@ -34,7 +34,7 @@ def test_noise_has_golden_values():
 
 
 @given(st.lists(SEED, min_size=1, max_size=6), st.randoms(use_true_random=False))
-def test_a_row_depends_on_its_seed_only(seeds, random):
+def test_row_of_noise_depends_only_on_its_seed(seeds, random):
     alone = {seed: noise_for([seed], (3, 2))[0] for seed in seeds}
     random.shuffle(seeds)
     for seed, row in zip(seeds, noise_for(seeds, (3, 2)), strict=True):

@@ -139,9 +139,8 @@ def test_torch_accepts_the_arguments_of_the_product(bias):
     assert y.shape == (48, 32) and y.dtype == torch.bfloat16
     with pytest.raises(RuntimeError, match="(?i)scale"):
         scaled_mm(x, codes, scales[: 128 * 3], factor, added)
-    with pytest.raises(
-        RuntimeError, match="divisible by 16"
-    ):  # K = 48, which the backend therefore refuses
+    # K = 48, which the backend therefore refuses
+    with pytest.raises(RuntimeError, match="divisible by 16"):
         scaled_mm(x._replace(codes=x.codes[:, :24]), codes[:, :24], scales, factor)
 
 

@@ -13,8 +13,8 @@ def gaussian_velocity(x, sigma):
     """E[eps - x0 | x] for x0 ~ N(MEAN, SPREAD^2), in float64."""
     alpha = 1 - sigma.double()
     variance = (alpha * SPREAD) ** 2 + sigma.double() ** 2
-    centred = x - alpha * MEAN
-    return sigma.double() / variance * centred - (MEAN + alpha * SPREAD**2 / variance * centred)
+    centered = x - alpha * MEAN
+    return sigma.double() / variance * centered - (MEAN + alpha * SPREAD**2 / variance * centered)
 
 
 def gaussian_end(x):

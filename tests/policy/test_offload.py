@@ -56,9 +56,8 @@ def test_tensors_move_and_return_bit_for_bit():
         )
         assert offload.to_device() == 0
         assert offload.to_host() == offload.nbytes and offload.to_host() == 0
-        assert (
-            addresses(tensors) == host_addresses and state(model) == before
-        )  # host memory is allocated only once
+        # host memory is allocated only once
+        assert addresses(tensors) == host_addresses and state(model) == before
     assert model.tied.weight is model.first.weight
     assert all(old is new for old, new in zip(tensors, frozen_tensors(model), strict=True))
     assert all(address % ALIGNED == host_addresses[0] % ALIGNED for address in host_addresses)
@@ -99,9 +98,8 @@ ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUD
 def test_offloading_frees_all_gpu_memory():
     device, model = torch.device("cuda"), nn.Linear(4096, 4096).requires_grad_(False)
     before, x = state(model), torch.ones(1, 4096)
-    x.to(device) @ torch.ones(
-        4096, 1, device=device
-    )  # the workspace of the library remains allocated
+    # the workspace of the library remains allocated
+    x.to(device) @ torch.ones(4096, 1, device=device)
     empty = torch.cuda.memory_allocated()
     offload = Offload(frozen_tensors(model), device)
     for _ in range(2):

@@ -72,8 +72,10 @@ def test_planned_peak_of_a_sampling_step(family):
     def step() -> None:
         family.velocity(transformer, x, torch.tensor(0.5), cond)
 
-    blank = meta.meta_denoiser(family, torch.float32)
-    planned = second_pass_peak(lambda: pass_cost.denoiser_cost(family, blank, ROWS, torch.float32))
+    without_data = meta.meta_denoiser(family, torch.float32)
+    planned = second_pass_peak(
+        lambda: pass_cost.denoiser_cost(family, without_data, ROWS, torch.float32)
+    )
     slack = SCRATCH.get(family.name, 0.0) * planned + 64
     assert peak_allocation(step) == pytest.approx(planned, abs=slack)
 
@@ -83,10 +85,12 @@ def test_planned_peak_of_a_sampling_step_with_merged_weights(family):
     """The peak is that of the pass plus a second copy of the weights that are merged. Merging
     itself also needs one module's product and sum in float32, which is less than the pass needs.
     """
-    blank = meta.meta_denoiser(family, torch.float32)
-    planned = second_pass_peak(lambda: pass_cost.denoiser_cost(family, blank, ROWS, torch.float32))
-    meta.adapt(blank, family, Lora(rank=4))
-    planned += sizes.adapted_bytes(blank)
+    without_data = meta.meta_denoiser(family, torch.float32)
+    planned = second_pass_peak(
+        lambda: pass_cost.denoiser_cost(family, without_data, ROWS, torch.float32)
+    )
+    meta.adapt(without_data, family, Lora(rank=4))
+    planned += sizes.adapted_bytes(without_data)
     transformer, (x, cond) = family.load_transformer("cpu", torch.float32), inputs(family)
     add_adapters(transformer, Lora(rank=4), family, names=("current",))
 
@@ -107,8 +111,8 @@ def test_planned_peak_of_a_training_pass(family, checkpointing):
     may be released in another order. For Wan the test allows 16 kB more, because with checkpointing
     it needs 15 kB more at every size.
     """
-    blank = meta.meta_denoiser(family, torch.float32)
-    meta.adapt(blank, family, Lora(rank=4))
+    without_data = meta.meta_denoiser(family, torch.float32)
+    meta.adapt(without_data, family, Lora(rank=4))
     transformer, (x, cond) = family.load_transformer("cpu", torch.float32), inputs(family)
     add_adapters(transformer, Lora(rank=4), family, names=("current",))
     if checkpointing:
@@ -123,7 +127,7 @@ def test_planned_peak_of_a_training_pass(family, checkpointing):
             loss.backward()
 
     planned = second_pass_peak(
-        lambda: passes.training_work(family, blank, ROWS, torch.float32, checkpointing)
+        lambda: passes.training_work(family, without_data, ROWS, torch.float32, checkpointing)
     )
     slack = 2**14 if family.name == "wan" else 0
     assert peak_allocation(train) == pytest.approx(planned, rel=0.03, abs=slack)

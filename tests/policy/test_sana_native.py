@@ -1,4 +1,4 @@
-"""SANA's checkpoint in the layout of its original code, compared with a reference_velocity forward
+"""SANA's checkpoint in the layout of its original code, compared with a plain forward
 pass of that layout.
 """
 

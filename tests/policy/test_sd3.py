@@ -23,7 +23,7 @@ from tests.tiny_families import SEEDS, Tiny
 from tests.tiny_sd3 import make_tiny_sd3
 
 
-def test_decoding_in_batches_changes_at_most_one_grey_level(family):
+def test_decoding_in_batches_changes_at_most_one_gray_level(family):
     latents = noise_for(range(5), family.latent_shape)
     vae = family.load_vae("cpu", torch.float32)
     all_at_once, parts = family.decode(vae, latents), family.decode(vae, latents, batch_size=2)

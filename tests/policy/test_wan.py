@@ -80,7 +80,8 @@ def test_first_order_steps_are_euler_steps(multistep):
 def test_unipc_latents_match_the_diffusers_pipeline(multistep, steps):
     """The scheduler is the published one, unchanged. Its coefficients are float32: they use
     log(alpha / sigma), which is up to 14 at the first sigma, and differences of 1 / h. Each has a
-    relative error of up to 14 x 2^-23. Ours (float64) have not, and the errors of the steps add up.
+    relative error of up to 14 x 2^-23. Ours (float64) do not have this error. The errors of the
+    steps add up.
     """
     ours, theirs = multistep.ours(steps, "unipc"), multistep.stock(steps, "latent")
     size = float(theirs.abs().max())

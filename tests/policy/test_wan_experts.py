@@ -148,8 +148,8 @@ def test_only_the_used_transformer_gets_gradients(tiny):
     family.velocity(denoiser, x[above], sigma[above], cond.rows([0, 0])).sum().backward()
     trained.fill_missing_gradients(2)
     result = trained.gradients()
-    moved = {name.partition(".")[0] for name, gradient in result.items() if gradient.any()}
-    assert result.keys() == trained.parameters.keys() and moved == {"transformer"}
+    with_gradient = {name.partition(".")[0] for name, gradient in result.items() if gradient.any()}
+    assert result.keys() == trained.parameters.keys() and with_gradient == {"transformer"}
     # a missing gradient of an expert that was used, and an update in which no expert was used
     first = next(iter(trained.parameters))
     trained.parameters[first].grad = None
@@ -178,11 +178,13 @@ def test_tables_of_the_family_match_the_model(tiny):
 
 def test_plan_counts_both_transformers_and_one_pass(tiny):
     """A plan counts the bytes of both transformers and the pass of one."""
-    blank = meta_denoiser(tiny.family, torch.float32)
-    assert held_bytes(blank) == held_bytes(tiny.denoiser)
-    one = experts_of(blank)[0]
-    assert 2 * held_bytes(one) == held_bytes(blank)
-    both, alone = (denoiser_cost(tiny.family, each, 3, torch.float32) for each in (blank, one))
+    without_data = meta_denoiser(tiny.family, torch.float32)
+    assert held_bytes(without_data) == held_bytes(tiny.denoiser)
+    one = experts_of(without_data)[0]
+    assert 2 * held_bytes(one) == held_bytes(without_data)
+    both, alone = (
+        denoiser_cost(tiny.family, each, 3, torch.float32) for each in (without_data, one)
+    )
     assert (both.flops, both.peak) == (alone.flops, alone.peak) and both.flops > 0
 
 

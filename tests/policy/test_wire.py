@@ -56,7 +56,7 @@ def bits_flipped(tensor: torch.Tensor) -> torch.Tensor:
     return flipped.view(tensor.shape)
 
 
-def blank(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def zero_tensors(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in named.items()}
 
 
@@ -70,7 +70,7 @@ def test_round_trip_restores_every_bit_in_place(spec, shard_bytes):
         == sum(len(bits(t)) for t in named.values())
     )
     assert all(shard.nbytes <= shard_bytes for shard in shards)
-    targets = blank(named)
+    targets = zero_tensors(named)
     pointers = {name: tensor.data_ptr() for name, tensor in targets.items()}
     for shard in shards:
         shard.flags.writeable = False  # as the object store returns them
@@ -87,7 +87,7 @@ def test_flipped_bit_is_refused_and_nothing_changes(position, bit, shard_bytes):
     manifest, shards = pack_tensors(named, 9, "nvfp4", shard_bytes)
     index, inside = divmod(position, shard_bytes)
     shards[index][inside] ^= 1 << bit
-    targets = blank(named)
+    targets = zero_tensors(named)
     with pytest.raises(WireError, match=f"version 9: shard {index} is damaged"):
         unpack_into(manifest, shards, targets)
     assert all(not tensor.any() for tensor in targets.values())
@@ -97,26 +97,30 @@ def test_differences_to_the_manifest_are_named():
     named = sample_tensors()
     manifest, shards = pack_tensors(named, 1, "nvfp4", 32)
     cases = [
-        (shards[:-1], blank(named), "2 shards arrived, but the manifest lists 3"),
+        (shards[:-1], zero_tensors(named), "2 shards arrived, the manifest lists 3"),
         (
             [shards[0][:-1], *shards[1:]],
-            blank(named),
-            r"shard 0 is uint8 \[31\], but the manifest lists 32 bytes",
+            zero_tensors(named),
+            r"shard 0 is uint8 \[31\], the manifest says 32 bytes",
         ),
-        ([shards[1], shards[0], shards[2]], blank(named), "shard 0 is damaged"),
-        (shards, blank(named) | {"c": torch.zeros(2)}, "lacks 'c'"),
+        ([shards[1], shards[0], shards[2]], zero_tensors(named), "shard 0 is damaged"),
+        (shards, zero_tensors(named) | {"c": torch.zeros(2)}, "lacks 'c'"),
         (
             shards,
-            {k: v for k, v in blank(named).items() if k != "b"},
-            "has 'b', which is unknown here",
+            {k: v for k, v in zero_tensors(named).items() if k != "b"},
+            "has 'b', unknown here",
         ),
-        (shards, blank(named) | {"b": torch.zeros(3, 2)}, r"b is \[6\], but \[3, 2\] is expected"),
         (
             shards,
-            blank(named) | {"b": torch.zeros(6, dtype=torch.uint8)},
-            "b is float32, but torch.uint8 is expected",
+            zero_tensors(named) | {"b": torch.zeros(3, 2)},
+            r"b is \[6\], here it is \[3, 2\]",
         ),
-        (shards, blank(named) | {"b": torch.zeros(12)[::2]}, "b is not contiguous here"),
+        (
+            shards,
+            zero_tensors(named) | {"b": torch.zeros(6, dtype=torch.uint8)},
+            "b is float32, here it is torch.uint8",
+        ),
+        (shards, zero_tensors(named) | {"b": torch.zeros(12)[::2]}, "b is not contiguous here"),
     ]
     for given_shards, targets, message in cases:
         before = {name: tensor.clone() for name, tensor in targets.items()}
@@ -133,19 +137,17 @@ def test_inconsistent_manifest_is_refused():
         with pytest.raises(
             WireError, match=f"b lies at {offset} . {nbytes} of 68 bytes, but it needs 24"
         ):
-            unpack_into(replace(manifest, entries=entries), shards, blank(named))
-    with pytest.raises(WireError, match="contains a name twice"):
+            unpack_into(replace(manifest, entries=entries), shards, zero_tensors(named))
+    with pytest.raises(WireError, match="has a name twice"):
         unpack_into(
             replace(manifest, entries=(*manifest.entries, manifest.entries[0])),
             shards,
-            blank(named),
+            zero_tensors(named),
         )
-    with pytest.raises(
-        WireError, match=r"shard 0 is uint8 \[32\], but the manifest lists 30 bytes"
-    ):
-        unpack_into(replace(manifest, shard_sizes=(30, 34, 4)), shards, blank(named))
+    with pytest.raises(WireError, match=r"shard 0 is uint8 \[32\], the manifest says 30 bytes"):
+        unpack_into(replace(manifest, shard_sizes=(30, 34, 4)), shards, zero_tensors(named))
     with pytest.raises(WireError, match="a shard of 0 bytes"):
-        unpack_into(replace(manifest, shard_sizes=(64, 0, 4)), shards, blank(named))
+        unpack_into(replace(manifest, shard_sizes=(64, 0, 4)), shards, zero_tensors(named))
     with pytest.raises(
         WireError,
         match=(
@@ -153,7 +155,7 @@ def test_inconsistent_manifest_is_refused():
             " must run the same"
         ),
     ):
-        unpack_into(replace(manifest, format_version=0), shards, blank(named))
+        unpack_into(replace(manifest, format_version=0), shards, zero_tensors(named))
 
 
 def test_float_tensor_is_converted_to_the_dtype_of_its_target():
@@ -214,7 +216,7 @@ def test_changed_shards_are_sufficient(changed, shard_bytes):
     needed = manifest.changed_since(before)
     assert bool(needed) == bool(changed)
     assert manifest.changed_since(None) == list(range(len(shards)))
-    targets = blank(old)
+    targets = zero_tensors(old)
     unpack_into(before, first, targets)
     for index in needed:
         fewer = [s if i in needed and i != index else None for i, s in enumerate(shards)]
@@ -245,8 +247,8 @@ def test_missing_shards_need_a_loaded_version_with_them():
     manifest, shards = pack_tensors(named, 1, "nvfp4", 32)
     part = [None, *shards[1:]]
     with pytest.raises(WireError, match="shard 0 was not sent, and nothing is held here"):
-        unpack_into(manifest, part, blank(named))
+        unpack_into(manifest, part, zero_tensors(named))
     other, _ = pack_tensors(named, 0, "nvfp4", 16)  # the same tensors in other shards
     assert manifest.changed_since(other) == [0, 1, 2]
     with pytest.raises(WireError, match="shard 0 was not sent"):
-        unpack_into(manifest, part, blank(named), other)
+        unpack_into(manifest, part, zero_tensors(named), other)

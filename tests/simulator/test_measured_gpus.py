@@ -149,16 +149,15 @@ def test_other_layouts_are_predicted_correctly(slow_run, gpus, overrides, capsys
     """The plan does not know that calls are slower than predicted, except from the run."""
     expected = scenario_on(gpus, *overrides)
     expected = run(replace(expected, durations=slower(expected.durations, 1.5)), 3)
-    given = [part for each in overrides for part in ("--set", each)]
-    command = ["plan", PRESET, "--from", str(slow_run.path), "--gpus", str(gpus), *given]
+    set_arguments = [part for each in overrides for part in ("--set", each)]
+    command = ["plan", PRESET, "--from", str(slow_run.path), "--gpus", str(gpus), *set_arguments]
     assert main([*command, "--json"]) == 0
     actual = json.loads(capsys.readouterr().out)
     assert actual["iteration_s"] == pytest.approx(expected.iteration, rel=0.03)
     assert actual["layout"]["gpus"] == gpus and actual["layout"]["kinds"] == {"H200": gpus}
     assert 0.8 * actual["iteration_s"] < actual["bound_s"] <= actual["iteration_s"]
-    assert list(actual["arms"]) == [
-        "sol_rl"
-    ]  # other arms would need calls that the run does not have
+    # other arms would need calls that the run does not have
+    assert list(actual["arms"]) == ["sol_rl"]
     assert actual["measured_s"] == pytest.approx(1.5 * scenario_on(4).prediction.iteration, rel=0.1)
 
 

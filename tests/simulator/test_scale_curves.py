@@ -27,7 +27,7 @@ def test_curves_contain_only_simulated_points():
     points += [replace(one_gpu, model="flux1", gpus=count) for count in COUNTS[:2]]
     polylines = re.findall(r'<polyline points="([^"]*)" stroke="(#\w+)"', drawing(points))
     diagonal = polylines[0][0].split()
-    curves = {colour: row.split() for row, colour in polylines if row and colour in COLOURS}
+    curves = {color: row.split() for row, color in polylines if row and color in COLOURS}
     sana, flux1 = curves[COLOURS[MODELS.index("sana")]], curves[COLOURS[MODELS.index("flux1")]]
     assert (len(curves), len(sana), len(flux1)) == (2, len(COUNTS), 2)
     assert [sana[0], sana[-1]] == diagonal and flux1[0] == sana[0]

@@ -75,7 +75,7 @@ def run_virtually(coroutine):
         return runner.run(coroutine)
 
 
-def test_waiting_takes_no_time():
+def test_waiting_in_virtual_time_takes_no_real_time():
     async def wait() -> tuple[float, float]:
         before = clock.now(), clock.wall()
         await asyncio.sleep(1e6)
@@ -129,7 +129,7 @@ def arguments(method: Callable[..., object]) -> list[str]:
         (actors.Learner, LearnerActor),
     ],
 )
-def test_simulated_actors_take_the_arguments_of_real_ones(simulated, real):
+def test_simulated_actors_have_the_arguments_of_real_actors(simulated, real):
     methods = [name for name, _ in inspect.getmembers(simulated, inspect.isfunction)]
     assert "ready" in methods
     for name in methods:
@@ -255,12 +255,16 @@ def test_actor_leaves_the_gpu_before_the_other_enters():
                 if (s.service, s.actor) == actor and s is not span
             ), span
             present.discard(actor)
-    stayed = simulate(config(2, 2), Hardware({"one": DURATIONS}, laid), 2)
-    assert not any(span.work.endswith("_turn") for span in stayed.timeline)
-    free = simulate(both, Hardware({"one": DURATIONS}, laid), 2)
+    without_moves = simulate(config(2, 2), Hardware({"one": DURATIONS}, laid), 2)
+    assert not any(span.work.endswith("_turn") for span in without_moves.timeline)
+    with_free_moves = simulate(both, Hardware({"one": DURATIONS}, laid), 2)
     # the last chunks of the four prompts are scored and selected while rollout actors leave
-    most = free.iteration + 2 * (2.0 + 3.0)
-    assert most - PROMPTS * (0.01 + CHUNK * 0.002 + 0.01) <= result.iteration <= most + 1e-9
+    upper_bound = with_free_moves.iteration + 2 * (2.0 + 3.0)
+    assert (
+        upper_bound - PROMPTS * (0.01 + CHUNK * 0.002 + 0.01)
+        <= result.iteration
+        <= upper_bound + 1e-9
+    )
 
 
 def test_exploring_ahead_hides_the_exploring_time():
@@ -299,13 +303,13 @@ def test_durations_are_recovered_from_a_timeline():
     hardware = Hardware({"cores": DURATIONS}, cores=2.0, together=0.8)
     truth = simulate(config(), hardware, 2)
     # calibration ignores the first iteration of the timeline
-    late = simulate(config(), hardware, 3).timeline
-    actual = calibrate(config(), late, lambda span: "cores", 2.0)
+    timeline = simulate(config(), hardware, 3).timeline
+    actual = calibrate(config(), timeline, lambda span: "cores", 2.0)
     assert actual.together == pytest.approx(0.8, abs=0.011)
     assert actual.durations.explore.at(16) == pytest.approx(DURATIONS.explore.at(16), rel=0.02)
     assert actual.durations.explore.at(8) == pytest.approx(DURATIONS.explore.at(8), rel=0.02)
     assert actual.durations.update.at(64) == pytest.approx(DURATIONS.update.at(64), rel=0.02)
-    model = measurements_from_spans(config(), late, [truth.iteration], cores=2)
+    model = measurements_from_spans(config(), timeline, [truth.iteration], cores=2)
     for shape in ((1, 1, 0, 16), (3, 1, 0, 8), (2, 2, 0, 16), (1, 1, 1, 16)):
         other = config(*shape)
         expected = simulate(other, hardware, 3).iteration
@@ -341,9 +345,8 @@ def test_plan_from_a_run_predicts_another_layout(tmp_path, capsys, monkeypatch):
 def test_line_is_fitted_through_two_sizes():
     assert fitted({8: [0.7], 16: [1.1, 1.1, 9.0]}) == Line(pytest.approx(0.3), pytest.approx(0.05))
     assert fitted({16: [1.6]}) == Line(0.0, pytest.approx(0.1))
-    assert (
-        fitted({8: [2.0], 16: [1.0]}).fixed == 0
-    )  # a disturbed measurement: a larger call is never shorter
+    # a disturbed measurement: a larger call is never shorter
+    assert fitted({8: [2.0], 16: [1.0]}).fixed == 0
 
 
 def test_calibration_without_updates_is_refused():

@@ -139,15 +139,15 @@ def test_durations_are_recovered_from_a_timeline(cores, threads, regenerate_thre
     """
     hardware = Hardware({"cores": DURATIONS}, cores=float(cores), together=TOGETHER)
     ran = threaded(regenerate_threads, threads, audited)
-    late = simulate(ran, hardware, 3)
-    actual = calibrate(ran, late.timeline, lambda each: "cores", float(cores))
+    simulated = simulate(ran, hardware, 3)
+    actual = calibrate(ran, simulated.timeline, lambda each: "cores", float(cores))
     assert actual.together == pytest.approx(TOGETHER, abs=0.011)
     assert actual.durations.generate.at(KEEP) == pytest.approx(3.3, rel=0.02)
     assert actual.durations.update.at(4 * KEEP) == pytest.approx(16.0, rel=0.02)
     assert actual.durations.explore.at(16) == pytest.approx(1.1, rel=0.02)
     if audited:  # audits have fewer images, whose time is assumed to be proportional
         return
-    model = measurements_from_spans(ran, late.timeline, [late.iteration], cores)
+    model = measurements_from_spans(ran, simulated.timeline, [simulated.iteration], cores)
     for shape in ({"actors": 1}, {"actors": 3, "chunk": 8}, {"replicas": 2}):
         other = threaded(regenerate_threads, threads, **shape)
         expected = simulate(other, hardware, 3).iteration
@@ -160,8 +160,8 @@ def test_predictions_if_cores_are_never_used_alone(shape):
     prediction.
     """
     hardware = Hardware({"cores": DURATIONS}, cores=2.0, together=TOGETHER)
-    late = simulate(threaded(2), hardware, 3)
-    model = measurements_from_spans(threaded(2), late.timeline, [late.iteration], 2)
+    simulated = simulate(threaded(2), hardware, 3)
+    model = measurements_from_spans(threaded(2), simulated.timeline, [simulated.iteration], 2)
     assert model.hardware.together < 0.7
     other = threaded(2, **shape)
     expected = simulate(other, hardware, 3).iteration
@@ -186,9 +186,11 @@ def test_plan_from_a_run_keeps_its_threads(tmp_path, capsys, monkeypatch):
     assert main(command) == 0
     out = capsys.readouterr().out
     assert f"simulated   {result.iteration:.2f} s" in out
-    assert "threads as in the run: learner 2, 1 while regenerating\n" in out
-    for key, here, there in (("threads", 1, 2), ("regenerate_threads", 2, 1)):
-        assert main([*command, "--set", f"services.learner.{key}={here}"]) == 2
+    assert "threads as there: learner 2, 1 while it regenerates\n" in out
+    for key, requested, recorded in (("threads", 1, 2), ("regenerate_threads", 2, 1)):
+        assert main([*command, "--set", f"services.learner.{key}={requested}"]) == 2
         error = capsys.readouterr().err
-        assert f"the run has services.learner.{key} = {there}, here it is {here}: its" in error
+        assert (
+            f"the run has services.learner.{key} = {recorded}, here it is {requested}: its" in error
+        )
         assert error.count("\n") == 1
