@@ -157,7 +157,7 @@ def test_replaced_checkpoint_that_a_kill_left_is_found(tmp_path):
     assert [find(rundir, step) for step in (None, 10)] == [replaced, replaced] and step_of(
         replaced
     ) == 10
-    with pytest.raises(ConfigError, match="no checkpoint 3; there are: 9, 10"):
+    with pytest.raises(ConfigError, match="no checkpoint 3; available: 9, 10"):
         find(rundir, 3)
 
 

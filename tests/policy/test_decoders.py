@@ -115,19 +115,21 @@ def test_unsuitable_tiny_decoder_is_refused_in_one_line(config, tmp_path):
         assert line.startswith("explore.decoder") and "\n" not in line
         return line
 
-    assert "no config.json in" in refusal_of(str(tmp_path / "nowhere"))
-    assert "does not take this model's latents" in refusal_of(
+    assert "config.json not found in" in refusal_of(str(tmp_path / "nowhere"))
+    assert "does not accept this model's latents" in refusal_of(
         write_tiny(tmp_path / "a", channels=7)
     )
     assert "makes images of 32x32 pixels" in refusal_of(write_tiny(tmp_path / "b", stages=3))
     assert "run `hf download madebyollin/taesd3`" in refusal_of(None)
     (tmp_path / "decoder" / "diffusion_pytorch_model.safetensors").rename(tmp_path / "away")
-    assert "no diffusion_pytorch_model.safetensors" in refusal_of(str(tmp_path / "decoder"))
+    assert "diffusion_pytorch_model.safetensors not found in" in refusal_of(
+        str(tmp_path / "decoder")
+    )
     (tmp_path / "away").rename(tmp_path / "decoder" / "diffusion_pytorch_model.safetensors")
     file = tmp_path / "decoder" / "config.json"
     described = json.loads(file.read_text())
     file.write_text(json.dumps(described | {"_class_name": "AutoencoderKL"}))
-    assert "holds a AutoencoderKL" in refusal_of(str(tmp_path / "decoder"))
+    assert "contains a AutoencoderKL" in refusal_of(str(tmp_path / "decoder"))
     file.write_text("[]")
     assert "cannot be read" in refusal_of(str(tmp_path / "decoder"))
 
@@ -137,7 +139,7 @@ def test_missing_weight_of_a_tiny_decoder_is_an_error(config, tmp_path):
     weights = load_file(file)
     del weights[missing := max(weights)]
     save_file(weights, file, {"format": "pt"})
-    with pytest.raises(FileNotFoundError, match=f"lacks 1 weights, the first: {missing}: download"):
+    with pytest.raises(FileNotFoundError, match=f"lacks 1 weights, such as {missing}: download"):
         load_decoder(config, family_for(config.model), CPU)
 
 

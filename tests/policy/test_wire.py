@@ -97,28 +97,28 @@ def test_differences_to_the_manifest_are_named():
     named = sample_tensors()
     manifest, shards = pack_tensors(named, 1, "nvfp4", 32)
     cases = [
-        (shards[:-1], zero_tensors(named), "2 shards arrived, the manifest lists 3"),
+        (shards[:-1], zero_tensors(named), "2 shards arrived, but the manifest lists 3"),
         (
             [shards[0][:-1], *shards[1:]],
             zero_tensors(named),
-            r"shard 0 is uint8 \[31\], the manifest says 32 bytes",
+            r"shard 0 is uint8 \[31\], but the manifest lists 32 bytes",
         ),
         ([shards[1], shards[0], shards[2]], zero_tensors(named), "shard 0 is damaged"),
         (shards, zero_tensors(named) | {"c": torch.zeros(2)}, "lacks 'c'"),
         (
             shards,
             {k: v for k, v in zero_tensors(named).items() if k != "b"},
-            "has 'b', unknown here",
+            "has 'b', which is unknown here",
         ),
         (
             shards,
             zero_tensors(named) | {"b": torch.zeros(3, 2)},
-            r"b is \[6\], here it is \[3, 2\]",
+            r"b is \[6\], but \[3, 2\] is expected",
         ),
         (
             shards,
             zero_tensors(named) | {"b": torch.zeros(6, dtype=torch.uint8)},
-            "b is float32, here it is torch.uint8",
+            "b is float32, but torch.uint8 is expected",
         ),
         (shards, zero_tensors(named) | {"b": torch.zeros(12)[::2]}, "b is not contiguous here"),
     ]
@@ -138,13 +138,15 @@ def test_inconsistent_manifest_is_refused():
             WireError, match=f"b lies at {offset} . {nbytes} of 68 bytes, but it needs 24"
         ):
             unpack_into(replace(manifest, entries=entries), shards, zero_tensors(named))
-    with pytest.raises(WireError, match="has a name twice"):
+    with pytest.raises(WireError, match="contains a name twice"):
         unpack_into(
             replace(manifest, entries=(*manifest.entries, manifest.entries[0])),
             shards,
             zero_tensors(named),
         )
-    with pytest.raises(WireError, match=r"shard 0 is uint8 \[32\], the manifest says 30 bytes"):
+    with pytest.raises(
+        WireError, match=r"shard 0 is uint8 \[32\], but the manifest lists 30 bytes"
+    ):
         unpack_into(replace(manifest, shard_sizes=(30, 34, 4)), shards, zero_tensors(named))
     with pytest.raises(WireError, match="a shard of 0 bytes"):
         unpack_into(replace(manifest, shard_sizes=(64, 0, 4)), shards, zero_tensors(named))

@@ -141,7 +141,7 @@ def slow_run(tmp_path_factory) -> RunDirectory:
     mine = replace(mine, durations=slower(mine.durations, 1.5))
     result = run(mine, 3)
     path = tmp_path_factory.mktemp("gpus") / "run"
-    return record_run(path, mine.config, mine.laid, result.timeline, result.iteration)
+    return record_run(path, mine.config, mine.assigned, result.timeline, result.iteration)
 
 
 @pytest.mark.parametrize(("gpus", "overrides"), [(4, ()), (8, ()), (8, ("layout.mode=split",))])
@@ -204,7 +204,9 @@ def test_incomplete_or_mixed_events_are_refused(tmp_path):
     mixed = record_run(tmp_path / "mixed", ran, laid, [], 1.0)
     fields = {"device": "NVIDIA B200", "capability": "10.0", "gpu": "GPU-9"}
     mixed.event("actor_added", kind="rollout", actor=1, incarnation=0, **fields)
-    with pytest.raises(ConfigError, match="were on NVIDIA B200 and NVIDIA H200: one kind"):
+    with pytest.raises(
+        ConfigError, match="were on NVIDIA B200 and NVIDIA H200: --from supports one kind"
+    ):
         gpus_of_run(mixed)
 
 

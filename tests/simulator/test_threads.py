@@ -104,7 +104,7 @@ def test_held_out_images_use_the_training_threads(cores, weights, expected):
         return learner
 
     work = run_virtually(make_learner()).generate(GenerateRequest((1, 2), 2, None, weights), None)
-    assert work.seconds == 6.0 and work.wanted == expected
+    assert work.seconds == 6.0 and work.requested == expected
 
 
 def span(service: str, work: str, started: float, ended: float) -> Span:
@@ -186,7 +186,7 @@ def test_plan_from_a_run_keeps_its_threads(tmp_path, capsys, monkeypatch):
     assert main(command) == 0
     out = capsys.readouterr().out
     assert f"simulated   {result.iteration:.2f} s" in out
-    assert "threads as there: learner 2, 1 while it regenerates\n" in out
+    assert "threads as in the run: learner 2, 1 while regenerating\n" in out
     for key, requested, recorded in (("threads", 1, 2), ("regenerate_threads", 2, 1)):
         assert main([*command, "--set", f"services.learner.{key}={requested}"]) == 2
         error = capsys.readouterr().err
