@@ -49,4 +49,4 @@ def test_simulated_nodes_are_compared_and_the_link_is_timed(tmp_path):
     assert recorded["ok"], checks
     assert sum(name.startswith("machine") for name in checks) == 3
     assert "MB/s" in checks["bandwidth"]["found"]
-    assert checks["shared directory"]["found"] == f"{tmp_path}, seen and written by 3"
+    assert checks["shared directory"]["found"] == f"{tmp_path}, readable and writable on 3 nodes"

@@ -166,7 +166,7 @@ def test_a_submitted_job_is_watched_scaled_stopped_and_resumed(
     assert (
         stranger.returncode == 2
         and stranger.stderr.count("\n") == 1
-        and "wants a token" in stranger.stderr
+        and "requires a token" in stranger.stderr
     ), stranger.stderr
     submitted = head.sol_rl("submit", file, "--address", head.url)
     assert submitted.returncode == 0, submitted.stderr

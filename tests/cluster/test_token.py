@@ -65,7 +65,7 @@ def test_a_head_with_a_token_refuses_missing_and_wrong_tokens(tiny_sd3_dir, tmp_
                 ("status", "--address", f"127.0.0.1:{head.gcs}"),
             ):
                 refused = sol_rl(environment, *command)
-                assert refused.returncode == 2 and "wants a token" in refused.stderr, (
+                assert refused.returncode == 2 and "requires a token" in refused.stderr, (
                     command,
                     refused.stderr,
                 )
