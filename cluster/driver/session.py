@@ -109,7 +109,7 @@ class Session:
             ("stopping actors", self.services.stop),
             # after the extremes, which send their images to the sinks
             ("sinks", self.sinks.close),
-            ("the report of a run that goes on", self.live_report.close),
+            ("closing the live report", self.live_report.close),
             ("the timeline", self._timeline.write),
             # last: the report shows what all of these have written
             ("report.html", partial(build_report, self.rundir.path)),

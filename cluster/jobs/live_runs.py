@@ -86,7 +86,9 @@ def require_listener(address: str, given_as: str = "--address") -> None:
     if not host:
         return
     if not port.isdecimal():  # Ray would retry there forever
-        raise ConfigError(f"{given_as} {address}: {port!r} is no port; give host:port of its head")
+        raise ConfigError(
+            f"{given_as} {address}: {port!r} is not a port; give host:port of its head"
+        )
     try:
         with socket.create_connection((host.strip("[]"), int(port)), LISTENER_S) as to:
             if os.environ.get("RAY_USE_TLS", "0") == "0" and not _speaks_http2(to):

@@ -133,7 +133,7 @@ def test_a_configuration_of_another_shape(tmp_path, capsys, command, text):
         (["plan", "quickstart", "--from", ""], "no readable run"),
         (["doctor", ""], ": no preset of that name"),
         (["compare", "--runs", "x" * 5000], ": no run found"),
-        (["status", "--address", "localhost:-1"], "'-1' is no port; give host:port of its head"),
+        (["status", "--address", "localhost:-1"], "'-1' is not a port; give host:port of its head"),
         (["scale", "--rollout", "2", "--address", f"{'a' * 70}:1"], "no Ray cluster answers there"),
     ],
 )
