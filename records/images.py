@@ -264,7 +264,7 @@ def data_uri(path: Path) -> tuple[str, int, int]:
 
 
 def reduced_image(image: Image.Image) -> Image.Image:
-    """Return ``image`` in RGB, reduced to at most ``LARGEST_INLINE`` pixels a side."""
+    """Return ``image`` in RGB, reduced to at most ``MAX_INLINE_SIDE`` pixels a side."""
     small = image.convert("RGB")
     small.thumbnail((MAX_INLINE_SIDE, MAX_INLINE_SIDE), Image.Resampling.LANCZOS)
     return small

@@ -187,7 +187,7 @@ def expected_value(choice: Any, values: Mapping[str, float], what: str) -> float
 
     ``values`` maps tokens to numbers; other tokens are ignored. ``what`` describes the tokens in
     messages. Raises NoVerdict without log-probabilities, or if the tokens of ``values`` have less
-    than ``LEAST_MASS`` together.
+    than ``MIN_MASS`` together.
     """
     try:
         tokens = choice["logprobs"]["content"][0]["top_logprobs"]

@@ -15,6 +15,7 @@ from actors.messages import SampleRows, Samples, SelectedSeeds, TrainingGroup
 from cluster.driver.scoring import Scored, Scoring
 from cluster.runtime import clock
 from configs.prompts import Prompt
+from configs.schema import RunConfig
 from learner.audit import agreement
 from policy.types import Conditioning
 from records.errors import RunFailed
@@ -22,6 +23,15 @@ from records.errors import RunFailed
 Agreement = dict[str, float]
 Metrics: TypeAlias = dict[str, float | str]
 """A row of metrics, by metric name; counts are ints."""
+
+
+def image_counts(config: RunConfig) -> tuple[int, int, dict[str, int]]:
+    """Return numbers per iteration: prompts, images to explore, and images by later stage."""
+    count, keep, explore = config.prompts.per_iteration, config.selection.keep, config.plan.explore
+    images = count * (explore.pool_size if explore else keep)
+    regenerated = (keep + config.audit.random_seeds) * count
+    later = {"selected": keep * count, "regenerated": regenerated, "updated": keep * count}
+    return count, images, later
 
 
 @dataclass(frozen=True)

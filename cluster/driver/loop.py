@@ -13,7 +13,7 @@ from actors.messages import TrainingGroup
 from cluster.driver.exploration import Exploration
 from cluster.driver.extremes import Extremes
 from cluster.driver.identity import PolicyIdentity
-from cluster.driver.iteration import Iteration, Metrics, trained_rewards
+from cluster.driver.iteration import Iteration, Metrics, image_counts, trained_rewards
 from cluster.driver.rank_monitor import RankMonitor
 from cluster.driver.regeneration import Regeneration
 from cluster.driver.score_tally import ConstantScores
@@ -58,10 +58,9 @@ class Ring:
         self._regeneration = Regeneration(config, services, extremes)
 
     async def begin(self, index: int) -> None:
-        """Publish the policy versions that iteration ``index`` needs, and encode its prompts.
+        """Publish the policy that iteration ``index`` needs, and encode its prompts.
 
-        These are version ``index`` and, with ``explore_ahead``, the version before, which explores
-        it.
+        With ``explore_ahead`` the version before, which explores the iteration, is published too.
         """
         encoded = self.exploration.encode(index)
         if self.config.explore_ahead and index > 0:
@@ -102,12 +101,7 @@ class Ring:
         await self.exploration.close()
 
     async def _begin_turn(self, index: int) -> Iteration:
-        plan, count = self._plan, self.config.prompts.per_iteration
-        keep, audited = self.config.selection.keep, self.config.audit.random_seeds
-        images = count * (plan.explore.pool_size if plan.explore else keep)
-        regenerated = (keep + audited) * count
-        totals = {"selected": keep * count, "regenerated": regenerated, "updated": keep * count}
-        self.progress.iteration_started(index, count, images, totals)
+        self.progress.iteration_started(index, *image_counts(self.config))
         it = await self.exploration.begun(index)
         it.check_staleness(self.config.explore_ahead)
         it.begin_turn(self.progress.advanced)
@@ -131,11 +125,7 @@ class Ring:
         return candidates.training_group(p, it.conditioning[p])
 
     def _audit(self, it: Iteration) -> Metrics:
-        """Compare the iteration's rank agreement with the thresholds.
-
-        This comes before the next version is published, because it may change that version's
-        precision.
-        """
+        """Check the rank agreement; the precision of the next version may change."""
         newest = self.services.weights.current
         if newest is None:
             return {}

@@ -138,7 +138,7 @@ class Scoring:
     ) -> Scored:
         """Score B images, with one prompt each, with the scorers that look at single images.
 
-        ``together`` calls the scorers that compare a prompt's images. Raises InputsLost if the
+        ``combine`` calls the scorers that compare a prompt's images. Raises InputsLost if the
         images are lost.
         """
         task = Task(("score", key), priority, fault, self._rewards.attempts)
@@ -148,7 +148,7 @@ class Scoring:
             return client.score(task, images, texts, metadata, labels, self._evaluation)
 
         values = await self._score_with(self._labels, ask, len(prompts))
-        # without the scorers that compare images, whose scores ``together`` adds
+        # without the scorers that compare images, whose scores ``combine`` adds
         combination = self.combination.uncompared if self._comparing else self.combination
         scored = Scored(values, combination)
         if not self._comparing:
@@ -189,7 +189,7 @@ class Scoring:
 
     @property
     def compares(self) -> bool:
-        """True if ``together`` needs the images, for scorers that compare them."""
+        """True if ``combine`` needs the images, for scorers that compare them."""
         return bool(self._comparing)
 
     async def _score_with(

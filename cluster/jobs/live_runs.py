@@ -185,7 +185,7 @@ def scale(name: str | None, sizes: Sizes, timeout_s: float = SCALE_S) -> str:
     try:
         board = ray.get_actor(NAME, namespace=NAMESPACE)
         number = ray.get(board.request.remote(key, sizes), timeout=ANSWER_S)
-    except (RayError, ValueError) as error:  # `states` reached the board a moment ago
+    except (RayError, ValueError) as error:  # ``run_states`` reached the board a moment ago
         why = first_line(error)
         raise RunFailed(f"the run's board was lost ({why}): see `sol-rl status`") from None
     deadline = time.monotonic() + timeout_s

@@ -35,7 +35,7 @@ def reexec() -> None:
 
 
 def fork_template(config: RunConfig) -> None:
-    """Import torch and fork the template, if ``begin`` has re-executed this process.
+    """Import torch and fork the template, if ``reexec`` has re-executed this process.
 
     Afterwards the environment is restored, for other processes that this one starts.
     """
