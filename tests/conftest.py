@@ -1,4 +1,4 @@
-"""Fixtures that many tests share."""
+"""Fixtures shared by many tests."""
 
 import gc
 import os
@@ -36,31 +36,36 @@ __all__ = [
     "tiny_z_image_dir",
 ]
 
-# the same examples every time, and no deadline: a busy machine is no failure of the code
+# the same examples in every run, and no deadline: a busy machine must not fail a test
 settings.register_profile("suite", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("suite")
 
-# small tensors: more threads only cost, and threads that spin while they wait take the cores of the
-# actors; one also fixes the order of sums. Read when torch is imported, so this file imports it
-# nowhere.
+# The tests' tensors are small: more threads would only cost time, and threads that spin while they
+# wait would take cores from actors. One thread also fixes the order of sums. torch reads these
+# variables when it is imported, so this file imports it inside functions only.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# what imports torch's compiler would start a pool of processes, each of which imports torch
+# modules that import torch's compiler would start a pool of processes, each of which imports torch
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
-# where there is no GPU, Triton's kernels run in its interpreter; read when triton is imported
+# without a GPU, Triton's kernels run in its interpreter; the variable is read when triton is
+# imported
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 START_S = 280.0
-"""For Ray's own processes to come up. By itself Ray gives them 30, however busy the machine is."""
+"""Seconds within which Ray's own processes must be up. Ray's own limit of 30 s is too short on a
+busy machine.
+"""
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist, which was loaded later, reads the marks in its turn
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own hook, which reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of several test processes (pytest-xdist) one has all tests on the shared Ray, so that runs
-    find the processes of the runs before; a file's other tests are together, with its fixtures.
+    """Assign tests to groups: pytest-xdist runs each group in one process.
+
+    All tests that use the shared Ray are one group, so that runs reuse the processes of earlier
+    runs. The tests of any other file are a group, so that they share its fixtures.
     """
     for item in items:
         on_ray = "ray_here" in getattr(item, "fixturenames", ())
@@ -69,10 +74,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Raises UsageError where pytest-xdist has taken no notice of the groups.
+    """Raise UsageError if pytest-xdist ignores the groups.
 
-    What was imported stays: the garbage collector, which takes a third of a second to look through
-    all of it, need not do so again.
+    Imported modules are also frozen: the garbage collector takes a third of a second to traverse
+    them, and never frees them.
     """
     gc.collect()
     gc.freeze()
@@ -83,8 +88,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def graphs(monkeypatch) -> Iterator[list[int]]:
-    """torch.compile without a compiler: graphs are made, those of gradients too, and run operation
-    by operation, with the bits of eager passes. How many operations each has.
+    """Replace torch.compile by a backend that needs no compiler, and yield the number of operations
+    of each graph.
+
+    Graphs, those of gradients too, are captured and run operation by operation, with the bits of
+    eager passes.
     """
     from functools import partial
 
@@ -100,7 +108,7 @@ def graphs(monkeypatch) -> Iterator[list[int]]:
         found.append(sum(node.op != "placeholder" for node in graph.graph.nodes))
         return aot_eager(graph, inputs) if torch.is_grad_enabled() else graph
 
-    monkeypatch.setenv("CXX", sys.executable)  # something that is there; nothing is given to it
+    monkeypatch.setenv("CXX", sys.executable)  # any existing program: it is never called
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch._dynamo.reset()
     counters.clear()
@@ -111,8 +119,10 @@ def graphs(monkeypatch) -> Iterator[list[int]]:
 
 @pytest.fixture(scope="session")
 def ray_here(tiny_sd3_dir, tmp_path_factory) -> Iterator[None]:
-    """One Ray for the session, apart from any that runs here already. Its CPUs are a number: idle
-    hosts keep their share. Its actors are forks, as they are where a command starts Ray.
+    """Start one Ray for the session, separate from any that runs on this machine.
+
+    The number of CPUs is fixed and large, because idle hosts of the shared processes keep their
+    CPUs. Actors are forks of a template, as in runs whose command starts Ray.
     """
     import ray
     from ray._private import services
@@ -140,7 +150,7 @@ def ray_here(tiny_sd3_dir, tmp_path_factory) -> Iterator[None]:
             include_dashboard=False,
             log_to_driver=False,
             logging_level="ERROR",
-            # or it starts a process per CPU, that is 32, before anybody asks for one
+            # otherwise Ray starts one process per CPU, which is 32, in advance
             _system_config={"prestart_worker_first_driver": False},
         )
     yield
@@ -149,7 +159,7 @@ def ray_here(tiny_sd3_dir, tmp_path_factory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def undisturbed(ray_here, tiny_sd3_dir, tmp_path_factory):
-    """Three iterations with two rollout actors, nothing killed: read it, do not write to it."""
+    """Run three iterations with two rollout actors and no faults; the result is read-only."""
     from tests.cluster.runs import run_here, tiny_config
 
     return run_here(tiny_config(tiny_sd3_dir, tmp_path_factory.mktemp("undisturbed"), "two"))

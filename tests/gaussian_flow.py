@@ -1,9 +1,9 @@
-"""A flow whose every marginal is known: data N(m, SPREAD^2) in each latent dimension, and a
-denoiser that knows it.
+"""A flow with known marginals: data N(m, SPREAD^2) in each latent dimension, and its exact
+denoiser.
 
-x at sigma is N(alpha m, alpha^2 SPREAD^2 + sigma^2) with alpha = 1 - sigma. The denoiser's one
-linear is m, so that a LoRA on it moves the distribution, and the best m for a reward can be written
-down.
+x at sigma is N(alpha m, alpha^2 SPREAD^2 + sigma^2) with alpha = 1 - sigma. The weight of the
+denoiser's only linear layer is m, so a LoRA on it moves the distribution, and the best m for a
+reward has a closed form.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MEAN, SPREAD = 0.7, 0.4
 
 
 def velocity(x: Tensor, sigma: Tensor, mean: Tensor | float = MEAN) -> Tensor:
-    """E[eps - x0 | x] in the dtype of x; sigma 0-dim or [B]."""
+    """Return E[eps - x0 | x] in the dtype of x; sigma is 0-dim or [B]."""
     now = sigma.to(x).reshape(-1, *[1] * (x.ndim - 1))
     alpha = 1 - now
     variance = (alpha * SPREAD) ** 2 + now**2
@@ -26,12 +26,12 @@ def velocity(x: Tensor, sigma: Tensor, mean: Tensor | float = MEAN) -> Tensor:
 
 
 def marginal(sigma: float) -> tuple[float, float]:
-    """Mean and variance of x at sigma."""
+    """Return the mean and the variance of x at sigma."""
     return (1 - sigma) * MEAN, ((1 - sigma) * SPREAD) ** 2 + sigma**2
 
 
 class Denoiser(nn.Module):
-    """Its weight [D, 1] is the mean of the data."""
+    """Denoiser whose weight [D, 1] is the mean of the data."""
 
     def __init__(self, dimensions: int) -> None:
         super().__init__()
@@ -44,8 +44,9 @@ class Denoiser(nn.Module):
 
 
 class GaussianFamily:
-    """As much of a ``Family`` as sampling and training ask for. ``batches``: the size of every
-    forward pass.
+    """The parts of a ``Family`` that sampling and training use.
+
+    ``batches`` records the size of every forward pass.
     """
 
     lora_targets = ("mean",)

@@ -1,11 +1,11 @@
-"""Directories of pytest that another user of the machine may look into."""
+"""Access rights of pytest's directories, for tests with a second user."""
 
 import tempfile
 from pathlib import Path
 
 
 def open_to_all(directory: Path) -> None:
-    """Every directory above it too, up to the system's: pytest keeps its own for one user."""
+    """Let other users read ``directory`` and enter its parents, which pytest makes private."""
     top = Path(tempfile.gettempdir())
     for path in (directory, *directory.parents):
         if path == top or top not in path.parents:

@@ -1,4 +1,4 @@
-"""``make audit`` with packages and an index made up for the test."""
+"""``make audit`` with made-up packages and a made-up index."""
 
 import json
 import threading
@@ -11,7 +11,7 @@ from tools import audit
 
 @pytest.fixture
 def index():
-    """An index that knows one vulnerability, of the first package that it is asked for."""
+    """Return an index with one vulnerability, of the first package that is requested."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):

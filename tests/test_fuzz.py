@@ -1,5 +1,5 @@
-"""Whatever a user can hand over, made wrong at random: a few inputs of each kind here, many in the
-slow form and in ``python -m tools.fuzz``.
+"""Random invalid inputs of every kind: a few here, many in the slow tests and in ``python -m
+tools.fuzz``.
 """
 
 import json
@@ -44,11 +44,13 @@ def test_the_fuzzer_finds_no_failure_in_many_inputs(capsys):
     ids=["train", "evaluate", "status"],
 )
 def test_a_process_refuses_the_fuzzers_inputs(tmp_path, monkeypatch, capfd, given):
-    """Where nothing is to be started, what stops the fuzzer's commands there changes nothing."""
+    """The patches that keep the fuzzer's commands from starting processes do not change their
+    outcome.
+    """
     run = copied(example_run(), tmp_path / "run")
     words = [str(run) if word == "RUN" else word for word in given]
     monkeypatch.chdir(tmp_path)
-    # old names are told of once in a process, and this one may have told of them
+    # a process warns of an old name once, and an earlier test may have caused that
     monkeypatch.setattr("configs.aliases._said", set())
     with seams():
         assert main(words) == 2
@@ -79,14 +81,14 @@ def test_commands_that_would_start_something_are_stopped(tmp_path, monkeypatch, 
 
 
 def test_the_fuzzer_tries_all_options_of_every_command():
-    """They are read from its parser; a value that is good is known for each that takes one."""
+    """Options are read from the parser, and every one that takes a value has a valid value."""
     assert set(commands()) == set(COMMANDS)
     taking = {a.option_strings[0][2:] for c in commands().values() for a in c if a.option_strings}
     assert {"set", "resume", "runs", "checkpoint", "address", "out", "gpus"} <= taking
 
 
 def test_a_mutation_changes_one_file(tmp_path):
-    """The others stay; what is made of it is what the change says."""
+    """A mutation changes its own file as described, and leaves all other files as they were."""
     for number, how in enumerate(["gone", "directory", "loop", "empty"]):
         there = copied(example_run(), tmp_path / str(number))
         before = digest(there)
@@ -103,7 +105,7 @@ def test_a_mutation_changes_one_file(tmp_path):
 
 
 def test_violated_invariants_are_found():
-    """Each promise is broken once: the fuzzer must say so."""
+    """Each invariant is violated once, and the fuzzer reports it."""
     from hypothesis import strategies as st
 
     def broken(folder, given):

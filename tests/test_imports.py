@@ -1,5 +1,5 @@
-"""What a process must not import to start: each of these packages costs seconds, and a run has
-half a dozen processes.
+"""Modules that processes must not import at their start: each costs seconds, in half a dozen
+processes.
 """
 
 import json
@@ -33,8 +33,8 @@ check_store(config, [Node("a" * 32, 64.0, 0.0, {})], {"a" * 32: 2.0**31})
 
 
 def imported(*steps: str) -> list[set[str]]:
-    """What is there of all packages after each of ``steps``, which one new process takes one after
-    the other: what an earlier one has imported, a later one has too.
+    """Return the packages that are imported after each of ``steps``, run in order in one new
+    process.
     """
     ask = "import json, sys\nfound = []\n"
     ask += "".join(f"{step}\nfound.append(sorted(sys.modules))\n" for step in steps)
@@ -46,9 +46,10 @@ def imported(*steps: str) -> list[set[str]]:
 
 
 def test_modules_import_torch_only_if_needed():
-    """Actors that go by rules start without torch, and a configuration is read without it. The
-    class of an actor with a model is imported by the driver too, which builds none; it checks a run
-    before its first actor without building its model.
+    """Actors without a model start without torch, and so does reading a configuration.
+
+    The driver imports the classes of actors with a model too, but builds no model, and checks a run
+    before its first actor without one.
     """
     config, selector, reward, encoder, rollout, learner, driver = imported(
         'from configs.load import load\nload("quickstart", [])',
@@ -68,8 +69,10 @@ def test_modules_import_torch_only_if_needed():
 
 
 def test_explorers_import_no_adapters_and_the_core_no_ray():
-    """What they import of ours; diffusers imports peft by itself as soon as it loads a model. To
-    sort 96 numbers two seconds of importing torch would be too many.
+    """Rollout actors import no adapters, and the core does not import Ray.
+
+    diffusers imports peft by itself when it loads a model. The selector must not import torch,
+    which takes two seconds, to sort 96 numbers.
     """
     rules, explorer, core = imported(
         RULES, "import policy.explorer", "import learner.trainer, rewards"

@@ -1,4 +1,4 @@
-"""The files in requirements/, and how they are made."""
+"""The files in requirements/, and the command that writes them."""
 
 import hashlib
 import re

@@ -1,8 +1,9 @@
-"""Run directories of every released version, kept in ``tests/data/runs/VERSION``: they are read, or
-refused in one line that names the version that reads them.
+"""Run directories of released versions, in ``tests/data/runs/VERSION``: commands read them, or
+refuse them.
 
-Made by ``sol-rl train quickstart`` with the settings in their ``config.json``: two iterations, a
-LoRA of rank 1 on one projection, so that they stay small.
+A refusal is one line that names the version that can read the run. The runs were made by ``sol-rl
+train quickstart`` with the settings in their ``config.json``: two iterations, and a small LoRA of
+rank 1 on one projection.
 """
 
 import json
@@ -24,7 +25,7 @@ each_run = pytest.mark.parametrize("kept", RUNS, ids=NAMES)
 
 
 def copy_of(kept: Path, root: Path) -> Path:
-    """A copy that a command may write to, in a run root of its own."""
+    """Return a writable copy, in a run root of its own."""
     there = Path(shutil.copytree(kept, root / "runs" / kept.name))
     tree = json.loads((there / "config.json").read_text())
     tree["config"]["run_root"] = str(root / "runs")
@@ -59,7 +60,7 @@ def test_quantized_modules_of_an_old_run_are_reported():
 
 @each_run
 def test_a_learner_continues_from_an_old_checkpoint(kept, tmp_path):
-    """Bit by bit: what it loads it would save again."""
+    """The loaded state would be saved with the same bits."""
     run = copy_of(kept, tmp_path)
     trainer = Trainer(RunDirectory(run).configuration())
     (step,) = run.glob("checkpoints/step_*")
@@ -74,7 +75,7 @@ def test_a_learner_continues_from_an_old_checkpoint(kept, tmp_path):
 @pytest.mark.slow
 @each_run
 def test_an_old_run_is_resumed_and_evaluated(kept, tmp_path, ray_here):
-    """As one that was stopped after two iterations of three."""
+    """The run was stopped after two of three iterations."""
     run = copy_of(kept, tmp_path)
     started = json.loads((run / "config.json").read_text())
     started["config"]["iterations"] = 3
@@ -87,7 +88,7 @@ def test_an_old_run_is_resumed_and_evaluated(kept, tmp_path, ray_here):
 
 
 def toml(tree: dict) -> str:
-    """A configuration as a TOML file."""
+    """Return a configuration as the text of a TOML file."""
 
     def value(item: object) -> str:
         if isinstance(item, dict):

@@ -1,4 +1,4 @@
-"""The package as it is installed: a wheel in an environment of its own, without the source tree."""
+"""The package after installation: a wheel in its own environment, without the source tree."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tracked() -> list[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from what git tracks, and from nothing else that lies about."""
+    """Build the wheel from tracked files only."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in tracked():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Installed:
-    """An environment with the wheel and what it depends on, and an empty directory to work in."""
+    """An environment with the wheel and its dependencies, and an empty working directory."""
 
     python: Path
     here: Path
@@ -73,8 +73,10 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
-    """Dependencies are those of this environment: a ``.pth`` file adds their directory, and none of
-    the ``.pth`` files in it, of which one would lead back to the source tree.
+    """Install the wheel; the dependencies are those of this environment.
+
+    A ``.pth`` file adds their directory, without its own ``.pth`` files, one of which adds the
+    source tree.
     """
     there = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(there)], check=True)

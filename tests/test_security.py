@@ -1,7 +1,7 @@
-"""What a run must not do: run code that it finds in a file, write outside its directory, or listen
-to the network unasked.
+"""Security rules: a run executes no code from files, writes only to its directory, and opens no
+port by default.
 
-The source is read rather than watched where the rule is about what is not there.
+Rules about code that must not exist are checked on the source.
 """
 
 import ast
@@ -53,7 +53,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def unsafe(tree: ast.AST) -> Iterator[str]:
-    """What in a module reads a file in a way that could run code."""
+    """Yield the calls of a module that read a file in a way that could run code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (
@@ -118,7 +118,7 @@ def test_metrics_are_served_on_loopback_by_default():
         port = free.getsockname()[1]
     exporter = PrometheusExporter(port)
     try:
-        # all of 127/8 is this machine; who listens on one address leaves the others free
+        # the addresses of 127/8 are all local: listening on one leaves the others free
         with socket.socket() as elsewhere:
             assert elsewhere.connect_ex(("127.0.0.2", port)) != 0
     finally:
@@ -179,8 +179,8 @@ def test_a_run_root_in_a_jobs_directory_is_refused(inside):
 
 
 def test_files_of_a_job_are_never_written_outside_its_folder(tmp_path, monkeypatch):
-    """A relative prompt file above the directory that is submitted would be copied to above the one
-    that is staged.
+    """A relative prompt file above the submitted directory must not be copied to above the staged
+    one.
     """
     (tmp_path / "here").mkdir()
     (tmp_path / "up.txt").write_text("a cat\n")

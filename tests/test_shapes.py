@@ -1,4 +1,4 @@
-"""The tiny model's world: grammar and split, renderer, reward."""
+"""The shapes data: grammar and split, rendering, reward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def scored(images: np.ndarray, scenes: list[Scene]) -> tuple[np.ndarray, dict[st
 
 
 def drawn(*things: tuple[int, int, float, float, float]) -> np.ndarray:
-    """One image from (colour, shape, x, y, radius) on grey 128."""
+    """Render one image of (color, shape, x, y, radius) on grey 128."""
     rows = [*things, *[(0, 0, 0.0, 0.0, 1.0)] * (3 - len(things))]
     values = np.array(rows, dtype=np.float32)[None]
     kinds = values[..., :2].astype(np.int64)
@@ -90,7 +90,7 @@ def test_split_is_over_combinations():
         assert flipped(scene).split == "test" and Scene("two", scene.things).split == "test"
     assert {scene.split for scene in Pool(0).scenes} == {"train"}
     seen = {str(thing) for scene in Pool(0).scenes for thing in scene.things}
-    assert len(seen) == 24  # each object alone is known
+    assert len(seen) == 24  # every single object is in the train split
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -104,7 +104,7 @@ def test_prompt_files_equal_generated_ones(split):
         assert parse(row["prompt"]).split == split
     if split == "test":
         assert len(rows) >= 128
-        # any first part is a fair mix
+        # the first captions of any length are a fair mix
         assert {row["kind"] for row in rows[:20]} == {"two", "relation", "count"}
 
 
@@ -112,9 +112,9 @@ def test_prompt_files_equal_generated_ones(split):
 
 
 def test_covered_area_equals_the_outlines_area():
-    # On grey 128 a pixel's tint is its coverage times the colour's, so coverage sums to the area.
-    # Anti-aliasing by distance is exact on straight axis-parallel edges and good to a few percent
-    # elsewhere.
+    # On grey 128 the tint of a pixel is its coverage times the color, so the coverage sums to the
+    # area. Anti-aliasing by distance is exact on straight edges parallel to an axis, and within a
+    # few percent elsewhere.
     for shape, area in (
         (0, math.pi * 36),
         (1, (2 * 0.92 * 6) ** 2),
@@ -167,7 +167,7 @@ def test_true_images_score_high_and_shuffled_captions_low():
     assert wrong.mean() <= 0.2
     rough = np.random.default_rng(3).normal(0, 12, images.shape)
     noisy, _ = scored(np.clip(images + rough, 0, 255).astype(np.uint8), scenes)
-    assert 0.8 < noisy.mean() < total.mean()  # graded, not brittle
+    assert 0.8 < noisy.mean() < total.mean()  # the reward is graded, not all or nothing
 
 
 RED_LEFT = "a red circle left of a blue square"
@@ -184,13 +184,13 @@ GOOD = ((0, 0, 8.0, 16.0, 5.0), (4, 1, 24.0, 16.0, 5.0))
             ((0, 0, 24.0, 16.0, 5.0), (4, 1, 8.0, 16.0, 5.0)),
             ("positions",),
             0.0,
-        ),  # on the other side
-        ((*GOOD, (1, 0, 16.0, 5.0, 4.0)), ("counts",), 0.5),  # one too many
+        ),  # on the wrong side
+        ((*GOOD, (1, 0, 16.0, 5.0, 4.0)), ("counts",), 0.5),  # one object too many
         (
             GOOD[:1],
             ("objects", "colours", "shapes", "counts"),
             0.5,
-        ),  # one missing; its relation is gone as well
+        ),  # one object missing, and its relation with it
     ],
 )
 def test_each_mistake_lowers_its_part_of_the_reward(things, lowered, value):
@@ -225,7 +225,7 @@ def test_reward_reads_any_image():
     assert ShapesScorer()(np.zeros((0, 3, 32, 32), np.uint8), [], []).shape == (0,)
     good = drawn(*GOOD)
     large = good.repeat(3, 2).repeat(3, 3)
-    # averaging undoes a 3-fold repeat, up to FP32 rounding
+    # averaging inverts a threefold repeat, up to FP32 rounding
     assert np.allclose(to_size(large), good, atol=1e-3)
     assert ShapesScorer()(large, [RED_LEFT], [{}])[0] > 0.97
 
@@ -267,6 +267,6 @@ def test_connected_regions_equal_scipys():
                     strict=True,
                 )
             )
-            assert len(pairs) == count == len({a for a, _ in pairs})  # one to one
-    # no label in two images
+            assert len(pairs) == count == len({a for a, _ in pairs})  # a bijection
+    # no label occurs in two images
     assert len(np.unique(ours[0])) + len(np.unique(ours[1])) - 2 == len(np.unique(ours[:2])) - 1

@@ -1,6 +1,4 @@
-"""The tiny CLIP: what its negatives are, that it learns, and that open_clip and our scorer read
-what it writes.
-"""
+"""The tiny CLIP: its negatives, its training, and reading it with open_clip and with the scorer."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def test_an_image_matches_equivalent_captions():
         for caption in [*right, "a blue square and a red circle"]
     )
     assert not any(matches_caption(scene, parse(caption)) for caption in wrong)
-    # an image without a relation is right for none
+    # an image without a relation matches no relation
     assert not matches_caption(parse("a red circle and a blue square"), scene)
     assert not matches_caption(parse("two red circles"), parse("a red circle"))
 
@@ -95,8 +93,9 @@ def test_the_match_matrix_is_correct_for_every_pair():
 
 
 def test_the_contrastive_loss_of_known_values():
-    """Two pairs at scale s with cosines [[1, 0], [0, 1]]: log(1 + e^-s) each way; a pair that is
-    right too leaves nothing to lose.
+    """Two pairs at scale s with cosines [[1, 0], [0, 1]]: log(1 + e^-s) each way.
+
+    A second pair that also matches adds no loss.
     """
     eye = torch.eye(2)
     right = torch.eye(2, dtype=torch.bool)
@@ -116,8 +115,8 @@ def test_augmented_images_stay_close():
 
 
 def test_training_clip_learns_saves_and_resumes(tmp_path):
-    """A handful of steps: a new model is at chance, log(batch); training lowers that, and goes on
-    from where it stopped.
+    """A new model is at chance, log(batch); a few steps lower the loss, and training continues
+    after a stop.
     """
     batch = next(batches(1, groups=4))
     model = build_clip()
@@ -142,7 +141,7 @@ def test_training_clip_learns_saves_and_resumes(tmp_path):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A model that was hardly trained, as it would be shipped."""
+    """Write a hardly trained model in the form in which it is shipped."""
     out = tmp_path_factory.mktemp("clip")
     model = build_clip(3).eval()
     save_clip(model, out)
@@ -150,9 +149,7 @@ def written(tmp_path_factory):
 
 
 def test_stock_open_clip_and_our_scorer_read_it(written):
-    """open_clip by its own way in, images and words by its own transform and tokenizer: the same
-    cosine.
-    """
+    """open_clip, with its own transform and tokenizer, computes the same cosine as the scorer."""
     import open_clip
     from PIL import Image
 
@@ -179,7 +176,7 @@ def test_stock_open_clip_and_our_scorer_read_it(written):
     scores = scorer(images, captions, [{}] * 6)
     assert np.allclose(scores, (image * text).sum(1).numpy(), atol=1e-6) and scores.std() > 1e-3
     found = accuracy(model, "tune")
-    # no kind is right by chance
+    # no kind of negative is at chance
     assert set(found) == {"two", "relation", "count"} and max(found.values()) < 0.6
 
 

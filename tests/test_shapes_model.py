@@ -1,4 +1,4 @@
-"""The tiny model: the parts of its training, and the one that is shipped."""
+"""The tiny model: the parts of its training, and the shipped model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def by(seed: int) -> torch.Generator:
 
 def test_fp4_rounding_gives_the_formats_values():
     row = [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, -6]
-    # ties to even codes; amax 2688 makes every scale exact
+    # ties go to even codes; amax 2688 makes every scale exact
     read = [0, 0, 0.5, 1, 1, 1, 1.5, 2, 2, 2, 3, 4, 4, 4, 6, -6]
     weight = torch.tensor([row, [448 * value for value in row]])
     assert torch.equal(
@@ -42,8 +42,7 @@ def test_fp4_rounding_gives_the_formats_values():
     nvfp4 = pytest.importorskip("policy.precision.nvfp4")
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     peer = nvfp4.dequantize(nvfp4.quantize(weight))
-    # Scales are multiplied out in another order, so a tie may fall the other way: a handful of
-    # values at most.
+    # scales are multiplied in another order, so that a few ties round the other way
     assert (~torch.isclose(round_to_fp4(weight), peer, rtol=1e-5, atol=1e-7)).float().mean() < 2e-3
 
 
@@ -53,7 +52,7 @@ def test_weights_are_rounded_to_four_bits_within_the_context_only():
         learner.transformer.proj_out.weight, generator=torch.Generator().manual_seed(4)
     )
     layers = quantizable(learner.transformer)
-    # q, k, v, out and two of feed-forward in both streams; the last block drops 3 of the text's
+    # q, k, v, out and two of the feed-forward in both streams; the last block lacks 3 of the text's
     assert len(layers) == 4 * 12 - 3
     before = [layer.weight.clone() for layer in layers]
     seen = []
@@ -70,13 +69,14 @@ def test_weights_are_rounded_to_four_bits_within_the_context_only():
     handle.remove()
     rounded, wide = seen
     flat = wide.reshape(-1, wide.shape[-1])
-    # same inputs come in (the first layer of the first block), rounded inside and untouched after
+    # the first layer of the first block gets the same input: rounded inside, and unchanged
+    # afterwards
     assert torch.allclose(rounded.reshape(flat.shape), round_to_fp4(flat), atol=1e-6)
     assert not torch.equal(rounded, wide)
 
 
 def test_a_four_bit_step_goes_downhill():
-    """A small step against the gradient of the four-bit losses lowers them."""
+    """A small step against the gradient of the four-bit loss lowers it."""
     torch.manual_seed(0)
     learner = Learner()
     torch.nn.init.normal_(learner.transformer.proj_out.weight, std=0.2)
@@ -129,8 +129,8 @@ def test_one_training_step_learns_and_resumes(tmp_path):
         found = backward(learner, examples.batch(by(seed)), four_bits=False)
         if (
             seed == 0
-            # a zero output makes the loss E|eps - x0|^2, and the head's guess nearly uniform over
-            # 25 classes
+            # with zero output the loss is E|eps - x0|^2, and the head's prediction is nearly
+            # uniform over 25 classes
         ):
             assert found.cells.item() == pytest.approx(math.log(25), rel=0.2)
         optimizer.step()
@@ -163,8 +163,8 @@ def test_rendered_images_are_cached(tmp_path):
 
 def test_training_times_favor_high_noise():
     t = torch.cat([draw_times(by(seed), BATCH, TIME_MEAN, TIME_STD) for seed in range(40)])
-    # Logit-normal around 0.7 has its median at sigmoid(0.7) = 0.668; one in ten is uniform, which
-    # moves it to about 0.65.
+    # Logit-normal around 0.7 has its median at sigmoid(0.7) = 0.668; one time in ten is uniform,
+    # which moves the median to about 0.65.
     assert 0.63 < t.median() < 0.68 and t.min() > 0 and t.max() < 1
 
 

@@ -1,4 +1,4 @@
-"""The tiny model of clips, and the tiny model at half the side: the parts of their training."""
+"""The tiny video model, and the tiny model at half the side: the parts of their training."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_caption_is_true_in_every_frame_of_a_moving_clip():
         assert shown.min() > 0.95
     moved = (clips[:, 0] != clips[:, -1]).any((1, 2, 3))
     assert moved.mean() > 0.95
-    # a cell of one object says so at the first frame, and its colour is that of the pixels
+    # a cell with one object is labelled at the first frame, with the color of its pixels
     row, high, wide = (found[0] for found in np.nonzero(cells[:, 0]))
     patch = clips[row, 0, :, 4 * high : 4 * high + 4, 4 * wide : 4 * wide + 4]
     assert np.ptp(patch.reshape(3, -1).mean(1)) > 20  # not grey
@@ -81,7 +81,9 @@ def test_calibration_of_clips_keeps_them_and_gives_unit_latents(vae):
 
 
 def test_cells_are_in_the_order_of_tokens():
-    """Four of a token's 8x8 pixels, then the next token of the row."""
+    """Cells are listed token by token: the four cells of a token's 8x8 pixels, then those of the
+    next token.
+    """
     cells = torch.arange(2 * 3 * 64).view(2, 3, 8, 8)
     assert by_token(cells)[0, :8].tolist() == [0, 1, 8, 9, 2, 3, 10, 11]
     assert by_token(cells)[1, 64 * 2 + 63] == cells[1, 2, 7, 7]
@@ -98,7 +100,7 @@ def test_a_step_on_clips_of_each_length_learns(vae):
     assert lengths <= {1, 2, 3} and len(lengths) > 1
     for batch in batches:
         found = backward(learner, batch, four_bits=False)
-        # a zero output makes the loss E|eps - x0|^2
+        # with zero output the loss is E|eps - x0|^2
         expected = (batch.eps - batch.x0).square().mean().item()
         assert found.velocity.item() == pytest.approx(expected, rel=1e-5)
         grown = learner.transformer.proj_out.weight.grad
@@ -107,14 +109,14 @@ def test_a_step_on_clips_of_each_length_learns(vae):
 
 
 def test_text_is_zero_after_its_own_tokens(vae):
-    """As WanPipeline gives it: what follows a caption does not change what is drawn."""
+    """As in WanPipeline, embeddings after a caption's own tokens are zero."""
     learner, clips = VideoLearner(), Clips(vae, seed=1, count=4)
     torch.nn.init.normal_(learner.transformer.proj_out.weight, std=0.2, generator=by(1))
     for block in learner.transformer.blocks:
         torch.nn.init.normal_(block.attn2.to_out[0].weight, std=0.2, generator=by(2))
     x, t = torch.randn(1, 48, 2, 4, 4, generator=by(3)), torch.tensor([0.5])
     ids, mask = clips.ids[:1].clone(), clips.mask[:1]
-    assert mask[0].tolist()[:5] == [1, 1, 1, 1, 0]  # "a red circle" and the end
+    assert mask[0].tolist()[:5] == [1, 1, 1, 1, 0]  # "a red circle" and the end token
     with torch.no_grad():
         first = learner(x, t, ids, mask)[0]
         ids[0, 6] = 5
@@ -151,7 +153,7 @@ def test_clips_to_tensors_and_back():
 
 
 def test_a_built_model_equals_the_stock_pipeline_and_its_configuration(vae, tmp_path):
-    """Latents of random weights, alone in their batch bit for bit."""
+    """Latents of random weights, generated alone in their batch, are equal bit for bit."""
     learner = VideoLearner()
     torch.nn.init.normal_(learner.transformer.proj_out.weight, std=0.2, generator=by(1))
     for name, p in learner.transformer.named_parameters():

@@ -1,5 +1,5 @@
-"""The tiny pipelines of all families side by side: their model settings, and how stock diffusers is
-called to match a run.
+"""The tiny pipelines of all families: their model settings, and calls of stock diffusers that match
+a run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAMES = (
     *("z_image", "flux2", "flux2_klein", *VIDEO),
 )
 TWINS = {"flux": "flux_kontext", "qwen_image": "qwen_image_edit", "flux2": "flux2_klein"}
-"""Families whose denoisers are of one class."""
+"""Pairs of families whose denoisers have the same class."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "sd3": {"height": 16, "width": 16, "max_sequence_length": 12},
     "flux": {"height": 16, "width": 16, "max_sequence_length": 12, "guidance": 3.5},
@@ -56,7 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 SOLVER = {name: "dpmpp_2m" if name.startswith("sana") else "euler" for name in NAMES}
-"""The solver that is the stock pipeline's."""
+"""The solver of the stock pipeline."""
 PROMPTS = ["a red circle", "two blue crosses above a green square"]
 SEEDS = [11, 2**40 + 3, 7]
 PIPELINES = {
@@ -73,13 +73,14 @@ PIPELINES = {
     "sana_video": "SanaVideoPipeline",
 }
 TEXT_MODULES = {name: {"sd3": 3, "flux": 2, "flux_kontext": 2}.get(name, 1) for name in NAMES}
-"""Text encoders of each."""
+"""Number of text encoders per family."""
 
 
 def one_of_twins(second: bool, *more: Any) -> list[Any]:
-    """Values of ``name``: every family, of twins the first or the ``second``, and the other where
-    the test is slow. Two tests of a thing that take different ones have all families between them.
-    ``more``: values of further parameters.
+    """Return values of ``name``: all families, with one of each pair of twins marked slow.
+
+    ``second`` chooses which one. Two tests that choose differently cover all families in the quick
+    suite. ``more``: values of further parameters.
     """
     left_out = TWINS if second else TWINS.values()
     slow = pytest.mark.slow
@@ -87,17 +88,18 @@ def one_of_twins(second: bool, *more: Any) -> list[Any]:
 
 
 def tiny_model(name: str, directory: Path, **changes: Any) -> Model:
-    """[model] for the tiny pipeline of a family."""
+    """Return [model] for the tiny pipeline of a family."""
     return Model.model_validate(
         {"family": name, "path": str(directory), **SETTINGS[name], **changes}
     )
 
 
 def stock_pipeline(name: str, directory: Path) -> Any:
-    """diffusers' own pipeline, quiet, its weights frozen as the families' are: torch multiplies an
-    input that is not contiguous by weights that ask for gradients as one product, not one per row
-    of the batch, whose sums differ in the last bit on some CPUs (AMD with AVX-512). Clips are
-    decoded one at a time, as the families do, for the same reason.
+    """Load diffusers' own pipeline, silent and with frozen weights, as in the families.
+
+    torch multiplies a non-contiguous input by weights that require gradients as one product, not
+    one per row of the batch, and its sums differ in the last bit on some CPUs (AMD with AVX-512).
+    Clips are decoded one at a time, as in the families, for the same reason.
     """
     import diffusers
     import torch
@@ -115,7 +117,9 @@ def stock_pipeline(name: str, directory: Path) -> Any:
 
 
 def source_for(prompt: str, height: int, width: int) -> np.ndarray:
-    """An image for a prompt to edit, uint8 [3, H, W]: waves, so that a smaller one is like it."""
+    """Return a source image for a prompt, uint8 [3, H, W]: waves, which look alike at a smaller
+    size.
+    """
     chance = np.random.default_rng(len(prompt))
     rows, columns = np.mgrid[:height, :width] / 8
     waves = [np.sin(a * rows + b * columns + c) for a, b, c in chance.uniform(0, 3, (3, 3))]
@@ -128,8 +132,9 @@ def encode(
     negative: str | None = None,
     text: PromptEncoder | None = None,
 ) -> Conditioning:
-    """A row for each prompt, of a family that edits with a source image of its own; by ``text``
-    where that is loaded already.
+    """Encode each prompt as a row, with a source image of its own if the family edits images.
+
+    ``text`` are the text encoders, if they are loaded already.
     """
     import torch
 
@@ -141,7 +146,7 @@ def encode(
 
 @contextmanager
 def sources_as_large_as_drawn(model: Model) -> Iterator[None]:
-    """Qwen's pipeline takes sources of 1024x1024 pixels to its autoencoder, whatever it draws."""
+    """Let Qwen's pipeline encode sources at the size of the output instead of 1024x1024 pixels."""
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
 
     with mock.patch.object(stock, "VAE_IMAGE_SIZE", model.height * model.width):
@@ -151,8 +156,10 @@ def sources_as_large_as_drawn(model: Model) -> Iterator[None]:
 def stock_call(
     pipe: Any, model: Model, prompt: str, noise: Any, steps: int, output_type: str, **more: Any
 ) -> Any:
-    """What the stock pipeline draws without classifier-free guidance from given noises: latents or
-    PIL images, or lists of them that are clips. One that edits is given ``source_for`` the prompt.
+    """Return what the stock pipeline generates from given noises, without classifier-free guidance.
+
+    The result is latents, PIL images, or lists of PIL images, which are clips. A pipeline that
+    edits gets ``source_for`` the prompt.
     """
     from policy.families import FAMILIES
 
@@ -166,7 +173,7 @@ def stock_call(
         how["sigmas"] = np.linspace(1, 1 / steps, steps).tolist()
     kept: dict[str, Any] = {}
     if model.family.startswith("flux2") and output_type == "latent":
-        # one of the two returns them packed, the other as its autoencoder takes them
+        # one pipeline returns packed latents, the other returns them as its autoencoder takes them
         how["callback_on_step_end"] = lambda *found: kept.update(found[-1]) or {}
     what, kind = ("frames", "videos") if FAMILIES[model.family].video else ("images", "images")
     with sources_as_large_as_drawn(model):
@@ -182,22 +189,20 @@ def stock_call(
 
 
 def as_array(images: Sequence[Any]) -> np.ndarray:
-    """uint8 [B, 3, H, W] of PIL images, [B, F, 3, H, W] of lists of them."""
+    """Return PIL images as uint8 [B, 3, H, W], and lists of them as [B, F, 3, H, W]."""
     found = [as_array(one) if isinstance(one, list) else np.asarray(one) for one in images]
     return np.stack(found) if isinstance(images[0], list) else np.moveaxis(np.stack(found), -1, 1)
 
 
 @dataclass
 class Tiny:
-    """A family and the stock pipeline on one tiny directory; each part is loaded when it is first
-    asked for.
-    """
+    """A family and the stock pipeline on one tiny directory; each part is loaded on first use."""
 
     name: str
     directory: Path
 
     def other(self, **changes: Any) -> Family:
-        """The family with other model settings."""
+        """Return the family with other model settings."""
         from policy.families import family_for
 
         return family_for(tiny_model(self.name, self.directory, **changes))
@@ -218,11 +223,11 @@ class Tiny:
 
     @cached_property
     def encoded(self) -> Conditioning:
-        """PROMPTS, a row each."""
+        """Conditioning of PROMPTS, one row each."""
         return encode(self.family, PROMPTS)
 
     def stock(self, steps: int, output_type: str, **more: Any) -> Any:
-        """What the stock pipeline draws for the first prompt at SEEDS."""
+        """Return what the stock pipeline generates for the first prompt at SEEDS."""
         from policy.sampling.noise import noise_for
 
         noise = noise_for(SEEDS, self.family.latent_shape)
@@ -231,7 +236,7 @@ class Tiny:
         )
 
     def ours(self, steps: int, solver: str) -> Any:
-        """Latents of the same by the family."""
+        """Return the family's latents for the same prompt and seeds."""
         from policy.sampling.sample import sample
 
         return sample(

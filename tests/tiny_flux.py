@@ -1,4 +1,4 @@
-"""A FluxPipeline directory with random weights, after the pattern of ``tests.tiny_sd3``.
+"""A FluxPipeline directory with random weights, like ``tests.tiny_sd3``.
 
 Width 32, so that K is 32, 128 and 160 in the blocks' linears. Images are 16x16: latents of 8x8
 pixels, packed to [16, 16].
@@ -24,18 +24,18 @@ FLUX_LATENT = (16, 16)
 
 @pytest.fixture(scope="session")
 def tiny_flux_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of one tiny pipeline, shared by the session: read it, do not write to it."""
+    """Directory of a tiny pipeline, shared by the session and read-only."""
     return make_tiny_flux(tmp_path_factory.mktemp("tiny_flux"))
 
 
 @pytest.fixture(scope="session")
 def tiny_flux_kontext_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same as a FluxKontextPipeline."""
+    """Directory of the same as a FluxKontextPipeline."""
     return make_tiny_flux(tmp_path_factory.mktemp("tiny_flux_kontext"), kontext=True)
 
 
 def make_tiny_flux(path: str | Path, seed: int = 0, kontext: bool = False) -> Path:
-    """Write the pipeline directory and return its path. The same seed gives the same weights."""
+    """Write the pipeline directory and return its path; equal seeds give equal weights."""
     import torch
     from diffusers import (
         FlowMatchEulerDiscreteScheduler,

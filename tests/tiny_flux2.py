@@ -1,8 +1,6 @@
-"""Flux2Pipeline and Flux2KleinPipeline directories with random weights, after the pattern of
-``tests.tiny_sd3``.
+"""Flux2Pipeline and Flux2KleinPipeline directories with random weights, like ``tests.tiny_sd3``.
 
-Images are 16x16, latents [16, 4, 4]. The text encoders have as many layers as the pipelines look
-into.
+Images are 16x16, latents [16, 4, 4]. The text encoders have as many layers as the pipelines read.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PixtralProcessor
 
 WIDTH = 16
-"""Of the text encoders; the transformer gets three layers of it."""
+"""Width of the text encoders; the transformer reads three of their layers."""
 MESSAGES = (
     "{% for message in messages %}{% for part in message.content %}"
     "{{ part.text[:4] if message.role == 'system' else part.text }}{% endfor %}{% endfor %}"
@@ -29,20 +27,20 @@ MESSAGES = (
 
 @pytest.fixture(scope="session")
 def tiny_flux2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of one tiny pipeline, shared by the session: read it, do not write to it."""
+    """Directory of a tiny pipeline, shared by the session and read-only."""
     return make_tiny_flux2(tmp_path_factory.mktemp("tiny_flux2"))
 
 
 @pytest.fixture(scope="session")
 def tiny_flux2_klein_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of klein, as it is before distillation."""
+    """Directory of a tiny klein pipeline, not distilled."""
     return make_tiny_flux2(tmp_path_factory.mktemp("tiny_flux2_klein"), klein=True)
 
 
 def make_tiny_flux2(
     path: str | Path, seed: int = 0, klein: bool = False, is_distilled: bool = False
 ) -> Path:
-    """Write the pipeline directory and return its path. The same seed gives the same weights."""
+    """Write the pipeline directory and return its path; equal seeds give equal weights."""
     import torch
     from diffusers import (
         FlowMatchEulerDiscreteScheduler,

@@ -1,7 +1,7 @@
-"""A QwenImagePipeline directory with random weights, after the pattern of ``tests.tiny_sd3``.
+"""A QwenImagePipeline directory with random weights, like ``tests.tiny_sd3``.
 
-Its tokenizer serves the other tiny pipelines of Qwen's text encoders too. Images are 16x16: latents
-of 8x8 pixels, packed to [16, 16].
+Other tiny pipelines with Qwen's text encoders use its tokenizer too. Images are 16x16: latents of
+8x8 pixels, packed to [16, 16].
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ TEMPLATE = (
 )
 VISION = ["<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>"]
 PATCH = 48
-"""So large that an image of 384x384 pixels is 16 tokens, of 2x2 patches each."""
+"""Patches so large that an image of 384x384 pixels is 16 tokens, of 2x2 patches each."""
 MARKS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|image|>", "<|video|>")
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen_image_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of one tiny pipeline, shared by the session: read it, do not write to it."""
+    """Directory of a tiny pipeline, shared by the session and read-only."""
     return make_tiny_qwen_image(tmp_path_factory.mktemp("tiny_qwen_image"))
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen_image_edit_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same as a QwenImageEditPlusPipeline, for 32x32."""
+    """Directory of the same as a QwenImageEditPlusPipeline, for 32x32 pixels."""
     return make_tiny_qwen_image(tmp_path_factory.mktemp("tiny_qwen_image_edit"), edit=True)
 
 
 def make_tiny_qwen_image(path: str | Path, seed: int = 0, edit: bool = False) -> Path:
-    """Write the pipeline directory and return its path. The same seed gives the same weights."""
+    """Write the pipeline directory and return its path; equal seeds give equal weights."""
     import torch
     from diffusers import (
         AutoencoderKLQwenImage,
@@ -95,7 +95,7 @@ def make_tiny_qwen_image(path: str | Path, seed: int = 0, edit: bool = False) ->
 
 
 def randomise(transformer: nn.Module) -> None:
-    """Random biases and padding tokens, near 0, and norm weights, near 1."""
+    """Draw biases and padding tokens near 0, and norm weights near 1."""
     for name, parameter in transformer.named_parameters():
         if parameter.ndim == 1 or name.endswith("pad_token"):
             near = 1.0 if "norm" in name and name.endswith("weight") else 0.0
@@ -103,10 +103,10 @@ def randomise(transformer: nn.Module) -> None:
 
 
 def tiny_qwen_tokenizer(pipeline: type | None = None) -> Qwen2Tokenizer:
-    """Bytes, and the words of prompts as tokens of their own.
+    """Return a tokenizer of bytes, and of the words of prompts as single tokens.
 
-    With ``QwenImagePipeline`` also those of its template, so that the template takes as many tokens
-    as with the published tokenizer: the pipeline drops that many.
+    With ``QwenImagePipeline`` the words of its template are single tokens too, so that the template
+    has as many tokens as with the published tokenizer: the pipeline drops that many.
     """
     from transformers import AddedToken, Qwen2Tokenizer
 

@@ -1,7 +1,7 @@
-"""A SanaPipeline directory with random weights, after the pattern of ``tests.tiny_sd3``.
+"""A SanaPipeline directory with random weights, like ``tests.tiny_sd3``.
 
-Width 32; its 1x1 convolutions have K = 32 and 80. Images are 32x32, the stock pipeline's
-smallest; latents [4, 8, 8].
+Width 32; its 1x1 convolutions have K = 32 and 80. Images are 32x32, the smallest of the stock
+pipeline; latents [4, 8, 8].
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ SANA_LATENT = (4, 8, 8)
 
 @pytest.fixture(scope="session")
 def tiny_sana_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of one tiny pipeline, shared by the session: read it, do not write to it."""
+    """Directory of a tiny pipeline, shared by the session and read-only."""
     return make_tiny_sana(tmp_path_factory.mktemp("tiny_sana"))
 
 
 def make_tiny_sana(path: str | Path, seed: int = 0, euler: bool = False) -> Path:
-    """Write the pipeline directory and return its path. The same seed gives the same weights.
-    ``euler`` swaps the scheduler.
+    """Write the pipeline directory and return its path; equal seeds give equal weights.
+
+    ``euler`` replaces the scheduler.
     """
     import torch
     from diffusers import (
@@ -103,7 +104,7 @@ def tiny_gemma() -> Gemma2Model:
 
 
 def _gemma_vocab() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Special tokens, letters, and the merges that spell WORDS followed by the space mark."""
+    """Return special tokens, letters, and merges that spell WORDS followed by the space mark."""
     tokens = [
         "<pad>",
         "<eos>",
@@ -125,7 +126,7 @@ def _gemma_vocab() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def gemma_tokenizer() -> GemmaTokenizer:
-    """Letters, and the merges that spell WORDS."""
+    """Return a tokenizer of letters, with the merges that spell WORDS."""
     from transformers import GemmaTokenizer
 
     vocab, merges = _gemma_vocab()

@@ -1,6 +1,6 @@
-"""A SanaVideoPipeline directory with random weights, after the pattern of ``tests.tiny_sd3``.
+"""A SanaVideoPipeline directory with random weights, like ``tests.tiny_sd3``.
 
-Clips are 5 frames of 32x32, the stock pipeline's smallest: latents [4, 2, 8, 8].
+Clips are 5 frames of 32x32, the smallest of the stock pipeline: latents [4, 2, 8, 8].
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from tests.tiny_wan import tiny_video_vae
 
 @pytest.fixture(scope="session")
 def tiny_sana_video_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of one tiny pipeline, shared by the session: read it, do not write to it."""
+    """Directory of a tiny pipeline, shared by the session and read-only."""
     return make_tiny_sana_video(tmp_path_factory.mktemp("tiny_sana_video"))
 
 
 def make_tiny_sana_video(path: str | Path, seed: int = 0, euler: bool = False) -> Path:
-    """Write the pipeline directory and return its path. The same seed gives the same weights.
-    ``euler`` swaps the scheduler.
+    """Write the pipeline directory and return its path; equal seeds give equal weights.
+
+    ``euler`` replaces the scheduler.
     """
     import torch
     from diffusers import (

@@ -1,11 +1,12 @@
-"""A StableDiffusion3Pipeline directory with random weights: every real class, a few hundred
-kilobytes, made in a second.
+"""A StableDiffusion3Pipeline directory with random weights: all real classes, some hundred
+kilobytes.
 
-Its autoencoder, text encoders and tokenizers serve the other tiny pipelines too.
+It takes a second to make. Other tiny pipelines use its autoencoder, text encoders and tokenizers
+too.
 
-The width is 32 and K = 32 and 64 in the blocks' linears, so that every one of them divides into
-NVFP4 blocks of 16. Images are 16x16, latents [4, 8, 8]; CLIP texts have 16 tokens. torch and
-diffusers are imported by the functions, so that a conftest can import the fixture at no cost.
+The width is 32, and K = 32 and 64 in the blocks' linears, so that each divides into NVFP4 blocks of
+16. Images are 16x16, latents [4, 8, 8]; CLIP texts have 16 tokens. torch and diffusers are imported
+inside functions, so that a conftest can import the fixture at no cost.
 """
 
 from __future__ import annotations
@@ -51,20 +52,21 @@ WORDS = [
 
 @pytest.fixture(scope="session")
 def tiny_sd3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of one tiny pipeline, shared by the session: read it, do not write to it."""
+    """Directory of a tiny pipeline, shared by the session and read-only."""
     return make_tiny_sd3(tmp_path_factory.mktemp("tiny_sd3"))
 
 
 def make_tiny_sd3(
     path: str | Path, seed: int = 0, dual: tuple[int, ...] = (), heads: int = 2
 ) -> Path:
-    """Write the pipeline directory and return its path. The same seed gives the same weights.
+    """Write the pipeline directory and return its path; equal seeds give equal weights.
 
-    ``dual``: blocks with a second attention over the image alone, as the first half of SD3.5
-    Medium's have. ``heads``: of attention, 16 wide each; with 32 there are 13 million weights.
+    ``dual``: blocks with a second attention over the image alone, as in the first half of SD3.5
+    Medium. ``heads``: number of attention heads, each 16 wide; with 32 there are 13 million
+    weights.
 
     The transformer's biases and norm weights are random too (their stock initial values are 0 and
-    1), so that no part of the network is a no-op that a test could pass without.
+    1), so that a test cannot pass if some part of the network is left out.
     """
     import torch
     from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
@@ -89,7 +91,7 @@ def make_tiny_sd3(
 
 
 def randomise_vectors(transformer: nn.Module) -> None:
-    """Random biases, near 0, and norm weights, near 1."""
+    """Draw biases near 0, and norm weights near 1."""
     for name, parameter in transformer.named_parameters():
         if parameter.ndim == 1:
             parameter.data.normal_(1.0 if "norm_" in name and name.endswith("weight") else 0.0, 0.1)
@@ -160,7 +162,7 @@ def _clip() -> CLIPTextModelWithProjection:
 
 
 def tiny_clip_vocab() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Letters, letters that end a word, and the merges that spell WORDS."""
+    """Return letters, letters that end a word, and the merges that spell WORDS."""
     letters = "abcdefghijklmnopqrstuvwxyz0123456789.,"
     tokens = [
         "<|startoftext|>",

@@ -1,8 +1,8 @@
-"""A WanPipeline directory with random weights, after the pattern of ``tests.tiny_sd3``.
+"""A WanPipeline directory with random weights, like ``tests.tiny_sd3``.
 
-Width 32, so that K is 32 and 64 in the blocks' linears. Clips are 5 frames of 16x16: latents
-[4, 2, 4, 4], as the autoencoder makes 4 frames of each but the first. Of Wan 2.2 they are
-[6, 2, 2, 2], of patches of 2 x 2 pixels as the published ones.
+Width 32, so that K is 32 and 64 in the blocks' linears. Clips are 5 frames of 16x16: latents [4, 2,
+4, 4], as the autoencoder makes 4 frames of each latent frame but the first. Latents of Wan 2.2 are
+[6, 2, 2, 2], in patches of 2 x 2 pixels as in the published models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCHEDULERS = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 
 @pytest.fixture(scope="session")
 def tiny_wan_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of one tiny pipeline, shared by the session: read it, do not write to it."""
+    """Directory of a tiny pipeline, shared by the session and read-only."""
     return make_tiny_wan(tmp_path_factory.mktemp("tiny_wan"))
 
 
@@ -34,11 +34,11 @@ def make_tiny_wan(
     wan22: bool = False,
     experts: bool = False,
 ) -> Path:
-    """Write the pipeline directory and return its path. The same seed gives the same weights.
+    """Write the pipeline directory and return its path; equal seeds give equal weights.
 
     ``scheduler`` is the class of its scheduler; published pipelines have the multistep one.
-    ``wan22``: as Wan 2.2 TI2V 5B, which tells each token its timestep. ``experts``: as Wan 2.2
-    A14B, of two transformers.
+    ``wan22``: like Wan 2.2 TI2V 5B, which gives each token its own timestep. ``experts``: like Wan
+    2.2 A14B, with two transformers.
     """
     import diffusers
     import torch
@@ -82,7 +82,9 @@ def _transformer(channels: int) -> WanTransformer3DModel:
 
 
 def tiny_video_vae() -> AutoencoderKLWan:
-    """4 frames of each latent frame but the first, 4 x 4 pixels of each latent pixel."""
+    """Return an autoencoder with 4 frames per latent frame but the first, and 4 x 4 pixels per
+    latent pixel.
+    """
     from diffusers import AutoencoderKLWan
 
     return AutoencoderKLWan(
@@ -99,7 +101,7 @@ def tiny_video_vae() -> AutoencoderKLWan:
 
 
 def tiny_wan22_vae() -> AutoencoderKLWan:
-    """Residual, and of patches of 2 x 2 pixels: 8 x 8 pixels of each latent pixel."""
+    """Return a residual autoencoder with patches of 2 x 2 pixels: 8 x 8 pixels per latent pixel."""
     from diffusers import AutoencoderKLWan
 
     return AutoencoderKLWan(

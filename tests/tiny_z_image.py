@@ -1,4 +1,4 @@
-"""A ZImagePipeline directory with random weights, after the pattern of ``tests.tiny_sd3``.
+"""A ZImagePipeline directory with random weights, like ``tests.tiny_sd3``.
 
 Width 48, so that K is 48 and 128 in the blocks' linears. Images are 16x16, latents [4, 8, 8].
 """
@@ -15,12 +15,12 @@ from tests.tiny_sd3 import tiny_vae
 
 @pytest.fixture(scope="session")
 def tiny_z_image_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of one tiny pipeline, shared by the session: read it, do not write to it."""
+    """Directory of a tiny pipeline, shared by the session and read-only."""
     return make_tiny_z_image(tmp_path_factory.mktemp("tiny_z_image"))
 
 
 def make_tiny_z_image(path: str | Path, seed: int = 0) -> Path:
-    """Write the pipeline directory and return its path. The same seed gives the same weights."""
+    """Write the pipeline directory and return its path; equal seeds give equal weights."""
     import torch
     from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
     from transformers import Qwen3Config, Qwen3Model

@@ -1,7 +1,7 @@
-"""Every benchmark runs at a tiny size and gives its ratios; the ring and the plain loop end with
-the same policy.
+"""Every benchmark runs at a tiny size and returns its ratios; the ring and the plain loop end with
+one policy.
 
-What the ratios are is not asserted: a shared test machine has no opinion worth having.
+The ratios themselves are not asserted, because the machine may be shared.
 """
 
 import argparse
@@ -60,9 +60,9 @@ EXPECTED = {
     ],
 }
 LONG = "scale", "start", "ring", "loop", "publish"
-"""They start actors of their own, or whole runs."""
+"""Benchmarks that start actors of their own, or whole runs."""
 QUARTERS = "plan", "driver"
-"""They take a quarter of an hour; what they are made of is tested in ``test_simulator``."""
+"""Benchmarks that take a quarter of an hour; their parts are tested in ``test_simulator``."""
 
 
 @pytest.fixture
@@ -108,13 +108,7 @@ def test_a_benchmark_gives_its_ratios(request, options, name):
 @pytest.mark.parametrize(
     ("nbytes", "count", "available", "store", "message"),
     [
-        (
-            10**9,
-            4,
-            10.1e9,
-            2e9,
-            None,
-        ),  # in the store, at four explorers, twice for memcpy, and 3 GB for others
+        (10**9, 4, 10.1e9, 2e9, None),  # four explorers: five copies, two for memcpy, 3 GB
         (10**9, 4, 9.9e9, 2e9, "needs 7 GB of memory and 3 GB beside it, 9.9 GB are free"),
         (
             67 * 10**8,
@@ -171,7 +165,7 @@ def test_the_sender_sends_the_bytes_of_its_manifest():
 
 
 def test_the_sender_is_called_like_a_learner():
-    """By a group of one, with as many shards under way as a run has."""
+    """A group of one learner calls the sender, with as many shards in flight as in a run."""
     sender = learner(2500, 1000)
     assert (sender.pool.service.count, sender.pool.service.in_flight) == (1, 1)
     assert sender.client.any_replica is sender.pool and sender.client.sharding == "none"

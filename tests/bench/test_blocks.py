@@ -1,6 +1,4 @@
-"""Tiles of 16x16 against blocks of 1x16: by hand, and through the command that measures ranking
-with both.
-"""
+"""Tiles of 16x16 and blocks of 1x16: errors computed by hand, and rank agreement of the command."""
 
 import json
 
@@ -15,8 +13,8 @@ PLAIN = BACKENDS["emulated_nvfp4"]
 
 
 def test_a_tile_has_one_scale_for_its_rows():
-    """Rows with equal largest values are packed as ever; a row that is small beside another of its
-    tile is rounded away.
+    """Rows of equal amax are packed as in blocks; a row that is small beside another of its tile
+    rounds to zero.
     """
     generator = torch.Generator().manual_seed(0)
     even = torch.rand(40, 32, generator=generator) * 2 - 1  # two tiles and a half
@@ -35,7 +33,9 @@ def test_a_tile_has_one_scale_for_its_rows():
 
 def test_gaussian_weights_have_larger_errors_in_tiles():
     """The largest of 256 values is further out than that of 16: expected 3.0 and 2.0 standard
-    deviations, and steps grow with it.
+    deviations.
+
+    Steps grow in proportion.
     """
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
 

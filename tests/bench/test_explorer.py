@@ -1,6 +1,4 @@
-"""The bound that stands beside the explorer's times, and the small stand-ins of the published
-architectures.
-"""
+"""The explorer's arithmetic bound, and the small forms of published architectures."""
 
 import json
 
@@ -34,9 +32,11 @@ def test_the_bound_is_amdahls_law(share, fp4, fp8):
 
 
 def test_the_quantizable_share_of_a_published_architecture():
-    """SD3.5 Large at 1024 x 1024, 4096 image and 333 text tokens, by hand: per block and token 12
-    d^2 multiply-adds in either stream's linears (8 in text of the last block, whose feed-forward
-    and output are gone), 2 n d in attention; adaLN and ends are less than a thousandth.
+    """SD3.5 Large at 1024 x 1024, 4096 image and 333 text tokens, computed by hand.
+
+    Per block and token: 12 d^2 multiply-adds in the linears of either stream (8 for text in the
+    last block, which lacks feed-forward and output) and 2 n d in attention. adaLN and the ends are
+    less than a thousandth.
     """
     d, image, text, blocks = 2432, 4096, 333, 38
     linears = blocks * 12 * d * d * (image + text) - 9 * d * d * text
@@ -51,7 +51,7 @@ def test_the_quantizable_share_of_a_published_architecture():
 @pytest.mark.parametrize("name", [name for name in published_names() if name != "sd3.5-large"])
 @torch.no_grad()
 def test_a_small_model_runs_in_every_precision_of_a_cpu(name):
-    """And gives nearly what FP32 gives, from the same random weights: the layers were filled."""
+    """The result is close to that of FP32 with the same weights, so the layers were filled."""
     with case_of(name, 64, True) as case:
         x, sigma, cond = case.inputs(2, CPU)
         found, size = {}, {}
@@ -82,7 +82,7 @@ def test_a_small_model_runs_in_every_precision_of_a_cpu(name):
     ],
 )
 def test_unsupported_measurements_are_one_line(arguments, message, capsys, monkeypatch):
-    """Nothing else is measured in its place."""
+    """Nothing else is measured instead."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert bench_main(["explorer", *arguments]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -90,15 +90,15 @@ def test_unsupported_measurements_are_one_line(arguments, message, capsys, monke
 
 
 def test_survival_of_known_updates():
-    """One weight: an update along a coordinate far larger than any rounding survives whole; one far
-    smaller changes nothing.
+    """An update of one coordinate that is far larger than any rounding survives; a far smaller one
+    is lost.
     """
     weight = torch.zeros(1, 16)
     weight[0, 0] = 6.0
     backend = BACKENDS["emulated_nvfp4"]
     none = survival(random_update([weight], 1, 1e-6, seed=0), backend, False, True)
     assert (none.cosine, none.growth) == (0.0, 0.0) and none.error == pytest.approx(0.0, abs=1e-6)
-    # zeros keep the sign of what was rounded to them, which is a code of its own
+    # values rounded to zero keep their sign, which has a code of its own
     assert 0 < none.changed < 1
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(64, 64, generator=generator) for _ in range(2)]
@@ -131,8 +131,8 @@ def test_the_table_has_a_row_per_update(capsys, tiny_sd3_dir, tmp_path):
 
 
 def test_updates_are_read_from_a_run(capsys, tiny_sd3_dir, tmp_path):
-    """Two checkpoints whose sampling policies are known: the sizes printed are those of what was
-    put there.
+    """For two checkpoints with known sampling policies, the printed sizes are those of the
+    policies.
     """
     config = tiny_config(tiny_sd3_dir, tmp_path, "grown")
     rundir = RunDirectory.of(config)
@@ -146,7 +146,7 @@ def test_updates_are_read_from_a_run(capsys, tiny_sd3_dir, tmp_path):
         for key, value in start.items()
         if "lora_B" in key
     }
-    # twice the B: the base model's update is twice that of the last step
+    # twice the B: the update from the base model is twice that of the last step
     for step, size in ((3, 0.1), (4, 0.2)):
         load_adapter_state(
             trainer.transformer, "old", start | {key: size * value for key, value in noise.items()}

@@ -1,4 +1,4 @@
-"""The check for one GPU: its form without one, and what becomes of faults and numbers."""
+"""The check for one GPU: how it runs without one, and how it treats failures and numbers."""
 
 import contextlib
 import importlib.util
@@ -35,11 +35,11 @@ ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "gpu.md"
 
 
-# ---- as a whole
+# ---- all sections
 
 
 def test_the_command_needs_neither_a_gpu_nor_ray(tmp_path):
-    """Each section in a process of its own; what the others find is looked at below."""
+    """Each section runs in its own process; further findings are checked below."""
     out, stubs = tmp_path / "check", tmp_path / "stubs"
     (stubs / "ray").mkdir(parents=True)
     (stubs / "ray" / "__init__.py").write_text("raise ImportError('there is no Ray here')\n")
@@ -62,13 +62,14 @@ def test_the_command_needs_neither_a_gpu_nor_ray(tmp_path):
 
 
 CLIPS = NEWER[:1]
-"""Wan, whose iteration is of clips."""
+"""Wan, whose iteration generates clips."""
 
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory) -> tuple[Path, str]:
-    """(where results are, what was printed) of all sections without a GPU, here; iterations of the
-    families of the paper and of one of clips.
+    """Run all sections without a GPU; return the results' directory and the printed text.
+
+    Iterations are those of the paper's families and of one with clips.
     """
     out, message = tmp_path_factory.mktemp("check"), io.StringIO()
     with contextlib.redirect_stdout(message), mock.patch.object(iteration, "NEWER", CLIPS):
@@ -81,7 +82,8 @@ def checked(tmp_path_factory) -> tuple[Path, str]:
 def outcome_of(name: str) -> Outcome:
     outcome, until = Outcome(name), time.monotonic() + 600
     for item in SECTIONS[name].measure(Setting(False, until, once=True)):
-        outcome.add(from_tree(json.loads(json.dumps(asdict(item)))))  # as between processes
+        # as when sent between processes
+        outcome.add(from_tree(json.loads(json.dumps(asdict(item)))))
     return outcome
 
 
@@ -94,7 +96,9 @@ def test_without_a_gpu_every_section_runs_its_cpu_part(checked):
 
 
 def test_findings_of_a_cpu_are_correct(checked):
-    """No bit differs, no shape is refused, a version and the weights have the plan's bytes."""
+    """No bits differ, no shape is refused, and a version and the weights have the bytes of the
+    plan.
+    """
     found = json.loads((checked[0] / "gpu.json").read_text())
     values = {
         (each["section"], one["labels"].get("kind", one["labels"].get("form", ""))): one["value"]
@@ -110,7 +114,7 @@ def test_findings_of_a_cpu_are_correct(checked):
 
 
 def test_every_layer_of_the_published_models_packs_once_and_multiplies_once(checked):
-    """SANA's pixels lie together, so that its 1x1 convolutions copy nothing before that."""
+    """SANA's channels are contiguous, so that its 1x1 convolutions do not copy before packing."""
     found = json.loads((checked[0] / "gpu.json").read_text())
     (shapes,) = (each for each in found["sections"] if each["section"] == "shapes")
     assert len(shapes["findings"]) == len(published_names()) * len(FORMATS)
@@ -120,7 +124,7 @@ def test_every_layer_of_the_published_models_packs_once_and_multiplies_once(chec
 
 
 def test_every_described_family_has_an_iteration():
-    """By its preset on its small form."""
+    """Each has an iteration, by its preset and in its small form."""
     described = {published(name)["family"] for name in published_names()}
     assert {published(name)["family"] for name in (*PAPERS, *NEWER)} == described
     variants = {name for name, family in FAMILIES.items() if family.edits}  # of those described
@@ -152,7 +156,7 @@ def test_the_tables_and_the_page_contain_all_findings(checked):
 
 
 def test_claims_equal_those_of_the_documentation():
-    """In its order, word for word, of its first part."""
+    """Claims equal the first part of the page, in order and word for word."""
     text = PAGE.read_text().partition("## Not run for other reasons")[0]
     rows = re.findall(r"^\| (.+?) \| .+ \| .+ \|$", text, re.MULTILINE)
     stated = [row for row in rows if row not in ("claim", "---")]
@@ -250,7 +254,7 @@ def test_moving_weights_is_compared_with_the_plan(back, left, bits, verdict_):
 
 
 def test_cheap_decoding_can_only_be_refuted_without_weights():
-    """How images rank needs weights."""
+    """The check cannot confirm the claim: how images rank depends on real weights."""
     quick, slow = (
         ("decode", Finding("sana, BF16", value, "x FP32", {"form": "bf16"})) for value in (2.0, 0.9)
     )
@@ -260,8 +264,8 @@ def test_cheap_decoding_can_only_be_refuted_without_weights():
 
 
 def test_a_family_too_large_for_one_gpu_is_skipped_with_its_bytes():
-    """FLUX.2 by hand: 32.2 billion weights in BF16, in NVFP4 beside them, and the attention's that
-    are merged; more than 80 GB.
+    """FLUX.2, computed by hand: 32.2 billion weights in BF16, beside them in NVFP4, and the merged
+    weights of attention, need more than 80 GB.
     """
     with Setting(True, 0.0).case("flux.2-dev") as case:
         needed = weight_bytes(case, BACKENDS["torch_nvfp4"], torch.bfloat16)
@@ -270,7 +274,7 @@ def test_a_family_too_large_for_one_gpu_is_skipped_with_its_bytes():
     assert left.why.endswith(f"its weights alone need {needed / 1e9:.0f} GB, 79 GB are free")
 
 
-# ---- faults
+# ---- failures
 
 
 def found_then_raises(setting: object) -> Iterator[Item]:
@@ -298,7 +302,7 @@ def found_then_hangs(setting: object) -> Iterator[Item]:
     ],
 )
 def test_a_failed_section_keeps_its_findings(measure, state, why, monkeypatch):
-    """And the next one runs."""
+    """The next section runs as well."""
     monkeypatch.setitem(SECTIONS, "bad", Section("Bad", 1, measure))
     monkeypatch.setattr(running, "GRACE_S", 2.0)
     outcome = running._one(multiprocessing.get_context("fork"), "bad", False, 1.0)

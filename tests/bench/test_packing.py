@@ -1,4 +1,4 @@
-"""Operations and bytes by hand on small functions, the table, and the cost model against it."""
+"""Operations and bytes of small functions by hand; the table; the cost model against it."""
 
 import json
 
@@ -11,8 +11,8 @@ from policy.precision import cost
 
 
 def test_bytes_of_a_known_model():
-    """float32 [4, 8] is 128 bytes: a sum of rows, a product with it expanded, a view, an
-    allocation, and a copy to half precision.
+    """float32 [4, 8] is 128 bytes: a sum of rows, a product with it expanded, a view, an allocation
+    and a copy to half precision.
     """
     x = torch.ones(4, 8)
 
@@ -37,8 +37,8 @@ def test_in_place_operations_read_their_target():
 
 
 def test_operations_of_eager_packing():
-    """FP8 by hand: |x|, a reduction, to float32, a division, a clamp, codes, and three operations
-    on a number per row.
+    """FP8, computed by hand: |x|, a reduction, a cast to float32, a division, a clamp, codes, and
+    three operations on one number per row.
     """
     rows = {name: counted for name, form, counted in table() if form == "eager"}
     moved = (rows["fp8"].read + rows["fp8"].written) / (1024 * 3072)
@@ -48,8 +48,10 @@ def test_operations_of_eager_packing():
 
 
 def test_kernels_move_at_most_five_bytes_per_element():
-    """FP8: x, codes, 4 bytes per row of 3072. NVFP4: x twice, codes of half a byte, a scale per 16,
-    and the results of 256 programs written once and read by each of the 8 * 48 tiles.
+    """FP8: x, codes, and 4 bytes per row of 3072. NVFP4: x twice, codes of half a byte, one scale
+    per 16.
+
+    The results of 256 programs are written once and read by each of the 8 * 48 tiles.
     """
     found = as_json()
     assert found["fp8"]["kernels"] == 1

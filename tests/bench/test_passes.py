@@ -1,5 +1,5 @@
-"""What the learner's passes cost beside the bare model: counts in closed form, and the goals at the
-sizes of a published model.
+"""Cost of the learner's passes relative to the bare model: closed forms, and the goals at a
+published size.
 """
 
 import json
@@ -22,7 +22,7 @@ META = torch.device("meta")
 
 
 def test_passes_of_a_learner_add_up():
-    """Bytes alone, and 25 microseconds of a kernel where nothing else takes time."""
+    """Bytes only, and 25 microseconds for a kernel where nothing else takes time."""
     gpu, moved = ACCELERATORS["H200"], Step(bytes=10**12)
     assert plus(moved, Step(flops=4, kernels=3), 2) == Step(flops=8, kernels=6, bytes=10**12)
     assert share(plus(moved, moved, 2), moved, gpu) == pytest.approx(2)
@@ -30,9 +30,10 @@ def test_passes_of_a_learner_add_up():
 
 
 def test_kernels_and_bytes_of_an_adapted_linear():
-    """R rows of I in and O out, rank r, two bytes each: beside the product itself A and B are
-    rounded (6 bytes per number), x is read again, and y is read and written again. All of these
-    products are small.
+    """R rows of I inputs and O outputs, rank r, two bytes each.
+
+    Beside the product itself, A and B are rounded (6 bytes per number), x is read again, and y is
+    read and written again. All of these products are small.
     """
     rows, into, out, rank = 64, 32, 48, 4
     host = torch.nn.ModuleDict({"only": torch.nn.Linear(into, out, device=META)})
@@ -54,8 +55,10 @@ def test_kernels_and_bytes_of_an_adapted_linear():
 
 @pytest.mark.parametrize("blocks", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_the_goals_hold_at_a_published_size(blocks):
-    """SANA, whose layers are the narrowest beside their adapters: at most 10 % to regenerate, 25 %
-    to train, on both GPUs. All of its 20 blocks are alike, and nearly all of its work.
+    """SANA has the narrowest layers relative to their adapters: at most 10 % to regenerate and 25 %
+    to train.
+
+    On both GPUs. Its 20 blocks are alike and do nearly all of its work.
     """
     config = load("sana-sol_rl-hpsv2")
     with open_architecture(config) as (family, _):

@@ -1,4 +1,4 @@
-"""The simulated judge: one that sees all finds all of the contrast, one that guesses finds none."""
+"""The simulated judge: a perfect one finds the full contrast, a guessing one finds none."""
 
 import numpy as np
 import pytest
@@ -13,8 +13,10 @@ def test_a_perfect_judge_with_a_full_list_finds_the_best():
 
 
 def test_a_guessing_judge_finds_nothing():
-    """The share of a random choice has a standard deviation of sqrt(2 / 12) / 3.2 = 0.13: means of
-    worth of 12, less another, over a contrast of 3.2 standard deviations. Four of a mean of 20.
+    """The share of a random choice has a standard deviation of sqrt(2 / 12) / 3.2 = 0.13.
+
+    It is the difference of two means of 12 worths each, over a contrast of 3.2 standard deviations.
+    The limit is four standard errors of a mean of 20.
     """
     shares = [simulate_prompt(4, 3, 1e9, seed)[1] for seed in range(20)]
     assert abs(np.mean(shares)) < 4 * 0.13 / np.sqrt(20)

@@ -41,10 +41,10 @@ CODE = {
     "function_p90": 3,
     "file_median": 6,
     "file_p90": 16,
-    "any_per_1000": 71.43,  # 2 of 28 lines: a string is no name
+    "any_per_1000": 71.43,  # 2 of 28 lines; the word in a string does not count
     "over_100_per_1000": 71.43,  # 122 and 101 columns
     "over_120_per_1000": 35.71,
-    "comment_share": 0.2727,  # 3 over 11: the docstrings' lines are neither
+    "comment_share": 0.2727,  # 3 over 11: lines of docstrings count as neither
     "largest_room": ["rooms", 0.5714],  # 16 of 28
     "largest_room_apart": ["rooms", 0.5714],
     "words": {"image": {"picture": 1}, "actor or member": {"worker": 1}},
@@ -72,7 +72,7 @@ def test_the_rooms_within_cluster_are_counted_apart(tree, capsys):
     main([str(tree), "--json"])
     code = json.loads(capsys.readouterr().out)["code"]
     assert code["largest_room"] == ["cluster", 0.5429]  # 5 + 7 + 7 of 35
-    assert code["largest_room_apart"] == ["rooms", 0.4571]  # 16 of 35, before 14 of cluster/jobs
+    assert code["largest_room_apart"] == ["rooms", 0.4571]  # 16 of 35; cluster/jobs has 14
 
 
 def test_the_text_says_the_same(tree, capsys):
@@ -85,5 +85,5 @@ def test_the_text_says_the_same(tree, capsys):
 
 @pytest.mark.parametrize(("count", "expected"), [(0, 0), (1, 1), (10, 9), (11, 10), (20, 18)])
 def test_p90(count, expected):
-    """Nine tenths of 1 .. count do not exceed it, and no lesser value does."""
+    """Nine tenths of 1 .. count do not exceed it, and no smaller value has that property."""
     assert p90(range(1, count + 1)) == expected

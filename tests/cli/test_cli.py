@@ -1,5 +1,5 @@
-"""The command line on bad input: one line that says what and how to fix it, the exit code of the
-contract, nothing half-written.
+"""The command line on invalid input: one line with what to fix, the exit code of the contract, no
+partial output.
 """
 
 import json
@@ -116,7 +116,7 @@ def test_a_ray_that_does_not_start_is_one_line(monkeypatch, config_file, capsys,
 
 @pytest.mark.parametrize("where", ["refused there", "none here"])
 def test_a_cluster_that_requires_a_token_is_reported(monkeypatch, config_file, capsys, where):
-    """Where the cluster refused, Ray has it only in the text of what caused its error."""
+    """Ray reports a refusal by the cluster only in the text of the underlying error."""
 
     def refused(**how):
         if where == "none here":
@@ -219,7 +219,7 @@ def test_the_summary_pairs_first_and_last_evaluation():
         "+0.1000",
     ]
     assert "n/a" in summary(rows)[1]
-    damaged = {"iteration": 1}  # a row that a kill cut, and that a resume has kept
+    damaged = {"iteration": 1}  # a row that a kill truncated and that a resume kept
     assert summary([damaged, *rows]) == summary(rows)
 
 

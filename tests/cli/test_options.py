@@ -1,5 +1,5 @@
-"""Options that would quietly do something else, and runs whose files are not what they should be:
-one line, exit code 2.
+"""Options that would silently do something else, and damaged run directories: one line, exit code
+2.
 """
 
 import json
@@ -79,7 +79,7 @@ def test_a_given_prompt_file_is_used_completely(rundir, tmp_path, monkeypatch):
 
     monkeypatch.setattr(offline, "_evaluate_all", scored)
     monkeypatch.setattr(offline, "join_or_start_ray", lambda config: False)
-    monkeypatch.setattr(offline.ray, "shutdown", lambda: None)  # other tests go on with it
+    monkeypatch.setattr(offline.ray, "shutdown", lambda: None)  # later tests use it
     for folder, count in (("one", 7), ("two", 9)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "hard ones.txt").write_text("a cat\n" * count)
@@ -98,7 +98,7 @@ def test_a_given_prompt_file_is_used_completely(rundir, tmp_path, monkeypatch):
 
     one, two = tmp_path / "one" / "hard ones.txt", tmp_path / "two" / "hard ones.txt"
     assert evaluated(None, "compare_step_000003", 4).startswith("step_000003, 4 prompts x 2 seeds")
-    for _ in range(2):  # again is over the first
+    for _ in range(2):  # the second run starts after the first
         assert evaluated(one, "compare_step_000003-hard_ones", 7).startswith(
             f"step_000003, {one}, 7 prompts"
         )
@@ -107,7 +107,7 @@ def test_a_given_prompt_file_is_used_completely(rundir, tmp_path, monkeypatch):
     assert json.loads((folder / "compare_step_000003.json").read_text())["prompts"] == 4
 
 
-# ---- runs that are none
+# ---- directories that are no runs
 
 
 @pytest.mark.parametrize("text", ["[]", '"x"', "3", '{"config": []}', '{"config": 3}', "\xff\xfe"])
@@ -123,7 +123,7 @@ def test_a_configuration_of_another_shape(tmp_path, capsys, command, text):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-# ---- names that are none
+# ---- names that do not exist
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The pages for people to read, taken apart: prose, tables, inline code, lines of code."""
+"""Pages of documentation split into prose, tables, inline code and lines of code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HISTORY = [ROOT / "CHANGELOG.md", *sorted((ROOT / "docs" / "decisions").glob("0*.md"))]
-"""Pages that may name what is gone."""
+"""Pages that may name removed things."""
 CURRENT = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "shapes/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
@@ -22,37 +22,37 @@ CODE = re.compile(r"`([^`]+)`")
 
 @dataclass(frozen=True)
 class Text:
-    """A page in parts: lines outside of blocks of code with their numbers, and lines within."""
+    """A page in parts: (line number, text) outside of code blocks, and the lines within them."""
 
     lines: list[tuple[int, str]]
     code: list[str]
 
     @property
     def outside(self) -> str:
-        """All but blocks of code."""
+        """The text without code blocks."""
         return "\n".join(line for _, line in self.lines)
 
     @property
     def spans(self) -> Iterator[str]:
-        """Inline code, also where it is broken over two lines."""
+        """Yield inline code, including spans broken over two lines."""
         for span in CODE.findall(self.outside):
             yield " ".join(span.split())
 
     @property
     def commands(self) -> Iterator[str]:
-        """Lines of blocks of code, continued ones in one, without comments."""
+        """Yield commands of code blocks, with continued lines joined and comments removed."""
         for line in "\n".join(self.code).replace("\\\n", " ").splitlines():
             yield line.split(" #")[0].strip()
 
     @property
     def all_code(self) -> list[str]:
-        """Inline code, then lines of blocks."""
+        """Return inline code, then the lines of code blocks."""
         return [*self.spans, *self.commands]
 
 
 @cache
 def text_of(page: Path) -> Text:
-    """Code are fenced blocks, and lines that are indented by four after an empty one."""
+    """Split a page. Code blocks are fenced, or indented by four after an empty line."""
     lines: list[tuple[int, str]] = []
     code: list[str] = []
     fenced = indented = False
@@ -70,5 +70,5 @@ def text_of(page: Path) -> Text:
 
 
 def each(pages: Sequence[Path] = CURRENT) -> pytest.MarkDecorator:
-    """A test for every page, under its name."""
+    """Parametrize a test by page."""
     return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))

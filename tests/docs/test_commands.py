@@ -1,4 +1,4 @@
-"""Commands that pages show: they parse, their options exist, what they configure is possible."""
+"""Commands on pages: they parse, their options exist, and their configurations are possible."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tests.docs.pages import ROOT, each, text_of
 
 @cache
 def known_options() -> dict[str, set[str]]:
-    """The options of each command."""
+    """Return the options of each command."""
     (subs,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
     return {name: set(sub._option_string_actions) for name, sub in subs.choices.items()}
 
 
 def sol_rl(command: str) -> list[str]:
-    """The words after ``sol-rl``; none: another command."""
+    """Return the words after ``sol-rl``; none for other commands."""
     match = re.match(r"(?:\S*/)?sol-rl (.*)", command)
     return shlex.split(match[1]) if match else []
 
 
 def refusal(words: list[str]) -> str:
-    """What the parser says about a command; empty: nothing."""
+    """Return the parser's error for a command, or an empty string."""
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message), contextlib.redirect_stdout(message):
@@ -42,7 +42,7 @@ def refusal(words: list[str]) -> str:
 
 
 def unknown_options(words: list[str]) -> list[str]:
-    """Options, or the command itself, that are not there; of what may be a sketch of a command."""
+    """Return unknown options, or the command if it is unknown; it may be incomplete."""
     if words[0] not in known_options():
         return words[:1]
     named = {word.strip("[]").partition("=")[0] for word in words}
@@ -77,7 +77,9 @@ def test_unknown_commands_and_options_are_found(command: str, bad: list[str]):
 
 
 def impossible(line: str) -> str:
-    """What is wrong with the configuration of a command that names a preset; empty: nothing."""
+    """Return what is wrong with the configuration of a command that names a preset, or an empty
+    string.
+    """
     words = sol_rl(line)
     if not words or words[0] not in ("train", "submit", "plan", "fidelity") or "..." in line:
         return ""

@@ -1,4 +1,4 @@
-"""Events that pages name are written by the code."""
+"""Events named on pages are written by the code."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NAMED = (
 
 @cache
 def source() -> str:
-    """All that may write an event."""
+    """Return the code of all files that may write events."""
     files = (file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
     return "\n".join(file.read_text() for file in files)
 
 
 def events_in(text: str) -> set[str]:
-    """Names that a text calls events."""
+    """Return the names that a text calls events."""
     return {name for pattern in NAMED for name in re.findall(pattern, text)}
 
 

@@ -1,4 +1,4 @@
-"""What pages name exists: keys of the configuration and their defaults, metrics, presets, files."""
+"""Names on pages exist: configuration keys and their defaults, metrics, presets, files."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from tests.docs.pages import ROOT, each, text_of
 
 TABLES = {name for name, field in RunConfig.model_fields.items() if "." not in name}
 ELSEWHERE = {"configs/sol_rl", "policy/families/auraflow.py", "config/grpo.py"}
-"""Of other people's code; of an example that a page spells out."""
+"""Names of other projects, or of an example on a page."""
 
 
 # ---- keys
 
 
 def sections_in(annotation: object) -> list[type[BaseModel]]:
-    """Sections within an annotation, such as ``dict[str, ScorerService]``."""
+    """Return the sections within an annotation, such as ``dict[str, ScorerService]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [each for part in getattr(annotation, "__args__", ()) for each in sections_in(part)]
 
 
 def is_key(names: list[str], sections: Sequence[type[BaseModel]]) -> bool:
-    """Whether a path of names leads to a field. ``X`` and ``*`` are any name."""
+    """Return True if a path of names leads to a field. ``X`` and ``*`` match any name."""
     first, *rest = names
     here = [
         field.annotation
@@ -50,12 +50,12 @@ def is_key(names: list[str], sections: Sequence[type[BaseModel]]) -> bool:
     ]
     if first == "objective":
         below = list(SETTINGS.values())
-    labels = any("dict[" in str(annotation) for annotation in here)  # a name of the user's own
+    labels = any("dict[" in str(annotation) for annotation in here)  # a name chosen by the user
     return is_key(rest, below) or (labels and (not rest[1:] or is_key(rest[1:], below)))
 
 
 def keys_of(page: Path) -> set[str]:
-    """What a page names as keys of the configuration."""
+    """Return what a page names as configuration keys."""
     code = "\n".join(text_of(page).all_code)
     given = re.findall(r"--(?:set|vary) '?([\w.*]+)=", code)
     named = re.findall(r"^([a-z_]+(?:\.(?:[a-z_\d]+|[X*]))+)(?: =.*)?$", code, re.MULTILINE)
@@ -86,7 +86,9 @@ def test_keys_are_recognized_in_prose(key: str, there: bool):
 
 
 def default_of(key: str) -> object:
-    """Of a field by its dotted name; of a section that has none, that of its class."""
+    """Return the default of a field by its dotted name; for a section without one, that of its
+    class.
+    """
     at: object = RunConfig
     for name in key.split("."):
         if not (isinstance(at, type) and issubclass(at, BaseModel)):
@@ -99,7 +101,10 @@ def default_of(key: str) -> object:
 
 
 def wrong_defaults(text: str) -> dict[str, tuple[str, object]]:
-    """``key (4)`` and ``key ("none")`` in a sentence state a default; (stated, true) of others."""
+    """Return defaults that a sentence states wrongly, as (stated, true) by key.
+
+    Sentences state them as ``key (4)`` or ``key ("none")``.
+    """
     stated = re.findall(
         r'`([a-z_]+(?:\.[a-z_\d]+)+)`\s\((?:`?"(\w+)"`?|(\d[\d.]*))(?: by default)?[,;)]', text
     )
@@ -126,7 +131,10 @@ def test_a_wrong_default_is_found():
 
 
 def undescribed(section: type[BaseModel], seen: set[type[BaseModel]]) -> list[str]:
-    """Fields of a section, and of those below it, without a line; sections have a docstring."""
+    """Return the fields of a section, and of those below it, without a description.
+
+    Sections need a docstring.
+    """
     seen.add(section)
     found = []
     for name, field in section.model_fields.items():
@@ -138,7 +146,7 @@ def undescribed(section: type[BaseModel], seen: set[type[BaseModel]]) -> list[st
 
 
 def test_every_field_is_described():
-    """As docs/configuration.md says."""
+    """docs/configuration.md promises it."""
     seen: set[type[BaseModel]] = set()
     sections: list[type[BaseModel]] = [RunConfig, *SETTINGS.values()]
     assert [line for section in sections for line in undescribed(section, seen)] == []
@@ -148,13 +156,13 @@ def test_every_field_is_described():
 
 
 def is_metric(name: str) -> bool:
-    """Whether a run logs it; the scorer at its end may be left out."""
+    """Return True if a run logs the metric; the scorer at its end may be omitted."""
     name = name.replace("<service>", "rollout")
     return declared(name) or any(key.startswith(f"{name}/<") for key in METRICS)
 
 
 def is_layer(name: str) -> bool:
-    """Whether it is a file of ``configs/layers``."""
+    """Return True for the name of a file in ``configs/layers``."""
     return (ROOT / "configs" / "layers" / f"{name}.toml").exists()
 
 
@@ -177,7 +185,7 @@ def test_every_name_of_prometheus_is_exported(page: Path):
 
 @each()
 def test_every_preset_that_is_named_exists(page: Path):
-    """Such as ``flux1-sol_rl-hpsv2``; one with capitals, brackets or a star is to be filled in."""
+    """Such as ``flux1-sol_rl-hpsv2``; names with capitals, brackets or a star are placeholders."""
     models = {name.split("-")[0] for name in preset_names() if "-" in name}
     code = "\n".join(text_of(page).all_code)
     words = set(re.findall(r"(?<![\w./-])[a-z\d_]+(?:-[a-z\d_]+){2,}(?![\w<*-])", code))
@@ -189,7 +197,7 @@ def test_every_preset_that_is_named_exists(page: Path):
 
 @cache
 def tracked() -> frozenset[str]:
-    """Every file of the tree, and every folder with a slash at its end."""
+    """Return all files of the tree, and all folders with a slash at the end."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -204,7 +212,7 @@ def tracked() -> frozenset[str]:
 
 @cache
 def named_tests() -> dict[str, list[str]]:
-    """Files of tests, which pages may name without their folder."""
+    """Return files of tests, which pages may name without their folder."""
     found = defaultdict(list)
     for name in tracked():
         if name.startswith("tests/"):
@@ -213,7 +221,7 @@ def named_tests() -> dict[str, list[str]]:
 
 
 def is_there(word: str) -> bool:
-    """Whether a path of the tree exists, and a test behind ``::`` is in it."""
+    """Return True if a path exists in the tree, and a test after ``::`` in the file."""
     name, _, test = word.partition("::")
     places = named_tests().get(name, []) if "/" not in name else [name]
     if test:
@@ -223,7 +231,7 @@ def is_there(word: str) -> bool:
 
 
 def looks_like_a_path(word: str) -> bool:
-    """Whether a word says that it is a file or a folder of this tree."""
+    """Return True if a word looks like a file or folder of this tree."""
     if re.search(r"[A-Z]{4}", word) or word in ELSEWHERE or is_metric(word) or is_layer(word):
         return False
     name = word.partition("::")[0]
@@ -258,7 +266,7 @@ def test_files_are_recognized_in_prose(word: str, there: bool):
 
 @each()
 def test_names_with_a_file_exist_in_it(page: Path):
-    """``Name.method`` (``folder/file.py``)."""
+    """Names are written as ``Name.method`` (``folder/file.py``)."""
     named = re.findall(r"`(\w+(?:\.\w+)*)`\s\(`([\w/]+/\w+\.py)`", text_of(page).outside)
     assert [
         (name, path)

@@ -1,4 +1,4 @@
-"""Links lead somewhere, and prose is wrapped."""
+"""Links resolve, and prose is wrapped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub calls a page's headings; a second one of the same words ends in -1."""
+    """Return GitHub's anchors of a page; the second heading with the same words ends in -1."""
     found: set[str] = set()
     for _, line in text_of(page).lines:
         if line.startswith("#"):
@@ -23,7 +23,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def broken_links(page: Path) -> list[str]:
-    """Relative targets and anchors of a page that are not there."""
+    """Return the relative links and anchors of a page that do not resolve."""
     broken = []
     for target in LINK.findall(text_of(page).outside):
         if re.match(r"[a-z]+:", target):
@@ -47,7 +47,7 @@ def test_a_broken_link_and_a_broken_anchor_are_found(tmp_path: Path):
 
 
 def too_wide(page: Path) -> list[int]:
-    """Numbers of lines that could be broken; tables and images cannot."""
+    """Return the numbers of lines that are too wide; tables and images cannot be broken."""
     return [
         number
         for number, line in text_of(page).lines

@@ -1,6 +1,6 @@
-"""Writes ``numbers.json``: what the formulas of the public codes give on fixed tensors, in float64.
+"""Write ``numbers.json``: results of published formulas on fixed tensors, in float64.
 
-Plain numpy, written from the formulas of the papers alone: nothing here imports the project.
+It is plain numpy, written from the papers' formulas; nothing here imports the project.
 
     python -m tests.golden.make
 """
@@ -18,7 +18,7 @@ Array = np.ndarray
 
 
 def selection(rng: np.random.Generator) -> dict[str, object]:
-    """Of 96 distinct rewards the 12 highest and the 12 lowest (arXiv 2604.06916)."""
+    """Select the 12 highest and the 12 lowest of 96 distinct rewards (arXiv 2604.06916)."""
     rewards = rng.permutation(96) / 97 + rng.random(96) / 1000
     ranks = {value: place for place, value in enumerate(sorted(rewards.tolist()))}
     chosen = [i for i, value in enumerate(rewards.tolist()) if not 12 <= ranks[value] < 84]
@@ -26,7 +26,7 @@ def selection(rng: np.random.Generator) -> dict[str, object]:
 
 
 def advantages(rng: np.random.Generator) -> dict[str, object]:
-    """(r - mean of the group) / (std + eps): std of everything, of the group, with n and n - 1."""
+    """Compute (r - group mean) / (std + eps); std of all or of the group, with n and n - 1."""
     rewards = rng.normal(size=(3, 8)) * np.array([[0.1], [1.0], [3.0]]) + 0.7
     centred = rewards - rewards.sum(1, keepdims=True) / 8
     around = rewards - rewards.sum() / 24
@@ -42,7 +42,7 @@ def advantages(rng: np.random.Generator) -> dict[str, object]:
 
 
 def diffusion_nft(rng: np.random.Generator, beta: float, kl: float) -> dict[str, object]:
-    """Loss and its gradient with respect to the trained velocity (arXiv 2509.16117)."""
+    """Compute the loss and its gradient by the trained velocity (arXiv 2509.16117)."""
     count, clip = 4, 5.0
     x0, eps, v, old, ref = (rng.normal(size=(count, 2, 3)) for _ in range(5))
     t = np.array([1.0, 0.75, 0.5, 0.25])
@@ -68,8 +68,9 @@ def diffusion_nft(rng: np.random.Generator, beta: float, kl: float) -> dict[str,
 
 
 def path_grpo(rng: np.random.Generator, dance: bool) -> dict[str, object]:
-    """Step, density, loss and gradient of one step per point; both SDEs (arXiv 2505.05470,
-    2505.07818), the second in the form of its paper, with the score.
+    """Compute step, density, loss and gradient of one step per point, for one of two SDEs.
+
+    FlowGRPO (arXiv 2505.05470), or DanceGRPO (2505.07818) in the form of its paper, with the score.
     """
     eta, clip, kl = (0.3, 0.02, 0.0) if dance else (0.7, 0.02, 0.04)
     now, after = np.array([0.9, 0.6, 0.3, 0.2]), np.array([0.8, 0.4, 0.25, 0.1])
@@ -114,7 +115,7 @@ def path_grpo(rng: np.random.Generator, dance: bool) -> dict[str, object]:
 
 
 def schedules() -> dict[str, object]:
-    """Decays after s = 1 .. 600 at some s, and the weights 1 and 0 averaged with them."""
+    """Compute decays for some s in 1 .. 600, and averages of weights 1 and 0 with them."""
     at = [1, 2, 10, 75, 76, 100, 208, 500, 600]
     nft = {s: min(0.001 * s, 0.5) for s in range(1, 601)}
     delayed = {s: min(0.0075 * max(s - 75, 0), 0.999) for s in range(1, 601)}
@@ -127,7 +128,7 @@ def schedules() -> dict[str, object]:
 
 
 def spacing() -> dict[str, list[float]]:
-    """SD3's schedules with shift 3: t -> 3 t / (1 + 2 t)."""
+    """Compute SD3's schedules with shift 3: t -> 3 t / (1 + 2 t)."""
 
     def shifted(t: float) -> float:
         return 3 * t / (1 + 2 * t)
@@ -138,7 +139,7 @@ def spacing() -> dict[str, list[float]]:
 
 
 def solver(rng: np.random.Generator) -> dict[str, object]:
-    """DPM-Solver++ 2M and Euler along v(x, s) = A x + s b (arXiv 2211.01095, algorithm 2)."""
+    """Integrate v(x, s) = A x + s b by Euler and DPM-Solver++ 2M (arXiv 2211.01095, alg. 2)."""
     matrix, bias, start = 0.5 * rng.normal(size=(3, 3)), rng.normal(size=3), rng.normal(size=3)
     found: dict[str, object] = {}
     for name, sigmas in spacing().items():
@@ -172,7 +173,7 @@ def solver(rng: np.random.Generator) -> dict[str, object]:
 
 
 def numbers() -> dict[str, object]:
-    """All of it."""
+    """Return all results."""
     rng = np.random.default_rng(20261122)
     return {
         "selection": selection(rng),
