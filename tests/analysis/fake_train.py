@@ -1,8 +1,7 @@
-"""Stands for ``sol-rl train`` where a test is about what runs it: writes a run directory in a
-blink, or dies as FAKE_TRAIN says.
+"""Fake ``sol-rl train`` for tests of its callers: writes a run directory at once, or fails as told.
 
-FAKE_TRAIN is a JSON object, run name -> crash (SIGKILL after one iteration), usage (exit code 2),
-or wait (until SIGTERM).
+The environment variable FAKE_TRAIN is a JSON object, run name -> crash (SIGKILL after one
+iteration), usage (exit code 2), or wait (until SIGTERM).
 """
 
 import json
@@ -29,8 +28,8 @@ def write(
     seconds: dict[str, float],
     ending: str | None = "run_finished",
 ) -> Path:
-    """A run directory whose held-out reward is 0.5 + seed / 100 before training and then so much
-    more after every iteration.
+    """Write a run whose held-out reward is 0.5 + seed / 100 before training and rises in every
+    iteration.
     """
     assert config.run_root is not None
     path = Path(config.run_root) / config.name

@@ -1,4 +1,4 @@
-"""Reading a report.html: its text, tags and attributes, with its markup checked on the way."""
+"""Reader of a report.html: text, tags and attributes; it checks the markup as well."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ VOID = {"meta", "img", "br", "hr", "input", "link"}
 
 
 class Page(HTMLParser):
-    """Text, tags and attributes of a page; fails on tags that are closed in the wrong order or left
-    open.
+    """Text, tags and attributes of a page; fails on unclosed tags and on tags closed in the wrong
+    order.
     """
 
     def __init__(self, text: str):

@@ -1,6 +1,4 @@
-"""A run directory made of thin air: what a run of the two-stage arm on the tiny model leaves
-behind.
-"""
+"""A synthetic run directory, with the files of a two-stage run of the tiny model."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ def config() -> dict[str, Any]:
 def write_run(
     path: Path, iterations: int = 20, ending: str | None = "run_finished", seed: int = 3
 ) -> Path:
-    """Writes a whole run directory: rewards rise, two actors die, an evaluation stands at both
-    ends.
-    """
+    """Write a run directory: rewards rise, two actors die, and evaluations are at both ends."""
     path.mkdir(parents=True, exist_ok=True)
     versions = {"sol-rl": "0.1.0", "torch": "2.13.0+cpu", "ray": "2.60.0", "diffusers": "0.42.1"}
     (path / "config.json").write_text(json.dumps({"config": config(), "versions": versions}))
@@ -90,7 +86,7 @@ def evaluation(index: int, mean: float, error: float) -> dict[str, Any]:
 
 
 def iteration(i: int, total: int, rng: np.random.Generator) -> dict[str, Any]:
-    """One row under the contract's names."""
+    """Return one row of metrics, with the names of the contract."""
     level = 0.6 + 0.16 * (1 - math.exp(-3 * i / max(1, total))) + 0.012 * rng.standard_normal()
     best, worst = min(0.98, level + 0.23), level - 0.27 + 0.01 * rng.standard_normal()
     explore = 4.4 + 0.3 * rng.standard_normal()
@@ -135,8 +131,8 @@ def iteration(i: int, total: int, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def events(iterations: int, ending: str | None) -> list[dict[str, Any]]:
-    """Actors start, one rollout actor and the encoder are killed, work is given out again, every
-    iteration publishes.
+    """Return events: actors start, a rollout actor and the encoder are killed, tasks are retried,
+    and every iteration publishes.
     """
     groups = {"rollout": 2, "reward": 1, "selector": 1, "encoder": 1, "learner": 1}
     rows: list[dict[str, Any]] = [
@@ -216,8 +212,8 @@ def _death(moment: float, kind: str, actor: int, why: str) -> list[dict[str, Any
 
 
 def random_images(noise: int, size: int = 32) -> np.ndarray:
-    """uint8 [P, 4, 3, size, size]: a disc or a square per prompt on grey, with ``noise`` grey
-    levels of noise.
+    """Return uint8 [P, 4, 3, size, size]: a disc or a square per prompt on grey, with ``noise``
+    grey levels of noise.
     """
     rng = np.random.default_rng(noise)
     y, x = np.mgrid[:size, :size]

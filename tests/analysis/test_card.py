@@ -1,4 +1,4 @@
-"""The model card of an export, and what goes to the hub: a fake one."""
+"""The model card of an export, and its upload to a fake hub."""
 
 import ast
 import json
@@ -40,7 +40,7 @@ def text_of(run: Path, config: RunConfig, **licence: str) -> str:
 
 
 def front(text: str) -> dict[str, Any]:
-    """The front matter; its values are JSON, which YAML takes."""
+    """Return the front matter; its values are JSON, which is valid YAML."""
     found = re.match(r"---\n(.*?)\n---\n\n", text, re.DOTALL)
     assert found is not None
     pairs = (line.partition(": ") for line in found[1].splitlines())
@@ -98,7 +98,9 @@ def test_the_license_is_that_of_the_base_models_card(run, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("name", ["shapes", *(name for name in NAMES if name not in EDITING)])
 def test_the_snippet_generates_with_the_export(run, name, request, tmp_path, monkeypatch):
-    """As it stands. Pipelines that edit enlarge the source to a million pixels: hours here."""
+    """The snippet runs unchanged. Pipelines that edit would enlarge the source to a million pixels,
+    which takes hours here.
+    """
     path = "shapes" if name == "shapes" else str(request.getfixturevalue(f"tiny_{name}_dir"))
     config = load("quickstart").model_dump()
     if name != "shapes":
@@ -110,7 +112,7 @@ def test_the_snippet_generates_with_the_export(run, name, request, tmp_path, mon
 def drawn_by_the_snippet(
     run: Any, config: RunConfig, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, list[Any]]:
-    """(its pipeline, the frames that it draws, one of an image) with an export of a new LoRA."""
+    """Run the snippet with an export of a new LoRA; return its pipeline and its frames."""
     family, lora = family_for(config.model), Lora(rank=2, alpha=4)
     transformer = family.load_transformer("cpu", torch.float32)
     add_adapters(transformer, lora, family, names=("ema",))
@@ -141,7 +143,7 @@ def test_the_snippet_loads_a_file_for_each_of_two_transformers(run, tmp_path, mo
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_snippet_calls_the_pipeline_of_the_family(run, name):
-    """It parses, and says what the parity tests call the stock pipeline with."""
+    """It parses, and calls the pipeline as the parity tests call the stock pipeline."""
     config = load("quickstart").model_dump()
     config["model"] = {"family": name, "path": "owner/model", **SETTINGS[name]}
     config["guidance"] = {"evaluate": 3.0, "negative_prompt": "blurred"}
@@ -172,7 +174,7 @@ def test_the_snippet_calls_the_pipeline_of_the_family(run, name):
 
 
 class FakeHub:
-    """Of the hub's client: keeps what is asked of it; ``fails`` names the call that raises."""
+    """Fake of the hub's client that records its calls; ``fails`` names the call that raises."""
 
     calls: list[tuple[str, dict[str, Any]]] = []
     fails = ""

@@ -1,4 +1,4 @@
-"""Charts as SVG: marks where the numbers are, ticks at round numbers."""
+"""SVG charts: marks are at their values, and ticks at round numbers."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_a_line_has_the_coordinates_of_its_values():
         label="x",
         size=(400, 210),
     )
-    # left 46, right 12, top 10, bottom 34 of 400 x 210; x has 2 % of air at either side: (0 + 0.2)
-    # / 10.4 * 342 + 46 = 52.58
+    # left 46, right 12, top 10, bottom 34 of 400 x 210; x has a margin of 2 % on either side: (0 +
+    # 0.2) / 10.4 * 342 + 46 = 52.58
     assert '<polyline class="line-1" points="52.58,176.00 381.42,10.00"/>' in svg
 
 
@@ -83,7 +83,7 @@ def test_bars_stack_and_more_than_sixty_are_averaged():
         [charts.Stack(0, {"a": 1.0, "b": 3.0}, 4.0)], [("a", 1), ("b", 2)], label="x"
     )
     heights = [float(value) for value in re.findall(r'<rect[^>]* height="([\d.]+)"', one)]
-    # 0.6 units of each bar are left as a gap
+    # each bar leaves a gap of 0.6 units
     assert heights[1] / heights[0] == pytest.approx(3, abs=0.05)
     many = charts.stacked_bars(
         [charts.Stack(i, {"a": 1.0 + (i % 2)}) for i in range(100)], [("a", 1)], label="x"

@@ -1,4 +1,4 @@
-"""What came out of a comparison: numbers by hand, tables, remarks, and runs that were there."""
+"""Results of a comparison: numbers computed by hand, tables, remarks, and existing runs."""
 
 import json
 import math
@@ -25,7 +25,7 @@ def configuration(root: Path, name: str, seed: int = 0, *overrides: str):
 
 @pytest.fixture
 def results(tmp_path):
-    """Two cells, three seeds: gains after four updates of 0.04 + 0.01 seed and twice that."""
+    """Write two cells of three seeds; gains after four updates: 0.04 + 0.01 seed, and twice that."""
     cells = []
     for name, factor, explore in (("slow", 1.0, 6.0), ("quick", 2.0, 1.0)):
         runs = []
@@ -62,7 +62,8 @@ def test_numbers_of_a_known_cell(results):
     assert slow.against[REWARD].mean == 0 and slow.within == pytest.approx(0.02)
     assert quick.speed_ups == {"rollout": pytest.approx(7 / 2), "iteration": pytest.approx(12 / 7)}
     assert quick.stages["other"].mean == pytest.approx(7 - 1 - 1 - 4 - 0.5)
-    # the goal is 0.05; slow gains 0.0125 an iteration of 12 s, quick 0.025 in 7 s
+    # the target gain is 0.05; the slow cell gains 0.0125 in an iteration of 12 s, the quick one
+    # 0.025 in 7 s
     assert slow.reach == {share: pytest.approx(share * 48) for share in (0.25, 0.5, 0.75, 1.0)}
     assert quick.reach == {share: pytest.approx(share * 14) for share in (0.25, 0.5, 0.75, 1.0)}
     assert odd.refused and odd.counted == () and odd.reach[1.0] is None
@@ -98,8 +99,9 @@ def test_the_tables_have_the_form_of_the_paper(results):
 
 
 def test_time_explored_ahead_counts_as_rollout(tmp_path):
-    """Exploring 2 s in its turn or 1.5 s of them ahead: the same rollout of 2 + 1 s. An iteration
-    of 8 s is the same whole.
+    """Exploring for 2 s in its turn, or for 1.5 s of them ahead, is the same rollout of 2 + 1 s.
+
+    The iteration of 8 s remains the same total.
     """
     ahead = SECONDS | {"explore": 0.5, "explore_ahead": 1.5}
     runs = [
@@ -173,7 +175,7 @@ def test_runs_that_were_evaluated_differently_are_not_compared(tmp_path):
 
 
 def test_existing_runs_give_a_page_and_numbers(tmp_path):
-    write_run(tmp_path / "quickstart")  # evaluated at both ends only
+    write_run(tmp_path / "quickstart")  # evaluations at both ends only
     text = compare_existing([tmp_path / "quickstart"], None, tmp_path / "out")
     assert any(line.startswith("| sol_rl ") and "0.7849 (+0.1182)" in line for line in text)
     assert any("no evaluations during training" in line for line in text)

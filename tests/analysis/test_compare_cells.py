@@ -1,4 +1,4 @@
-"""What a comparison runs: its cells, and what it refuses before anything starts."""
+"""The cells of a comparison, and the requests that are refused before anything starts."""
 
 from collections import Counter
 from pathlib import Path
@@ -148,7 +148,7 @@ def test_the_shipped_comparisons_match_their_descriptions():
     assert [name for name, c in configs.items() if c.explore.paths] == paths[1::2]
     selected = [c for name, c in configs.items() if name not in ("flow_grpo", "dance_grpo")]
     assert {c.prompts.per_iteration for c in selected} == {4}
-    # as their papers do: no more images than the others explore
+    # as in their papers: as many images as the others explore
     plain = [configs["flow_grpo"], configs["dance_grpo"]]
     assert all(c.prompts.per_iteration * c.selection.keep <= 4 * 96 for c in plain)
     assert configs["dance_grpo"].objective.one_noise_per_group

@@ -1,4 +1,4 @@
-"""A comparison against operations: what iterations cost, numbers that were worked out by hand."""
+"""Comparison against operations: costs of iterations, and gains computed by hand."""
 
 import json
 import math
@@ -29,8 +29,8 @@ def run(root: Path, name: str, seed: int, gains: list[float]):
 
 @pytest.fixture
 def results(tmp_path):
-    """Gains of 0.04 after four updates, for the second seed 0.08; the cheap cell has 0.01 more of
-    it after each of five.
+    """Write gains of 0.04 after four updates, 0.08 for the second seed; the cheap cell gains 0.01
+    more in each of five updates.
     """
     full = [run(tmp_path, "full", s, [0.01 * (s + 1) * i for i in range(1, 5)]) for s in (0, 1)]
     cheap = [
@@ -58,10 +58,11 @@ def test_gains_are_interpolated_but_not_extrapolated():
 
 
 def test_gains_at_parts_of_the_baselines_operations(results):
-    """Mean gains 0.015 an update, and 0.01 more of the cheap cell. The baseline ends after 40e12
-    operations with 0.06; at 4x the cheap cell is there after 5 of 15 thousandths before its fourth
-    update, 3 + 1/3 times 6e12. Three quarters of 40e12 are its five updates: 0.06 and 0.11, less
-    0.04 and 0.08.
+    """Mean gains are 0.015 per update, and 0.01 more in the cheap cell.
+
+    The baseline ends after 40e12 operations with 0.06. At 4x the cheap cell reaches that 5 of 15
+    thousandths before its fourth update, after 3 + 1/3 times 6e12. Three quarters of 40e12 are its
+    five updates: 0.06 and 0.11, less 0.04 and 0.08.
     """
     found = costs(results, "full", COUNTED, (4.0, 1.0))
     full, cheap = found["full"][0], found["cheap"][0]
@@ -75,7 +76,7 @@ def test_gains_at_parts_of_the_baselines_operations(results):
         pytest.approx(0.005, abs=1e-12),
         2,
     )
-    assert cheap.against[1.0].count == 0  # 40e12 are 6.7 updates, and it has five
+    assert cheap.against[1.0].count == 0  # 40e12 are 6.7 updates, but it has five
     assert full.against[1.0].mean == pytest.approx(0.0, abs=1e-12)
     dear = found["cheap"][1]  # 12e12 an iteration: 2.5 updates are 30e12
     assert dear.against[0.75].mean == pytest.approx(((0.035 - 0.04) + (0.06 - 0.08)) / 2, abs=1e-12)
@@ -117,15 +118,16 @@ def test_operations_of_existing_runs_are_counted_on_request(tmp_path):
 
 
 def test_operations_of_the_shipped_arms_differ_by_their_passes():
-    """Per prompt: 96 x 10 passes unquantized against 96 x 6, most of each quantized, and 24 x 10;
-    updates are equal.
+    """Per prompt: 96 x 10 unquantized passes against 96 x 6, most of each quantized, and 24 x 10.
+
+    Updates cost the same.
     """
     comparison = read_comparison(Request("time"))
     assert comparison.operations == (4, 2, 1) and len(comparison.seeds) == 5
     configs = {cell.name: parse(cell.tree_of(0, Path("/x"))) for cell in comparison.cells}
     counted = {name: operations_of(config) for name, config in configs.items()}
     assert counted["naive_scaling"].quantized == counted["diffusionnft"].quantized == 0
-    # the same products, in six steps of the one and ten of the other
+    # the same products, in six steps of one arm and ten of the other
     assert counted["naive_quant"].quantized / counted["sol_rl"].quantized == pytest.approx(10 / 6)
     assert counted["naive_quant"].at(1) == counted["naive_scaling"].at(1)
     model = {name: config.model for name, config in configs.items()}

@@ -1,5 +1,5 @@
-"""Running a comparison: every run in a process of its own, restarted where it was left, and not
-ended by one that dies.
+"""Running a comparison: each run has its own process, continues where it stopped, and may fail
+alone.
 """
 
 import json
@@ -67,7 +67,7 @@ def test_every_cell_is_run_with_every_seed_and_only_once(out, capsys):
     assert compare(out) == 0
     assert calls(out) == ALL
     assert "[2/4] diffusionnft, seed 0: finished before" in capsys.readouterr().out
-    # another baseline is another table, no more runs
+    # another baseline changes the table, but needs no more runs
     assert compare(out, "--baseline", "diffusionnft") == 0 and calls(out) == ALL
 
 
@@ -95,7 +95,7 @@ def test_runs_of_another_configuration_are_not_mixed_in(out, capsys):
     assert compare(out) == 0
     assert compare(out, "--set", "explore.steps=3") == 2
     assert "explore.steps: 6 -> 3" in capsys.readouterr().err
-    # a linear schedule: fewer iterations are another training
+    # with a linear schedule, fewer iterations are a different training
     assert compare(out, "--set", "iterations=2") == 2
     assert calls(out) == ALL
 
@@ -183,9 +183,7 @@ def test_a_signal_reaches_the_run_and_a_leftover_run_keeps_the_lock(out):
 
 @pytest.mark.slow
 def test_two_real_cells_are_trained_and_compared(tmp_path, tiny_sd3_dir):
-    """Three updates each on the tiny model; the evaluation before training is the same to the last
-    bit.
-    """
+    """Three updates each on the tiny model; evaluations before training are equal bit for bit."""
     file = write_toml(tiny_config(tiny_sd3_dir, tmp_path, "tiny", evaluate__every=1), tmp_path)
     out = tmp_path / "out"
     code, message, errors = finish(

@@ -1,4 +1,4 @@
-"""The arithmetic of a comparison, by hand."""
+"""The arithmetic of a comparison, computed by hand."""
 
 import math
 
@@ -15,8 +15,8 @@ def test_mean_and_standard_error_of_known_values():
 
 
 def test_pairing_removes_effects_of_the_seed():
-    """Seeds that move both by 1, 5, -3 leave differences 0.1, 0.2, 0.3: mean 0.2, s = 0.1, standard
-    error 0.1 / sqrt(3).
+    """Seeds that move both by 1, 5, -3 leave differences 0.1, 0.2, 0.3: mean 0.2, standard error
+    0.1 / sqrt(3).
     """
     shifts = {0: 1.0, 1: 5.0, 2: -3.0, 9: 0.0}
     ours = {seed: shift + 0.1 * (seed + 1) for seed, shift in shifts.items() if seed < 3} | {
@@ -44,7 +44,7 @@ def curve(*points: tuple[float, float]) -> list[CurvePoint]:
 def test_time_to_a_gain_is_interpolated_linearly():
     found = curve((0, 0.0), (10, 0.2), (20, 0.1), (30, 0.4))
     assert time_to(found, 0.05) == pytest.approx(2.5)
-    # first reached there; that it falls again later is another matter
+    # first reached there; it falls again later
     assert time_to(found, 0.2) == pytest.approx(10.0)
     assert time_to(found, 0.25) == pytest.approx(25.0)
     assert time_to(found, 0.4) == pytest.approx(30.0)
@@ -52,11 +52,13 @@ def test_time_to_a_gain_is_interpolated_linearly():
     assert time_to(found, 0.0) is None
     assert time_to(found, -1.0) is None
     assert time_to(found, math.nan) is None
-    # two points: the way between them was not seen
+    # two points without the curve between them
     assert time_to(curve((0, 0.0), (30, 0.4)), 0.1) is None
 
 
 def test_an_unknown_value_makes_the_mean_unknown():
-    """Seconds of an iteration whose row is damaged; statistics.stdev raised AttributeError."""
+    """It is the seconds of an iteration whose row is damaged; statistics.stdev raised
+    AttributeError.
+    """
     unknown = mean_of([1.0, math.nan])
     assert math.isnan(unknown.mean) and math.isnan(unknown.error) and unknown.count == 2

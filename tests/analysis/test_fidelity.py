@@ -1,5 +1,5 @@
-"""``sol-rl fidelity`` on the tiny random model: wiring, files, and that a proxy equal to the truth
-measures as perfect.
+"""``sol-rl fidelity`` on the tiny random model: its files, and full agreement of a proxy equal to
+the truth.
 """
 
 import json
@@ -28,8 +28,7 @@ NOISES = 24
 
 @pytest.fixture
 def config(tiny_sd3_dir, tmp_path):
-    # one chunk for all seeds on both sides, so that batches, and with them the last bits, are the
-    # same
+    # one chunk for all seeds on both sides, so that batches, and with them the last bits, are equal
     return tiny_config(
         tiny_sd3_dir,
         tmp_path,
@@ -57,7 +56,7 @@ def test_full_precision_at_full_steps_is_the_truth_itself(config, tmp_path):
     assert rows["fp32", steps[1]] == summary["perfect"]
     assert raw["proxies"]["emulated_nvfp4/1"] != raw["proxies"]["fp32/1"] != raw["truth"]
     # a random ranking of 24 seeds has a tau of standard error 0.145 (0.10 over two prompts); NVFP4
-    # at full steps is no lottery
+    # at full steps ranks far better than that
     assert 0.3 < rows["emulated_nvfp4", steps[1]]["kendall_tau"]["mean"] < 1
     assert len(message) == 5 and message[0].startswith("truth: 48 images")
     assert any(re.match(r"\| fp32, 3 steps +\| 1\.000 \[1\.000, 1\.000\]", line) for line in lines)
@@ -219,10 +218,10 @@ def test_tables_contain_the_values_of_the_arrays(config):
     lines = tables(summarise(config, Measurement(prompts=6), rewards))
     text = "\n".join(lines)
     assert re.search(r"emulated_nvfp4, 6 steps +\| -1\.000 \[-1\.000, -1\.000\]", text)
-    # reversed: the chosen best twelve are the true worst
+    # reversed: the best twelve by proxy are the true worst
     assert "90.5 [90.5, 90.5] / 6.5 [6.5, 6.5]" in text
-    assert "6.5 [6.5, 6.5] / 90.5 [90.5, 90.5]" in text  # the truth itself
-    assert "48.5 / 48.5" in text  # at random
+    assert "6.5 [6.5, 6.5] / 90.5 [90.5, 90.5]" in text  # the true ranking itself
+    assert "48.5 / 48.5" in text  # random
 
 
 def test_the_chart_shows_a_perfect_proxy_as_a_rising_diagonal():
@@ -237,19 +236,19 @@ def test_the_chart_shows_a_perfect_proxy_as_a_rising_diagonal():
     ]
     places = [(float(r.get("x")), float(r.get("y"))) for r in dark if r.get("stroke") is None]
     assert len(places) == 4
-    # further right is further up
+    # points further right are also further up
     assert sorted(places) == sorted(places, key=lambda place: -place[1])
     ends = [
         float(text.get("x")) + 7 * len(text.text)
         for text in chart.iter("{http://www.w3.org/2000/svg}text")
         if not text.get("text-anchor")
     ]
-    # 7 pixels a letter at 11 or 14: nothing is cut off, with one panel either
+    # letters are 7 pixels wide at 11 or 14: nothing is cut off, with one panel either
     assert max(ends) <= float(chart.get("width"))
 
 
 def density_colour(share: float) -> str:
-    """Half way between #f7fbff and #08306b for 0.5."""
+    """Return the color of a share: 0.5 is half way between #f7fbff and #08306b."""
     return "#" + "".join(
         f"{round(a + (b - a) * share):02x}"
         for a, b in zip((247, 251, 255), (8, 48, 107), strict=True)

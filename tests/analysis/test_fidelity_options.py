@@ -1,4 +1,4 @@
-"""Packing choices of the configuration reach the proxies that `sol-rl fidelity` measures."""
+"""Packing settings of the configuration apply to the proxies of `sol-rl fidelity`."""
 
 import itertools
 
@@ -30,7 +30,7 @@ def test_packing_choices_are_measured_as_configured(tiny_sd3_dir, tmp_path, chos
     trainer = Trainer(config)
     explorer = measure.load_explorer(config, trainer, BACKENDS["emulated_nvfp4"])
     layer = explorer.transformer.get_submodule(NAME)
-    weight = trainer.transformer.get_submodule(NAME).base_layer.weight  # the adapter is zero yet
+    weight = trainer.transformer.get_submodule(NAME).base_layer.weight  # the adapter is still zero
     amax = weight.abs().max() * (2 if chosen else 1)
     assert layer.amax == amax and layer.workspace.exact == chosen
     assert torch.equal(layer.codes, quantize(weight, search=not chosen, amax=amax).codes)
@@ -45,8 +45,9 @@ def test_without_a_compiler_fidelity_does_not_start(tiny_sd3_dir, tmp_path, monk
 
 
 def test_proxies_use_the_requested_weights(tiny_sd3_dir, tmp_path):
-    """Beside an unquantized base an adapter gives what merged weights give, up to rounding; the
-    base alone gives what an untrained policy gives; packed weights tell the three apart.
+    """An adapter beside an unquantized base gives the images of merged weights, up to rounding.
+
+    The base alone gives those of an untrained policy; packed weights differ from both.
     """
     config = tiny_config(tiny_sd3_dir, tmp_path, "forms")
     trainer, untrained = Trainer(config), Trainer(config)

@@ -1,6 +1,4 @@
-"""A run keeps digests of its prompts: one that goes on, or is compared, with other prompts under
-the same name is refused.
-"""
+"""A run keeps digests of its prompts; resuming or comparing it with others is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ SECONDS = {"explore": 2.0, "regenerate": 1.0, "update": 4.0, "publish": 0.5, "it
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two prompt files in the working directory, to be named without it."""
+    """Write two prompt files in the working directory, which tests name without a directory."""
     (tmp_path / "a.txt").write_text("a cat\na dog\n")
     (tmp_path / "b.txt").write_text("a fox\na hen\n")
     monkeypatch.chdir(tmp_path)
@@ -35,7 +33,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def started(root: Path, name: str = "r", seed: int = 0, train: str = "a.txt"):
-    """A run of thin air with the digests that a real one keeps."""
+    """Write a synthetic run with the digests that a real one keeps."""
     changes = [
         f"run_root={root}",
         f"name={name}",
@@ -122,7 +120,7 @@ def test_a_comparison_does_not_continue_with_other_prompts(files, monkeypatch, c
 
     assert compare() == 0
     (files / "b.txt").write_text("a hen\n")
-    assert compare() == 0  # all is there already: tables of what was run
+    assert compare() == 0  # all runs exist already: only tables are written
     assert compare("--seeds", "2") == 2
     assert "prompts.test = 'b.txt' changed since" in capsys.readouterr().err
     assert (files / "out" / "calls.txt").read_text().count("\n") == 1

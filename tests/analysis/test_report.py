@@ -1,4 +1,4 @@
-"""report.html says what the run directory says, and loads nothing from anywhere."""
+"""report.html shows the contents of the run directory, and loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_image_is_in_the_page_byte_for_byte_with_its_caption(run: Path, pa
     assert inside == {
         "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode() for path in files
     }
-    # 32 pixels: shown with hard edges
+    # 32 pixels: displayed with hard edges
     assert all(attributes["class"] == "tiny" for attributes in page.all("img"))
     alts = [attributes["alt"] or "" for attributes in page.all("img")]
     assert (
@@ -163,7 +163,7 @@ def test_times_add_up(run: Path, page: Page):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["kind"] == "iteration"]
     total = sum(row["time/explore_s"] for row in rows)
-    # stages, other, and what lies between iterations make up the clock's time
+    # stages, other work and the time between iterations add up to the elapsed time
     whole = rows[-1]["seconds"]
     assert (
         f"explore {100 * total / whole:.0f} % {int(total) // 60} min {round(total) % 60:02d} s"

@@ -1,6 +1,4 @@
-"""The report of a run that is young, damaged, unusual or very long: what is missing is said, and
-nothing is made up.
-"""
+"""Reports of young, damaged, unusual or very long runs: gaps are reported, and not filled."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def test_a_run_of_one_iteration(tmp_path: Path):
 def test_a_report_of_an_active_run(tmp_path: Path):
     run = write_run(tmp_path / "r", iterations=4, ending=None)
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "iteration", "iteration": 4, "rew')  # being written just now
+        file.write('{"kind": "iteration", "iteration": 4, "rew')  # a line that is being written
     page = page_of(run)
     assert "4 of 20" in page.text and "could not be read" not in page.text
 
@@ -117,13 +115,13 @@ def test_missing_and_nan_numbers_are_shown_as_gaps(tmp_path: Path):
             else text.index("Gradient norm by iteration")
         ) :
     ]
-    # the line is broken where the value was not finite
+    # the curve is interrupted where the value was not finite
     assert grad[: grad.index("</svg>")].count("<polyline") == 2
 
 
 @pytest.mark.parametrize("size", [1e-15, 1e-300, 5e-324, 1e308])
 def test_numbers_of_any_size_are_drawn(tmp_path: Path, size: float):
-    """The KL of a first iteration is often no more than rounding."""
+    """The KL of a first iteration is often mere rounding."""
     run = write_run(tmp_path / "r", iterations=3)
     counted = itertools.count()
 
@@ -242,7 +240,7 @@ def test_overlapping_seconds_are_listed_but_not_stacked(tmp_path: Path):
     )
     page = page_of(run)
     totals = plain[plain.index("In total") : plain.index("images explored per second")]
-    assert totals in page.text  # the same shares of the same seconds
+    assert totals in page.text  # equal shares of equal times
     assert "Included in other bars, so not stacked: 1 min 00 s exploring before" in page.text
     assert (
         "4.5 s summing the replicas' gradients, part of update; 1.5 s waiting for the slowest"

@@ -1,5 +1,7 @@
-"""The page of a run that goes on: it loads itself again, says when it was written, and shows what
-rewards like; that of an ended run does neither of the first two.
+"""The page of a running run reloads itself and states when it was written; that of an ended run
+does not.
+
+Both show which images the reward prefers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The report's rewards: what is trained on beside what only evaluates, each with its own scores,
-changes and errors.
-"""
+"""The report's rewards: training scorers beside held-out ones, with scores, changes and errors."""
 
 from __future__ import annotations
 
@@ -34,8 +32,9 @@ def learned(
     gain: float = 0.1,
     **more: Any,
 ) -> Path:
-    """A run of two iterations whose scorers went from BASE to what ``changed`` says. ``more``: by
-    scorer's label, added to rows.
+    """Write a run of two iterations whose scorers change from BASE to ``changed``.
+
+    ``more`` is added to rows, by the scorer's label.
     """
     run = write_run(path, iterations=2)
     root = json.loads((run / "config.json").read_text())
@@ -79,7 +78,7 @@ def test_changes_are_paired_by_image_and_their_errors_clustered_by_prompt():
         pytest.approx(0.01),
         2,
     )
-    lost = [[math.nan, 0.5], [0.42, 0.62]]  # an image without a score is left out on both sides
+    lost = [[math.nan, 0.5], [0.42, 0.62]]  # an image without a score is omitted on both sides
     assert paired(BASE, lost).mean == pytest.approx(0.11)
     assert paired(BASE, [[math.nan] * 2, [0.4, 0.6]]) == Mean(
         pytest.approx(0.1), pytest.approx(math.nan, nan_ok=True), 1
@@ -152,8 +151,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
 
 
 def test_training_and_held_out_scorers_are_in_one_table(page: Page):
-    """Before, after, paired change and error, images without a score, and the median of 200 and
-    300 images per second.
+    """Before, after, paired change and error, images without a score, and the median of 200 and 300
+    images per second.
     """
     assert "score before after change not scored images per s" in page.text
     assert "weighted sum what is optimized 0.6667 0.7849 +0.100 ± 0.010 clipscore" in page.text
@@ -167,7 +166,9 @@ def test_training_and_held_out_scorers_are_in_one_table(page: Page):
 
 
 def test_all_scores_are_drawn_on_one_scale(page: Page):
-    """In deviations of BASE, sqrt(0.0125) = 0.1118: 0.11 is 0.984 of them, -0.12 is -1.07."""
+    """The unit is the deviation of BASE, sqrt(0.0125) = 0.1118: 0.11 is 0.984 units, -0.12 is
+    -1.07.
+    """
     assert (
         "Changes of all scorers clipscore 0.984 jpeg_compressibility, held out −1.07" in page.text
     )

@@ -1,4 +1,4 @@
-"""``sol-rl signal`` on the tiny random model: rows, files, going on where it was, refusals."""
+"""``sol-rl signal`` on the tiny random model: rows, files, continuing, and refusals."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def expected(config, **more) -> Measurement:
 
 
 def test_every_objective_is_measured_once_per_selection(config, tmp_path, monkeypatch):
-    """Three objectives, of which one has nothing to select: five rows; the second time nothing is
-    made, with one rule more only that one.
+    """Three objectives, one of which has nothing to select, make five rows.
+
+    A second call measures nothing, and one more rule adds only its own row.
     """
     message: list[str] = []
     out = tmp_path / "out"
@@ -62,7 +63,7 @@ def test_every_objective_is_measured_once_per_selection(config, tmp_path, monkey
 
 
 def test_batches_are_the_first_iterations_of_a_run(config, tmp_path):
-    """The seeds of ``Exploration.seeds``, and their first ones where nothing is explored."""
+    """They have the seeds of ``Exploration.seeds``, or the first of them if nothing is explored."""
     from policy.sampling.noise import stream_seed
 
     settings = expected(config)
@@ -74,8 +75,10 @@ def test_batches_are_the_first_iterations_of_a_run(config, tmp_path):
 
 
 def test_with_shared_noise_explored_paths_are_selected(config, tmp_path):
-    """What is regenerated has the very rewards that it was selected by: exploring in FP32, in as
-    many steps; so the rewards of an objective's paths are not those of another's.
+    """Regenerated images have exactly the rewards by which they were selected.
+
+    Exploring is in FP32 and has as many steps, so that the paths of objectives, and their rewards,
+    differ.
     """
     objectives = objectives_of(
         config, ["flow_grpo,shared_noise=true,explore.paths=true", "diffusion_nft"]

@@ -1,4 +1,4 @@
-"""``sol-rl tune``: what settings find and cost by hand, and the whole command on the tiny model."""
+"""``sol-rl tune``: contrast and cost by hand, and the whole command on the tiny model."""
 
 import json
 import xml.etree.ElementTree as ET
@@ -18,8 +18,8 @@ TRUTH = np.array([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]])
 
 
 def test_contrast_of_known_rewards():
-    """Two of eight by the truth: 7 - 0. By a proxy that swaps ends with the middle: 4 - 3. In pools
-    of four: 3 - 0 and 7 - 4.
+    """Two of eight by the true rewards: 7 - 0. By a proxy that swaps ends with the middle: 4 - 3.
+    In pools of four: 3 - 0 and 7 - 4.
     """
     assert contrasts(TRUTH, TRUTH, 8, 2) == pytest.approx([7.0])
     assert contrasts(TRUTH, TRUTH, 8, 4) == pytest.approx([6.0])
@@ -32,8 +32,8 @@ def test_contrast_of_known_rewards():
 
 
 def test_only_seeds_that_survive_a_preview_are_selected():
-    """The preview drops 3 and 4, which a bad final proxy would have chosen; and 0 and 7, where it
-    is wrong about them.
+    """The preview drops 3 and 4, which a wrong final proxy would have selected, and, wrongly, 0 and
+    7.
     """
     last = np.array([[1.0, 2.0, 3.0, -9.0, 9.0, 4.0, 5.0, 6.0]])
     assert contrasts(last, TRUTH, 8, 2) == pytest.approx([4.0 - 3.0])
@@ -54,8 +54,10 @@ def test_a_grid_excludes_settings_without_selection():
 
 
 def test_costs_and_signals_of_known_measurements():
-    """Two prompts; 96 seeds at 10 ms, 24 at 30 + 20 ms: 0.96 + 1.2 s. With 48: 0.48 + 1.2 s. Half
-    dropped after 4 of 6 steps of 1 ms, decoding 4 ms: 96 (8 + (2 + 4) / 2) ms in place of 96 x 10.
+    """Two prompts; 96 seeds at 10 ms, 24 at 30 + 20 ms: 0.96 + 1.2 s. With 48: 0.48 + 1.2 s.
+
+    Half dropped after 4 of 6 steps of 1 ms, decoding 4 ms: 96 (8 + (2 + 4) / 2) ms instead of 96 x
+    10.
     """
     rng = np.random.default_rng(0)
     truth = rng.standard_normal((2, 96)).astype(np.float32)
@@ -78,7 +80,7 @@ def test_costs_and_signals_of_known_measurements():
     assert first.strength.mean == pytest.approx(contrast * 24**0.5, rel=1e-6)
     assert second.more.mean == pytest.approx(second.contrast.mean / contrast - 1, rel=1e-6)
     assert second.more.mean < 0
-    assert pruned.more.mean == 0  # the preview was the truth: nothing is lost
+    assert pruned.more.mean == 0  # the preview equals the true rewards, so nothing is lost
     assert choose([first, second, pruned], 1.0) is first
     assert choose([first, second, pruned], 0.9) is second and choose([first], 0.5) is None
 
@@ -93,11 +95,11 @@ def test_operations_are_those_of_an_iteration():
         ratio: make_rows(found, configs, own, TuneOptions(by="operations", ratio=ratio), 0)[1].cost
         for ratio in (1.0, 4.0)
     }
-    assert two[1.0] < two[4.0] < 1  # half the steps save more where they are dear
+    assert two[1.0] < two[4.0] < 1  # half of the steps save more where steps are expensive
 
 
 def test_a_preview_is_the_clean_prediction_after_a_step(tiny_sd3_dir, tmp_path):
-    """x - sigma v at the second time of a schedule of three, after one step of it."""
+    """It is x - sigma v at the second time of a schedule of three, after one step."""
     import torch
 
     from policy.families import family_for
@@ -113,7 +115,9 @@ def test_a_preview_is_the_clean_prediction_after_a_step(tiny_sd3_dir, tmp_path):
     with torch.no_grad():
         x = x + (sigmas[1] - sigmas[0]) * family.velocity(transformer, x, sigmas[0], cond)
         clean = x - sigmas[1] * family.velocity(transformer, x, sigmas[1], cond)
-    assert torch.allclose(found, clean, atol=1e-6)  # float32, one subtraction rounded otherwise
+    assert torch.allclose(
+        found, clean, atol=1e-6
+    )  # float32, with another rounding in one subtraction
     whole = sample(family, transformer, cond, [5], 3, "euler")
     assert torch.equal(sample(family, transformer, cond, [5], 3, "euler", stop_after=3), whole)
 

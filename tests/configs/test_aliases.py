@@ -1,4 +1,6 @@
-"""Old names of keys and values: still read wherever a configuration comes from, told of once."""
+"""Old names of keys and values are accepted in every source of a configuration, with one warning
+each.
+"""
 
 import json
 
@@ -21,7 +23,7 @@ def nothing_said(monkeypatch):
 
 
 def in_old_names(tree: dict) -> dict:
-    """The tree of a whole configuration as it was written before the names changed."""
+    """Return the tree of a whole configuration with the names used before they changed."""
     for old, new in KEYS.items():
         table, key = new.split(".")
         tree[table][old.split(".")[1]] = tree[table].pop(key)
@@ -42,7 +44,7 @@ def test_an_override_with_an_old_name_prints_one_line(capsys):
     assert capsys.readouterr().err == f"{KEEP}\n"
     config = load("quickstart", ['explore={keep_wide = ["a"], solver = "dpm2"}'])
     assert (config.explore.modules_to_not_convert, config.explore.solver) == (("a",), "dpmpp_2m")
-    # each name is told of once
+    # one warning per name
     assert capsys.readouterr().err == "explore.solver = 'dpm2' is now 'dpmpp_2m'\n"
 
 
@@ -87,7 +89,7 @@ def test_a_comparison_with_old_names_is_read(tmp_path):
     assert [config.explore.solver for config in configs] == ["dpmpp_2m", "euler"]
     assert {config.publish.shard_mb for config in configs} == {3}
     assert {config.explore.modules_to_not_convert for config in configs} == {()}
-    # cells keep the names under which their runs are found
+    # cells keep the names by which their runs are found
     assert [cell.name for cell in found.cells] == [
         f"one-explore.solver-{solver}" for solver in ("dpm2", "euler")
     ]

@@ -1,4 +1,4 @@
-"""No number of a configuration is infinite or not a number."""
+"""Infinite values and NaN are refused for every number of a configuration."""
 
 import math
 import types
@@ -15,11 +15,11 @@ from configs.schema import RunConfig
 SCORER = 'rewards.scorers=[{{name = "shapes", {field} = {value}}}]'
 OWN_ACTORS = "services.scorers={{shapes = {{{field} = {value}}}}}"
 INSIDE = {"rewards.scorers.": SCORER, "services.scorers.": OWN_ACTORS}
-"""Tables within a list or under a name: how one of their fields is set."""
+"""Tables within a list or under a name: how to set one of their fields."""
 
 
 def parts_of(annotation: object) -> Iterator[object]:
-    """An annotation, and what it is made of."""
+    """Yield an annotation and its parts."""
     yield annotation
     for argument in typing.get_args(annotation):
         if not isinstance(annotation, types.GenericAlias) or argument is not Ellipsis:
@@ -27,7 +27,7 @@ def parts_of(annotation: object) -> Iterator[object]:
 
 
 def floats(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The dotted keys of all fields that hold floats, but for those of the objectives."""
+    """Yield the dotted keys of all float fields, except those of the objectives."""
     for name, field in model.model_fields.items():
         if f"{prefix}{name}" == "objective":
             continue
@@ -64,7 +64,7 @@ def test_every_number_is_finite(value):
     assert {"optimizer.lr", "services.rollout.deadline_s", "rewards.scorers.weight"} < set(KEYS)
     for key in KEYS:
         if key.startswith("rewards.evaluation_scorers."):
-            continue  # the same table as that of the scorers
+            continue  # the same table as for scorers
         line = refused(overrides_of(key, value))
         assert line.startswith(key.split(".")[0]), line
         assert line.endswith(": Input should be a finite number"), line
@@ -74,7 +74,7 @@ def test_every_number_is_finite(value):
 
 
 def test_every_float_key_is_tested():
-    """Every float of a whole configuration is under a key that the test above has set."""
+    """The test above sets a key for every float of a whole configuration."""
     plain = load("quickstart").model_dump()
 
     def walk(tree: object, prefix: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Configuration: defaults of the paper, layers, overrides, and one line per error."""
+"""Configuration: the paper's defaults, layers, overrides, and one line per error."""
 
 import subprocess
 import sys
@@ -151,7 +151,7 @@ def test_resume_keeps_services_on_the_kind_of_device_that_they_were_on():
     assert differences(load("quickstart", [scorer % 0]), load("quickstart", [scorer % 0.25])) == [
         "services.scorers.shapes.gpus: 0.0 -> 0.25"
     ]
-    # guarded where it is known
+    # checked where the label is known
     assert differences(load("quickstart"), load("quickstart", ["services.rollout.gpus=1"])) == []
 
 
@@ -182,7 +182,7 @@ def test_reading_a_configuration_imports_neither_torch_nor_ray():
 
 @pytest.mark.parametrize("name", ["x" * 5000, "y" * 300 + ".toml"], ids=["preset", "file"])
 def test_a_name_that_no_file_can_have_is_one_line(name):
-    """Path.is_file raises for it, unlike for other names."""
+    """For such names, unlike others, Path.is_file raises."""
     with pytest.raises(ConfigError, match="no preset of that name|file not found"):
         load(name)
     with pytest.raises(ConfigError, match="unknown layer"):

@@ -1,6 +1,4 @@
-"""Objectives when the configuration is read: defaults, what follows from the objective, and what is
-refused.
-"""
+"""Objectives in a configuration: their defaults, the settings that they imply, and refusals."""
 
 from __future__ import annotations
 
@@ -66,8 +64,8 @@ def test_an_objective_is_one_field_and_brings_its_own_sampling(
     assert type(config.objective) is settings and config.plan.solver == solver
     assert (config.resolved_old_policy.schedule, config.resolved_old_policy.value) == (old, 0.0)
     assert (config.resolved_advantages.std, config.resolved_advantages.eps) == (std, eps)
-    assert parse(config.model_dump(mode="json")) == config  # as it travels to the actors
-    assert config.plan.explore.solver == "dpmpp_2m"  # exploring stays deterministic
+    assert parse(config.model_dump(mode="json")) == config  # as it is sent to the actors
+    assert config.plan.explore.solver == "dpmpp_2m"  # exploration stays deterministic
 
 
 def test_configured_values_override_those_of_the_objective():
@@ -210,7 +208,7 @@ def test_a_schedule_too_short_to_train_on_is_refused(name, few, enough):
 
 
 def test_trained_steps_of_each_objective():
-    # the first nine of ten, without the first
+    # the first nine of ten, except the first
     assert list(AWMSettings().trained_steps(10)) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert list(FlowGRPOSettings().trained_steps(10)) == list(range(9))
     assert list(DanceGRPOSettings().trained_steps(10)) == list(range(9))

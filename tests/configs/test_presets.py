@@ -1,5 +1,5 @@
-"""The composed presets of the full-size models: all there, all loadable, with the paper's settings,
-and runnable prompts.
+"""The composed presets of the full-size models: complete, loadable, with the paper's settings and
+with prompts.
 """
 
 import itertools
@@ -42,7 +42,7 @@ GUIDED = {
     "wan22_a14b": 4.0,
     "sana_video": 6.0,
 }
-ARMS = {  # what is explored: pool, steps, backend; what is trained on
+ARMS = {  # exploration (pool, steps, backend), and what is trained on
     "diffusionnft": (None, True),
     "naive_scaling": ((96, 10, "bf16"), False),
     "naive_quant": ((96, 10, "auto"), False),
@@ -86,7 +86,7 @@ def test_a_composed_preset_equals_the_papers_setting(name):
         40,
         "bf16",
     )
-    # the family's targets
+    # the targets of the family
     assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (32, 64, ())
     family, path, pixels, guidance = MODELS[model]
     assert (config.model.family, config.model.path, config.model.guidance) == (
@@ -104,7 +104,7 @@ def test_a_composed_preset_equals_the_papers_setting(name):
     scale = GUIDED.get(model, 1.0)
     assert all(config.guidance.scale(stage) == scale for stage in get_args(Stage))
     assert config.guidance.low_noise == (3.0 if model == "wan22_a14b" else None)
-    given = {"actors", "replicas", "gpus", "accelerator"}  # left to the layout
+    given = {"actors", "replicas", "gpus", "accelerator"}  # chosen with the layout
     assert not given & config.services.rollout.model_fields_set
     assert not given & config.services.learner.model_fields_set
 
@@ -119,8 +119,9 @@ def test_arms_and_rewards_differ_in_nothing_else():
 
 @pytest.mark.parametrize("name", ROWS)
 def test_presets_of_the_papers_other_objectives(name):
-    """Rows beside DiffusionNFT and Sol-RL: 24-in-24 with their own samplers; preference scores have
-    FlowGRPO's small KL.
+    """Rows beside DiffusionNFT and Sol-RL: 24-in-24 with their own samplers.
+
+    With preference scores they have FlowGRPO's small KL weight.
     """
     config, objective = load(name), name.split("-")[1]
     assert (config.arm, config.plan.explore, config.objective.name) == (
@@ -161,7 +162,7 @@ COMPILED = {  # exploring, regenerating
 @pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize("model", REFERENCE)
 def test_a_reference_preset_equals_the_public_codes_setting(model, arm, reward):
-    """Values as read from NVlabs/Sana on 2026-11-21; docs/reproducing.md has the whole table."""
+    """Values are those of NVlabs/Sana on 2026-11-21; docs/reproducing.md has the whole table."""
     config = load(name := f"reference-{model}-{arm}-{reward}")
     plain = load(f"{model}-{arm}-{reward}")
     found = config.model
@@ -198,7 +199,7 @@ def test_one_field_frees_or_moves_the_explorers():
 
 @pytest.mark.parametrize("model", EDITORS)
 def test_presets_of_editing_models_need_images_and_a_judge(model):
-    """Neither ships: one line says which file is missing; the judge is shown the instruction."""
+    """Neither ships: one line names the missing file, and the judge is shown the instruction."""
     config = load(f"{model}-sol_rl-vlm_edit")
     with pytest.raises(ConfigError, match=r"prompts: edits/train\.jsonl: cannot be read \(No such"):
         read_prompts(config.prompts.train)
@@ -223,13 +224,13 @@ def test_shipped_prompts_are_found_from_any_directory(tmp_path, monkeypatch):
     train, test = (
         [prompt.text for prompt in read_prompts(name)] for name in (config.train, config.test)
     )
-    assert (train, test) == scenes()  # the generator still makes these files
+    assert (train, test) == scenes()  # the generator still writes these files
     # ten iterations, one evaluation
     assert (len(set(train)), len(set(test))) == (480, 128) == (len(train), len(test))
 
 
 def test_held_out_scenes_are_not_trained_on():
-    """No pair of subject and place is in both files; all subjects and places are trained on."""
+    """No pair of subject and place is in both files; training has all subjects and places."""
     pairs = [
         {
             next((s, p) for s in SUBJECTS for p in PLACES if f"{s} {p}" in prompt)

@@ -1,4 +1,4 @@
-"""Prompt files in the public formats, and the order a run walks them in."""
+"""Prompt files in the public formats, and the order in which a run uses the prompts."""
 
 import pytest
 from hypothesis import given
@@ -60,7 +60,7 @@ def test_bad_files_are_one_line(tmp_path, name, content, message):
 
 
 def test_json_lines_end_at_line_feeds_only(tmp_path):
-    """A string in it may hold what other readers of lines take for an end."""
+    """A string in it may contain other characters that some readers treat as line ends."""
     (tmp_path / "a.jsonl").write_text('{"prompt": "a cat\u2028a dog"}\r\n{"prompt": "b"}', "utf-8")
     found = [prompt.text for prompt in read_prompts(str(tmp_path / "a.jsonl"))]
     assert found == ["a cat\u2028a dog", "b"]
@@ -85,7 +85,7 @@ def test_digests_are_of_the_prompts_as_read_and_in_order(tmp_path):
         for name in names
     }
     assert found["a.txt"] == found["b.jsonl"] and found["a.txt"]["train"] == found["a.txt"]["test"]
-    # another order and other metadata are other prompts
+    # another order, or other metadata, make other prompts
     assert len({each["train"] for each in found.values()}) == 3
     assert len({each["test"] for each in found.values()}) == 1
     now = Prompts(train=str(tmp_path / "c.txt"), test=str(tmp_path / "a.txt"))
@@ -114,7 +114,7 @@ def test_the_order_depends_on_the_seed_and_on_the_pass():
 
 
 def test_held_out_prompts_are_not_trained_on():
-    """Compared as a reader would: without case and repeated spaces."""
+    """Case and repeated spaces are ignored in the comparison."""
     train = [Prompt("A red circle"), Prompt("two cats")]
     recorded = Prompts(train="a", test="b")
     refuse_overlap(recorded, train, [Prompt("a red square")])
@@ -124,8 +124,8 @@ def test_held_out_prompts_are_not_trained_on():
 
 
 def test_no_preset_evaluates_on_training_prompts():
-    """Those of the reference code name prompt files that it does not ship either; those of models
-    that edit are for prompts with images, of which none ship.
+    """Presets of the reference code name prompt files that it does not ship, and presets of editing
+    models need prompts with images, of which none ship.
     """
     for name in preset_names():
         prompts = load(name).prompts

@@ -1,4 +1,4 @@
-"""Images that prompts edit: found beside the prompt file, refused early, read as diffusers does."""
+"""Source images of prompts: found beside the prompt file, refused early, read as in diffusers."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from configs.sources import pixels_of, refuse_unreadable
 
 
 def image_file(path, width, height, mode="RGB", **how):
-    """A file with random pixels; returns them."""
+    """Write a file of random pixels and return them."""
     path.parent.mkdir(exist_ok=True)
     channels = {"RGB": (3,), "RGBA": (4,), "L": ()}[mode]
     chance = np.random.default_rng(width)
@@ -59,7 +59,7 @@ def test_scorers_get_the_source_image_at_the_size_of_the_run(tmp_path):
 
 
 def test_source_images_are_resized_as_by_diffusers(tmp_path):
-    """By the very processor of its pipelines."""
+    """The expected pixels are those of the processor of its pipelines."""
     from diffusers.image_processor import VaeImageProcessor
 
     image_file(tmp_path / "a.png", 48, 32)
@@ -80,7 +80,7 @@ def test_modes_and_orientation_equal_those_of_diffusers(tmp_path):
     from diffusers.utils import load_image
 
     exif = Image.Exif()
-    exif[0x0112] = 6  # a quarter turn
+    exif[0x0112] = 6  # a rotation by 90 degrees
     image_file(tmp_path / "turned.jpg", 24, 16, exif=exif)
     for name, mode in (("grey.png", "L"), ("clear.png", "RGBA")):
         image_file(tmp_path / name, 16, 24, mode)

@@ -1,4 +1,4 @@
-"""Plain values as TOML."""
+"""Formatting of plain values as TOML."""
 
 import tomllib
 
