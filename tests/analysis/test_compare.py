@@ -25,7 +25,7 @@ def configuration(root: Path, name: str, seed: int = 0, *overrides: str):
 
 @pytest.fixture
 def results(tmp_path):
-    """Write two cells of three seeds that gain 0.04 + 0.01 seed, and twice that, in four updates."""
+    """Write two cells of three seeds that gain 0.04 + 0.01 seed and twice that in four updates."""
     cells = []
     for name, factor, explore in (("slow", 1.0, 6.0), ("quick", 2.0, 1.0)):
         runs = []

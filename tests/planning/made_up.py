@@ -1,4 +1,4 @@
-"""Models for the chooser of layouts, with made-up seconds and bytes near those of the real ones."""
+"""Models for tests of layouts, with made-up seconds and bytes close to those of the real ones."""
 
 from configs.load import load
 from configs.schema import RunConfig

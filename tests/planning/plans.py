@@ -1,4 +1,4 @@
-"""What the tests of plans run: tiny pipelines of every family, and configurations of them."""
+"""Helpers for tests of plans: tiny pipelines of every family, and configurations of them."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tests.tiny_families import SETTINGS
 
 
 class Directories:
-    """The tiny pipeline of a family, made when it is asked for."""
+    """Directories of tiny pipelines by family, each made on first use."""
 
     def __init__(self, request: pytest.FixtureRequest) -> None:
         self.request = request

@@ -1,4 +1,4 @@
-"""What a plan takes compiled passes and decoders to need, on GPUs; counts are the kept ones."""
+"""Predicted seconds of compiled passes and decoders on GPUs, from the stored counts."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def decoding(stage: Stage, device: Device) -> float:
         ("sana", (), {"explore", "regenerate", "evaluate"}),
         ("sana", EAGER[:1], {"regenerate", "evaluate"}),
         ("sana", EAGER[1:], {"explore"}),
-        ("qwen_image", (), set()),  # its decoder keeps frames from call to call
+        ("qwen_image", (), set()),  # its decoder caches frames between calls
         ("wan_1_3b", (), set()),
     ],
 )
@@ -54,7 +54,7 @@ def test_on_a_cpu_decoders_are_not_compiled():
 
 @pytest.mark.parametrize("key", ["explore", "regenerate", "optimizer"])
 def test_a_compiled_stage_is_faster_with_the_same_operations(key):
-    """Of the others nothing changes."""
+    """Other stages do not change."""
     off, device = stages_of("sana", *EAGER)
     on, _ = stages_of("sana", *(each for each in EAGER if key not in each), f"{key}.compile=true")
     mine = {"explore": {"explore"}, "optimizer": {"update"}}.get(key, {"regenerate", "evaluate"})

@@ -1,4 +1,4 @@
-"""``sol-rl doctor`` without a cluster: lines that follow from facts, then the command here."""
+"""``sol-rl doctor`` without a cluster: lines for given facts, then the command on this machine."""
 
 import json
 import socket
@@ -83,7 +83,7 @@ def test_this_machine_passes_the_doctor_for_the_quickstart(tmp_path, monkeypatch
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith(("ok ", "note ")) for line in lines) and len(lines) >= 9
     assert any("supported backends" in line and "emulated_nvfp4" in line for line in lines)
-    assert list(tmp_path.iterdir()) == []  # it leaves nothing
+    assert list(tmp_path.iterdir()) == []  # it leaves no files
 
 
 def test_failed_checks_have_exit_code_2_and_advice(tmp_path, capsys):

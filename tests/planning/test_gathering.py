@@ -1,4 +1,4 @@
-"""What gathering a base in shards takes, by hand: 64 GB, 8 replicas, made-up seconds."""
+"""Seconds to gather a sharded base, computed by hand: 64 GB, 8 replicas, made-up durations."""
 
 from dataclasses import replace
 
@@ -29,26 +29,33 @@ def counts(denoiser: float = WHOLE) -> Counts:
 
 
 def sharded(*overrides: str) -> Gathering:
-    """24 of a prompt, 10 steps, batches of 8 images and of 4 points, 6 points a sample."""
+    """Return the gathering of 24 images per prompt, 10 steps, batches of 8 images or 4 points, 6
+    points per sample.
+    """
     given = (*SHARDS, "regenerate.batch_size=8", "optimizer.batch_size=4")
     config = preset("flux1", *given, "audit.random_seeds=0", *overrides)
     return gathering_of(config, counts(), "H200", 8)
 
 
 def test_link_speeds_of_known_gpus():
-    """Three quarters of NVLink's 450 GB/s; over PCIe 4 in and out of the host's memory."""
+    """Three quarters of NVLink's 450 GB/s; over PCIe, four GPUs share the way into and out of host
+    memory.
+    """
     assert peer_link("H200") == pytest.approx(337.5e9) and peer_link("B200") == 2 * 337.5e9
     assert peer_link("RTX 4090") == 12.5e9
 
 
 def test_gathering_times_of_a_known_model():
-    """7/8 of 64 GB at 337.5 GB/s are 0.166 s. A prompt is regenerated in 3 batches of 10 passes.
+    """7/8 of 64 GB at 337.5 GB/s are 0.166 s, and a prompt is regenerated in 3 batches of 10
+    passes.
+
     A sample has 1.5 batches of points: forward, backward, and the forward of two other policies.
     """
     once = 7 / 8 * 64 / 337.5
     found = sharded()
     assert found.once(8) == pytest.approx(once) and found.once(1) == 0
-    assert found.once(16) == pytest.approx(15 / 16 * 64 / 25)  # two nodes: at their link
+    # two nodes: at the speed of their link
+    assert found.once(16) == pytest.approx(15 / 16 * 64 / 25)
     assert found.of_prompt(8, 1.0) == pytest.approx((30 * once, 24 * 1.5 * 4 * once))
     # six images of a prompt are one batch as well
     assert found.of_prompt(8, 0.25) == pytest.approx((40 * once, 144 * once))
@@ -70,7 +77,9 @@ def test_an_unsharded_base_gathers_nothing():
 
 
 def test_gathering_lengthens_an_iteration():
-    """6 prompts of each of 8 replicas; exploring, far shorter than regenerating, hides in it."""
+    """6 prompts for each of 8 replicas; exploring, which is far shorter than regenerating, overlaps
+    with it.
+    """
     groups = {"rollout": Group(8, 0.36), "learner": Group(8, 0.52)}
     numbers, gpus = LayoutSpec("", groups), [Gpus("H200", 8, 141)]
     plain = {"H200": tasks(8, 285, 855)}
@@ -81,7 +90,8 @@ def test_gathering_lengthens_an_iteration():
     assert gathered(numbers, plain) == {}
     before, after = predict(numbers, laid, plain), predict(numbers, laid, shards)
     assert after.update - before.update == pytest.approx(found["update"])
-    # what is explored last is regenerated last: one prompt's gathering comes on top of exploring
+    # the prompt that is explored last is regenerated last: gathering for one prompt is added to
+    # exploring
     assert after.iteration - before.iteration == pytest.approx(sum(found.values()), rel=0.02)
 
 

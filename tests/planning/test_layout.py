@@ -1,6 +1,6 @@
-"""The chooser of layouts: golden numbers, what must always hold, and what is said where none fits.
+"""The choice of layouts: golden numbers, invariants, and messages where none fits.
 
-Seconds and bytes of the models are made up, near those of the real ones, so that nothing is
+Seconds and bytes of the models are made up, close to those of the real ones, so that nothing is
 counted.
 """
 
@@ -24,7 +24,7 @@ from tests.planning.made_up import BYTES, MODELS, SHARDS, costs, preset, tasks
 
 
 def test_tasks_go_to_the_slot_that_ends_first():
-    """Two free slots of 3 s, one of 2 s that is busy until 4: 3, 3, 6, 6, 6 and 8."""
+    """Two free slots of 3 s, and one of 2 s that is busy until 4: 3, 3, 6, 6, 6 and 8."""
     assert fill([(2, 0, 3), (1, 4, 2)], 6) == (8, [4, 2])
     assert fill([(2, 0, 3)], 5) == (9, [5]) and fill([], 3) == (0, [])
 
@@ -42,7 +42,7 @@ def test_shares_are_laid_largest_first_on_the_fullest_gpu():
 
 
 def test_a_split_layout_with_known_numbers():
-    """Six rollout actors, one learner: regenerating hides exploring, 47/48 of it at least."""
+    """Six rollout actors, one learner: regenerating overlaps with at least 47/48 of exploring."""
     numbers = LayoutSpec("", {"rollout": Group(6, 1), "learner": Group(1, 1)})
     gpus, there = [Gpus("B200", 8, 180)], {"B200": tasks(229, 285, 855)}
     found = predict(numbers, assign_gpus(numbers, gpus) or [], there)
@@ -78,7 +78,7 @@ def test_more_gpus_than_prompts_get_replicas_that_share_samples():
         numbers = choice.best.numbers
         assert (numbers.mode, numbers.share, numbers.ahead) == ("shared", "samples", 0)
         assert numbers.groups["learner"].actors == numbers.groups["rollout"].actors == 64
-        # three chunks or four of a GPU, and a quarter of a prompt after the last
+        # three or four chunks per GPU, and a quarter of a prompt after the last
         assert choice.best.seconds <= 1.1 * choice.bound
         resolved = with_layout(preset(model), numbers)
         assert resolved.services.learner.share == "samples"
@@ -99,7 +99,8 @@ def test_replicas_of_whole_prompts_leave_gpus_to_rollout_actors_that_explore_ahe
     on_policy = choose(preset("flux1", "explore_ahead=0", whole), gpus, costs("flux1")).best
     assert on_policy.numbers.ahead == 0 and on_policy.seconds > choice.best.seconds
     sana = choose(preset("sana", whole), gpus, costs("sana"))
-    assert sana.best.numbers.groups["rollout"].actors == 48 + 2 * 16  # two where no learner is
+    # two on the GPUs without a learner
+    assert sana.best.numbers.groups["rollout"].actors == 48 + 2 * 16
     assert sana.best.seconds <= 1.15 * sana.bound
 
 
@@ -116,7 +117,7 @@ def test_requested_modes_are_respected():
 
 
 def test_rollout_actors_on_blackwell_and_learners_on_hopper():
-    """One B200 beside eight H200: exploring on the one, everything else on the eight."""
+    """With one B200 and eight H200, the B200 explores and everything else is on the H200."""
     slow = tasks(229 * 4.5, 285 * 2.27, 855 * 2.27)
     gpus = [Gpus("B200", 1, 180), Gpus("H200", 8, 141)]
     choice = choose(preset("flux1"), gpus, costs("flux1", H200=slow))
@@ -134,11 +135,11 @@ def test_an_arm_without_rollout_actors_uses_learners_only():
     gpus = [Gpus("B200", 8, 180)]
     numbers = choose(preset(arm="diffusionnft"), gpus, costs("flux1")).best.numbers
     assert "rollout" not in numbers.groups
-    # a scorer on each GPU, none with two
+    # one scorer on each GPU, never two
     both = {"learner": 1, "reward": 1}
     laid = [(each.count, each.actors) for each in assign_gpus(numbers, gpus) or []]
     assert sorted(laid, key=repr) == [(1, {**both, "encoder": 1}), (7, both)]
-    # where the encoder does not fit beside a learner, it is where none is: 66 + 4 + 10 GB
+    # where the encoder does not fit beside a learner, it is on a GPU without one: 66 + 4 + 10 GB
     gpus = [Gpus("H100", 8, 80)]
     seconds = costs("flux1", 66e9, H100=tasks(*MODELS["flux1"]))
     best = choose(preset(arm="diffusionnft"), gpus, seconds).best
@@ -146,7 +147,7 @@ def test_an_arm_without_rollout_actors_uses_learners_only():
     assert sorted(laid, key=repr) == [(1, {"reward": 1, "encoder": 1}), (7, {"learner": 1})]
 
 
-# ---- what is given by hand
+# ---- numbers given by hand
 
 
 def test_explicit_numbers_take_precedence():
@@ -177,7 +178,7 @@ def test_chosen_numbers_are_written_and_kept():
 
 
 def test_a_layout_is_needed_only_if_values_are_missing():
-    """Nothing without [layout], on CPUs by hand, or where every number is given."""
+    """No layout is chosen without [layout], on CPUs by hand, or where every number is given."""
     assert needs_layout(preset("flux1")) and not needs_layout(load("quickstart"))
     cpus = [f"services.{kind}.gpus=0" for kind in ("rollout", "learner", "reward", "encoder")]
     assert not needs_layout(preset("flux1", *cpus)) and needs_layout(preset("flux1", *cpus[:3]))
@@ -190,7 +191,9 @@ def test_a_layout_is_needed_only_if_values_are_missing():
 
 
 def test_layouts_that_do_not_fit_are_excluded():
-    """Not all on 60 GB, but the learner on one GPU and the rollout actor on another."""
+    """With 60 GB they do not all fit, but the learner on one GPU and the rollout actor on another
+    do.
+    """
     gpus = [Gpus("B200", 4, 60)]
     choice = choose(preset("flux1"), gpus, costs("flux1"))
     assert choice.best.numbers.mode == "split" and choice.why == "the only one that fits"
@@ -216,8 +219,9 @@ def test_if_nothing_fits_one_line_says_what_is_missing_and_what_would_fit(count,
 
 
 def test_a_sharded_base_needs_at_least_two_replicas():
-    """A learner of 100 GB by itself, half of it on each of two: only then it fits. One GPU has no
-    room for two replicas, which each need one.
+    """A learner of 100 GB fits only if each of two replicas holds half.
+
+    One GPU has no room for two replicas, because each needs a GPU.
     """
     there = {"B200": tasks(*MODELS["flux1"])}
     parts = Costs(there, {"B200": BYTES}, lambda replicas: 100e9 / replicas)
@@ -245,7 +249,9 @@ def test_gpus_of_nodes():
 
 
 def test_too_many_actors_for_a_machine_are_refused(monkeypatch):
-    """Before Ray is started: what this machine has, or what the nodes of a cluster add up to."""
+    """They are compared with this machine or with the sum of a cluster's nodes, before Ray is
+    started.
+    """
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     most = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 24_000_000_000 // 4096}
     monkeypatch.setattr("os.sysconf", lambda name: most[name])
@@ -273,7 +279,7 @@ def test_a_resumed_run_keeps_its_replicas_on_the_current_gpus():
     assert differences(started, as_started(preset("flux1"), started)) == []
     kept = keep_layout(preset("flux1"), started)
     again = choose(kept, [Gpus("B200", 16, 180)], costs("flux1")).best.numbers
-    # eight replicas are as quick with GPUs of their own, and then fewer actors do
+    # eight replicas are as fast with GPUs of their own, and then fewer actors suffice
     actors = {kind: group.actors for kind, group in again.groups.items()}
     assert (again.mode, actors["learner"], actors["rollout"]) == ("split", 8, 8)
     assert differences(started, with_layout(kept, again)) == []
@@ -287,7 +293,7 @@ def test_a_resumed_run_keeps_its_replicas_on_the_current_gpus():
     assert differences(started, other) == ["services.learner.replicas: 8 -> 4"]
 
 
-# ---- what always holds
+# ---- invariants
 
 
 @settings(max_examples=12)
@@ -298,7 +304,7 @@ def test_a_resumed_run_keeps_its_replicas_on_the_current_gpus():
     st.sampled_from(["sol_rl", "naive_quant", "diffusionnft"]),
 )
 def test_every_actor_of_a_layout_can_be_placed(count, model, mode, arm):
-    """Shares on a GPU never exceed 1, and nodes of eight GPUs hold what was laid on GPUs."""
+    """Shares of a GPU never exceed 1, and nodes of eight GPUs hold all actors on GPUs."""
     config, gpus = preset(model, f"layout.mode={mode}", arm=arm), [Gpus("B200", count, 180)]
     if mode == "split" and count == 1 and arm != "diffusionnft":
         with pytest.raises(ConfigError, match="layout.mode = 'split'"):

@@ -1,4 +1,4 @@
-"""Every preset of a full-size model, laid out on GPUs: how near to all GPUs at work, and the arms.
+"""Layouts of every preset of a full-size model: how busy all GPUs are, and the arms compared.
 
 Counts of the models come from the stored table, which `test_the_stored_counts_are_up_to_date`
 compares with new counts.
@@ -40,7 +40,7 @@ def preset(name: str, *overrides: str) -> Iterator[tuple[RunConfig, Family]]:
 
 
 SPREAD = [
-    # every model with half of the rewards, every reward with half of the models
+    # every model with half of the rewards, and every reward with half of the models
     pytest.param(model, reward, marks=() if (row + column) % 2 else pytest.mark.slow)
     for row, model in enumerate(MODELS)
     for column, reward in enumerate(REWARDS)
@@ -56,13 +56,15 @@ def test_predicted_seconds_are_near_all_work_spread_over_all_gpus(model, reward)
             most = 1.15 if (kind, count) == ("B200", 8) else 1.25
             assert choice.best.seconds <= most * choice.bound, (kind, count)
             numbers = choice.best.numbers
-            assert numbers.ahead == 0  # replicas use every GPU, on 64 by sharing samples
+            assert numbers.ahead == 0  # replicas use every GPU; on 64 GPUs they share samples
             assert (numbers.share == "samples") == (count == 64)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_sol_rl_is_faster_than_naive_scaling_at_equal_gpus(model):
-    """But for Wan 2.1 1.3B, where decoding clips is most of a rollout: there it gains nothing."""
+    """Except for Wan 2.1 1.3B, where decoding clips is most of a rollout: there it gains
+    nothing.
+    """
     gpus = [Gpus("B200", 8, 180)]
     with preset(f"{model}-sol_rl-hpsv2") as (config, family):
         found = arms_of(config, family, gpus, Assumptions()).found
@@ -72,7 +74,7 @@ def test_sol_rl_is_faster_than_naive_scaling_at_equal_gpus(model):
     most = 1.01 if model == "wan_1_3b" else 1.0
     assert ours.explore < naive.explore and ours.rollout < most * naive.rollout
     assert ours.iteration < most * naive.iteration
-    assert ours.update == pytest.approx(naive.update)  # the same in every arm
+    assert ours.update == pytest.approx(naive.update)  # equal in all arms
     compared = ratios(config, arms)
     assert compared is not None and compared.rollout == naive.rollout / ours.rollout
     assert (compared.paper is not None) == (model in ("flux1", "sd35_large", "sana"))
@@ -80,7 +82,7 @@ def test_sol_rl_is_faster_than_naive_scaling_at_equal_gpus(model):
 
 @pytest.mark.parametrize("model", ["flux1", "wan_14b"])
 def test_arms_with_a_sharded_base_are_compared(model):
-    """The number of replicas is not written there: every arm's layout has yet to choose it."""
+    """The number of replicas is not given: the layout of every arm chooses its own."""
     gpus = [Gpus("H100", 8, 80)]
     with preset(f"{model}-sol_rl-hpsv2", *SHARDS) as (config, family):
         arms = arms_of(config, family, gpus, Assumptions())
@@ -108,7 +110,7 @@ def test_an_impossible_arm_is_explained_in_one_line():
 
 
 def test_an_arm_that_explores_nothing_uses_every_gpu():
-    """Scorers were laid on one GPU, which had no room for more than two of them."""
+    """Scorers used to be placed on one GPU, which had no room for more than two of them."""
     gpus = [Gpus("H100", 8, 80)]
     with preset("wan_14b-diffusionnft-hpsv2") as (config, family):
         choice = choose(config, gpus, costs_of(config, family, gpus, Assumptions()))
@@ -146,7 +148,7 @@ def test_the_learner_is_sized_for_the_larger_format_of_mixed_gpus():
 
 
 def test_a_plan_says_where_replicas_wait_for_each_other():
-    """FlowGRPO's presets take two optimizer steps per iteration, dealt evenly."""
+    """FlowGRPO's presets take two optimizer steps per iteration, with samples dealt evenly."""
     gpus, seconds, message = [Gpus("B200", 8, 180)], {}, {}
     for deal in ("random", "even"):
         with preset("flux1-flow_grpo-hpsv2", f"optimizer.deal={deal}") as (config, family):
@@ -164,7 +166,7 @@ def test_a_plan_says_where_replicas_wait_for_each_other():
 
 @pytest.mark.parametrize("name", ["flux1-flow_grpo-hpsv2", "flux1-diffusionnft-hpsv2"])
 def test_an_arm_that_explores_nothing_is_planned_on_gpus(name, capsys):
-    """No service of such a preset names a GPU before a layout is chosen."""
+    """No service of such a preset requests a GPU before a layout is chosen."""
     assert main(["plan", name, "--gpus", "8", "--accelerator", "B200", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["layout"]["services"]["learner"]["actors"] == 8
@@ -201,7 +203,7 @@ def test_the_command_prints_one_object_and_draws_it(capsys, tmp_path):
     assert tree["layout"]["mode"] == "shared" and tree["layout"]["gpus"] == 16
     assert tree["layout"]["services"]["learner"]["actors"] == 16
     assert tree["idle_share"].keys() == {"rollout", "learner", "reward", "encoder", "selector"}
-    # simulated twice, each time as a difference from when its iteration began
+    # simulated twice, with times relative to the start of an iteration
     assert tree["arms"]["sol_rl"] == pytest.approx(tree["iteration_s"], rel=1e-12)
     assert tree["iteration_s"] < tree["arms"]["naive_scaling"]
     assert tree["warnings"] == []
@@ -232,7 +234,7 @@ def test_invalid_plans_are_one_line(capsys, monkeypatch, arguments, message):
     assert main(["plan", *arguments]) == 2
     first, *more = capsys.readouterr().err.splitlines()
     assert message in first
-    # of what does not fit, the settings that save memory follow
+    # after what does not fit, settings that save memory are listed
     assert bool(more) == ("does not fit" in message) and all(line.startswith("  ") for line in more)
 
 
@@ -245,7 +247,7 @@ KEPT = (
 
 @pytest.mark.parametrize("name", KEPT)
 def test_counts_of_every_preset_are_stored(name):
-    """In what GPUs explore in: so that a plan comes at once."""
+    """In the formats that GPUs explore in, so that a plan is immediate."""
     config = load(name)
     assert all(
         counting.key_of(config, backend) in counting._kept()

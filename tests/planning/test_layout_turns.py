@@ -1,4 +1,4 @@
-"""Layouts in which weights leave a GPU between turns: when they are tried, held bytes, seconds."""
+"""Layouts whose weights leave a GPU between turns: when they are tried, their bytes and seconds."""
 
 from dataclasses import replace
 
@@ -15,8 +15,10 @@ from tests.planning.made_up import GB, MODELS, SHARDS, costs, preset
 
 
 def turning(model: str = "flux1") -> Costs:
-    """Of the rollout actor's 16 GB 10 may leave, of the learner's 34 24, at 50 GB/s; 5 and 6 are
-    those of passes.
+    """Return costs: 10 of the rollout actor's 16 GB may leave, and 24 of the learner's 34, at 50
+    GB/s.
+
+    5 and 6 GB are those of passes.
     """
     move = {"rollout": 0.2, "learner": 0.48}
     parts = {"rollout": Parts(10 * GB, 5 * GB), "learner": Parts(24 * GB, 6 * GB)}
@@ -28,7 +30,8 @@ def turning(model: str = "flux1") -> Costs:
     ("memory", "leaves", "held", "moved"),
     [
         (68, (), 68, 0.0),  # 34 + 16 + 4 + 10, and 1 for each of four processes
-        (64, ("rollout",), 68 - 6, 2 * 0.2),  # in their turn the learner has no passes
+        # the learner has no passes during the rollout actors' turn
+        (64, ("rollout",), 68 - 6, 2 * 0.2),
         (60, ("rollout", "learner"), 68 - 10 - 5, 2 * (0.2 + 0.48)),  # the larger: the learner's
         (53, ("rollout", "learner"), 68 - 10 - 5, 2 * (0.2 + 0.48)),
     ],
@@ -71,14 +74,16 @@ def test_text_encoders_stay_and_encode_once_is_suggested():
 
 
 def test_with_turns_regeneration_follows_exploring():
-    """Three prompts' learners on two of three GPUs, four rollout actors: all is explored first."""
+    """With the learners of three prompts on two of three GPUs and four rollout actors, exploring
+    ends first.
+    """
     groups = {"learner": Group(2, 0.52), "rollout": Group(4, 0.36)}
     there = {"B200": Tasks(12, 4, 1.0, 10.0, 20.0, move={"rollout": 0.5})}
     numbers = LayoutSpec("shared", groups, leaves=("rollout",))
     laid = assign_gpus(numbers, [Gpus("B200", 3, 180)]) or []
     assert max(each.actors.get("rollout", 0) for each in laid) == 2
     found = predict(numbers, laid, there)
-    # two rollout actors on a GPU are as quick as one; both leave: a second for each change
+    # two rollout actors on a GPU are as fast as one; both leave: one second per change
     assert found.iteration == pytest.approx(found.explore + 1.0 + 20.0 + 40.0 + 1.0)
 
 

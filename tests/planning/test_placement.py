@@ -1,7 +1,7 @@
 """Placement as a function of configuration and nodes.
 
-Invariants: every actor has what it needs, no node gives more than it has, no GPU share crosses a
-GPU, labels hold; actors without a place are named, with what is free.
+Invariants: every actor gets what it needs, no node gives more than it has, no share crosses a GPU,
+labels match; actors without a place are named, with what is free.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ B200, H200 = {ACCELERATOR: "B200"}, {ACCELERATOR: "H200"}
 
 
 def config(**services: dict[str, Any]) -> RunConfig:
-    """The shipped preset with other services."""
+    """Return the shipped preset with other services."""
     given = [
         f"services.{kind}.{key}={value!r}"
         for kind, table in services.items()
@@ -79,8 +79,9 @@ def test_rollout_actors_get_their_accelerator_and_the_learner_the_rest():
 
 
 def test_actors_with_fewest_options_are_placed_first():
-    """A learner without labels must not take the only GPU that rollout actors may use, although it
-    asks for as much.
+    """A learner without labels must not take the only GPU that rollout actors may use.
+
+    It requests as much as they do.
     """
     needs = [Need("learner-0", 1, 1), Need("rollout-0", 1, 1, B200)]
     assert place(needs, [Node("b", 4, 1, B200), Node("h", 4, 1, H200)]) == {
@@ -98,8 +99,8 @@ def test_spread_and_pack(strategy, expected):
 
 
 def test_spreading_yields_if_an_actor_could_not_be_placed():
-    """Spread alone puts one small share on each node, and then no node has two GPUs free for the
-    last.
+    """Spreading alone would put a small share on each node, so that no node had two GPUs free for
+    the last actor.
     """
     needs = [
         Need("rollout-0", 1, 1, spread=True),
@@ -122,7 +123,7 @@ def test_fractional_shares_never_span_gpus():
         Node("n", 8, 2),
         [Need("a-0", 0, 0.7), Need("b-0", 0, 0.3), Need("a-1", 0, 0.7), Need("b-1", 0, 0.3)],
     )
-    # 2.0 in sum
+    # 2.0 in total
     assert not fits(
         Node("n", 8, 2), [Need("a-0", 0, 0.7), Need("a-1", 0, 0.7), Need("a-2", 0, 0.6)]
     )
@@ -157,7 +158,7 @@ def test_placement_without_nodes_is_refused():
 
 
 def test_larger_fractions_are_placed_first_on_nodes_with_several_gpus():
-    """Those of each node, by service. Whole GPUs, and those of one size, need no order."""
+    """The order is per node, by service. Whole GPUs, and shares of one size, need no order."""
     shares = {"learner": 2, "rollout": 0.7, "reward": 0.3, "encoder": 0.3, "scorers.x": 0.2}
     needs = {kind: Need(f"{kind}-0", 0, share) for kind, share in shares.items()}
     one, two = [(need, "a") for need in needs.values()], [(needs["scorers.x"], "b")]
@@ -204,12 +205,14 @@ class Clock:
 
 
 def placer_of(actors: int, clock: Clock | None = None) -> Placer:
-    """A placer of a run with this many rollout actors of one CPU each."""
+    """Return a placer of a run with this many rollout actors of one CPU each."""
     return Placer(config(rollout={"actors": actors, "cpus": 1}), clock or Clock())
 
 
 def test_free_resources_of_a_node_are_kept_while_our_actors_change():
-    """A dying actor's share still shows as taken: its replacement must not be refused for that."""
+    """The share of a dying actor is still reported as taken; its replacement must not be refused
+    for that.
+    """
     placer = placer_of(1)
     placer.refresh([Node("x", 1)])
     placer.place_all(["rollout"])
@@ -219,14 +222,16 @@ def test_free_resources_of_a_node_are_kept_while_our_actors_change():
 
 
 def test_resources_of_other_jobs_are_updated_on_quiet_nodes():
-    """Two of four CPUs are another job's at first; later none, then all that we do not hold."""
+    """Two of four CPUs belong to another job at first; later none, and then all that the run does
+    not hold.
+    """
     clock = Clock()
     placer = placer_of(1, clock)
     placer.refresh([Node("x", 2)])
     placer.place_all(["rollout"])
     placer.take("rollout-0")
     clock.now = SETTLED_S - 0.1
-    placer.refresh([Node("x", 3)], ["rollout-0"])  # of 4, less ours
+    placer.refresh([Node("x", 3)], ["rollout-0"])  # of 4, less those of the run
     with pytest.raises(NoRoom):
         placer.reserve(["rollout-1", "rollout-2"])
     clock.now = SETTLED_S
@@ -244,8 +249,8 @@ def test_resources_of_other_jobs_are_updated_on_quiet_nodes():
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_a_starting_actor_is_not_counted_twice(taken):
-    """What is reserved, or started and not there, may still be free in Ray's count, and is ours in
-    this one.
+    """Ray may still report resources as free that are reserved, or whose actor is starting; they
+    are counted once.
     """
     clock = Clock()
     placer = placer_of(2, clock)

@@ -1,6 +1,4 @@
-"""`sol-rl plan`: what it counts without weights against what is there when the same thing is
-loaded.
-"""
+"""`sol-rl plan`: its counts without weights equal those of loaded models."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -43,7 +41,7 @@ def directories(request) -> Directories:
     return Directories(request)
 
 
-# ---- bytes, against the real thing
+# ---- bytes, compared with loaded models
 
 
 @pytest.mark.parametrize(
@@ -81,7 +79,7 @@ def test_the_plan_equals_the_memory_of_text_encoders(directories, name):
     ("name", "backend"),
     [
         *one_of_twins(True, "emulated_nvfp4"),
-        # another format packs the same modules: of most families one is enough
+        # other formats pack the same modules: for most families one is enough
         *(
             pytest.param(name, "fp8", marks=() if name in ("sd3", "sana") else pytest.mark.slow)
             for name in NAMES
@@ -89,8 +87,9 @@ def test_the_plan_equals_the_memory_of_text_encoders(directories, name):
     ],
 )
 def test_the_plan_equals_memory_and_broadcast_of_a_learner(directories, tmp_path, name, backend):
-    """Weights and adapters of a real trainer, and the very bytes of its export, with an adapted
-    module that stays unquantized.
+    """Compared are weights and adapters of a real trainer, and the bytes of its export.
+
+    One adapted module stays unquantized.
     """
     wide = {
         "sd3": "transformer_blocks.0.attn.to_q",
@@ -133,7 +132,7 @@ def test_the_plan_equals_memory_and_broadcast_of_a_learner(directories, tmp_path
 
 
 def test_the_optimizer_holds_two_numbers_per_weight(tiny_sd3_dir, tmp_path):
-    """AdamW's state after a step, its counters left out."""
+    """AdamW's state after a step, without its counters."""
     plan = make_plan(config := run_of("sd3", tiny_sd3_dir, tmp_path))
     updater = Trainer(config).updater
     for parameter in updater.trained.parameters.values():
@@ -149,8 +148,9 @@ def test_the_optimizer_holds_two_numbers_per_weight(tiny_sd3_dir, tmp_path):
 
 
 def test_formats_without_kernels_are_counted_from_their_buffers(tiny_sd3_dir):
-    """NVFP4 on a GPU: codes of K/2, scales in whole tiles of 128 x 4, an amax and its factor; what
-    travels is the compact form.
+    """NVFP4 on a GPU: codes of K/2, scales in whole tiles of 128 x 4, an amax and its factor.
+
+    What is sent is the compact form.
     """
     family = family_for(tiny_model("sd3", tiny_sd3_dir))
     blank, rows, layers = meta.meta_explorer(family, BACKENDS["te_nvfp4"], (), torch.bfloat16)
@@ -189,7 +189,7 @@ def test_a_broadcast_of_sana_is_nine_bits_in_two_weights(tmp_path):
             Scorer(name="hpsv2", settings={"checkpoint": "x/y", "dtype": "bf16"}),
             986_109_441 * 2,
         ),  # and ViT-H/14
-        (Scorer(name="pickscore"), 986_109_441 * 4),  # the same in transformers' words
+        (Scorer(name="pickscore"), 986_109_441 * 4),  # the same with transformers' names
         (Scorer(name="clipscore", settings={"checkpoint": "shapes/not_built"}), None),
         (Scorer(name="shapes"), 0),
         (Scorer(name="mine:Scorer"), None),
@@ -218,7 +218,7 @@ def test_a_plan_on_assumed_gpus(tiny_sd3_dir, tmp_path):
     assert plan.device == Device("B200", 2250, 9000, 180, 0.25, 8, "nvfp4")
     assert set(plan.placed.values()) == {"node 1", "node 2"}
     seconds = {name: stage.seconds(plan.device) for name, stage in plan.stages.items()}
-    # the second of two prompts is regenerated when all is explored
+    # the second of two prompts is regenerated after exploring has ended
     rollouts = max(seconds["explore"] + seconds["regenerate"] / 2, seconds["regenerate"])
     expected = rollouts + seconds["update"]
     assert iteration_seconds(plan, plan.device) == pytest.approx(expected)
@@ -237,7 +237,7 @@ def test_a_plan_on_assumed_gpus(tiny_sd3_dir, tmp_path):
 
 
 def test_assumed_nodes_are_as_few_as_possible(tiny_sd3_dir, tmp_path, monkeypatch):
-    """Twelve whole GPUs: two nodes of eight. Nothing is laid on one first."""
+    """Twelve whole GPUs need two nodes of eight. Nothing is placed on one node first."""
     tried: list[int] = []
 
     def counted(needs: Sequence[Need], nodes: Sequence[Node]) -> dict[str, str]:
@@ -289,7 +289,7 @@ def test_the_plan_command_on_cpus(tiny_sana_dir, tmp_path, capsys):
 
 
 def test_the_plan_uses_the_nodes_of_a_cluster(tiny_sd3_dir, tmp_path, capsys, monkeypatch):
-    """With an address the nodes are those that are there; here a stand-in answers for them."""
+    """With an address the plan uses the nodes of that cluster; here a stand-in answers for it."""
     requested: list[str] = []
     monkeypatch.setattr(
         "cluster.jobs.live_runs.connected",
@@ -330,7 +330,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tiny_sd3_dir, tmp_path, capsys, a
 
 
 def test_the_plan_prints_the_steps_that_auto_uses(tiny_sd3_dir, tmp_path):
-    """At the run's own chunk; nothing where there is no GPU."""
+    """They are for the run's own chunk size; without a GPU there are none."""
     config = on_gpus(tiny_sd3_dir, tmp_path)
     step = configured_step(config, BACKENDS["torch_nvfp4"])
     lines = step_lines(config)
@@ -345,8 +345,10 @@ def test_the_plan_prints_the_steps_that_auto_uses(tiny_sd3_dir, tmp_path):
 
 
 def test_a_packed_input_is_in_the_peak_of_an_actor_on_a_gpu(tiny_sd3_dir, tmp_path):
-    """The widest input of a quantized layer, a byte per element in FP8, a bit more than half in
-    NVFP4; a CPU packs nothing.
+    """It is the widest input of a quantized layer: a byte per element in FP8, a bit more than half
+    in NVFP4.
+
+    A CPU packs nothing.
     """
     found = {}
     for backend in ("fp8", "torch_nvfp4", "bf16"):
@@ -361,7 +363,8 @@ def test_a_packed_input_is_in_the_peak_of_an_actor_on_a_gpu(tiny_sd3_dir, tmp_pa
         found[backend] = sizes[0] - sizes[1], counts.step.widest
     part = family_for(config.model).part_config("transformer")
     width = part["num_attention_heads"] * part["attention_head_dim"]
-    assert found["fp8"][1] % (4 * width) == 0  # the feed-forward's inner width, over all tokens
+    # the inner width of the feed-forward, over all tokens
+    assert found["fp8"][1] % (4 * width) == 0
     assert found["fp8"][0] == found["fp8"][1] > 0
     assert found["torch_nvfp4"][0] == pytest.approx(0.5625 * found["torch_nvfp4"][1], abs=1)
     assert found["bf16"] == (0, 0)

@@ -1,4 +1,6 @@
-"""``sol-rl plan`` against a GPU's allocator; without Ray, so that it runs in ``make gpu-check``."""
+"""``sol-rl plan`` compared with a GPU's allocator; without Ray, so that it runs in ``make
+gpu-check``.
+"""
 
 import pytest
 import torch
@@ -14,8 +16,8 @@ from tests.tiny_families import tiny_model
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_peak_of_an_explorer_on_a_gpu(tiny_sd3_dir):
-    """Weights exactly up to the allocator's blocks of 512 bytes per tensor; with its passes within
-    a factor of two.
+    """Weights match up to the allocator's blocks of 512 bytes per tensor; with passes, within a
+    factor of two.
     """
     family = family_for(tiny_model("sd3", tiny_sd3_dir))
     torch.cuda.reset_peak_memory_stats()
@@ -34,7 +36,8 @@ def test_the_peak_of_an_explorer_on_a_gpu(tiny_sd3_dir):
     x = noise_for(range(64), family.latent_shape).cuda()
     cond = pass_cost.conditioning_like(family, 64, torch.bfloat16, "cuda")
     with torch.no_grad():
-        family.velocity(real.transformer, x, torch.tensor(0.5), cond)  # libraries take workspaces
+        # libraries allocate workspaces
+        family.velocity(real.transformer, x, torch.tensor(0.5), cond)
         start = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         family.velocity(real.transformer, x, torch.tensor(0.5), cond)

@@ -1,4 +1,4 @@
-"""`sol-rl plan`: operations and seconds, against real transformers and in closed form."""
+"""`sol-rl plan`: operations and seconds, compared with real transformers and closed forms."""
 
 from dataclasses import replace
 from typing import Any
@@ -36,8 +36,9 @@ def directories(request) -> Directories:
 
 
 def test_a_tally_of_a_known_model():
-    """x [4, 8] W1 [8, 16] W2 [16, 8]: two operations per multiplication; both results are alive at
-    the end, weights never count.
+    """x [4, 8] W1 [8, 16] W2 [16, 8]: two operations per multiplication.
+
+    Both results are alive at the end; weights never count.
     """
     x, first, second = (torch.empty(shape, device="meta") for shape in ((4, 8), (8, 16), (16, 8)))
     with Tally() as tally:
@@ -51,7 +52,7 @@ def test_a_tally_of_a_known_model():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_counted_operations_of_a_step_equal_those_of_the_real_transformer(directories, name):
-    """Counted on real weights by torch's own counter, with attention spelled out."""
+    """Real weights are counted by torch's own counter, with attention written as products."""
     family = family_for(tiny_model(name, directories[name]))
     blank = meta.meta_denoiser(family, torch.float32)
     rows = quantize_plan(blank, family, (), BACKENDS["emulated_nvfp4"])
@@ -67,8 +68,10 @@ def test_counted_operations_of_a_step_equal_those_of_the_real_transformer(direct
 
 @pytest.mark.parametrize("name", EDITING)
 def test_a_source_image_is_encoded(directories, name):
-    """By the real autoencoder, counted by torch, attention spelled out; Qwen's language model reads
-    the image's tokens beside those of the prompt, and its tower four patches for each.
+    """The real autoencoder is counted by torch, with attention written as products.
+
+    Qwen's language model reads the image's tokens beside those of the prompt, and its vision tower
+    four patches per token.
     """
     family = family_for(tiny_model(name, directories[name]))
     vae = family.load_vae("cpu", torch.float32)
@@ -86,7 +89,7 @@ def test_a_source_image_is_encoded(directories, name):
 def test_source_images_are_encoded_with_the_negative_prompt_as_well(
     tiny_qwen_image_edit_dir, tmp_path
 ):
-    """Two rows of each prompt where guidance is on; by hand from what is counted."""
+    """With guidance there are two rows per prompt; computed by hand from the counts."""
     seconds, device = {}, Device("made up", 1.0, 1.0, 80.0, 1.0)
     for scale in (1.0, 2.0):
         config = run_of(
@@ -136,7 +139,7 @@ def test_counted_operations_of_training_equal_those_of_the_real_transformer(dire
 
 
 def test_guidance_takes_two_velocities(tiny_sd3_dir, tmp_path):
-    """Where it is on, and nowhere else; one pass of twice the batch needs the memory of that."""
+    """Only where guidance is on; one pass of twice the batch needs twice the memory."""
     changes = {"guidance__explore": 2.0, "guidance__train": 3.0}
     plain, guided, apart = (
         make_plan(run_of("sd3", tiny_sd3_dir, tmp_path, **more))
@@ -169,8 +172,10 @@ def test_smaller_proxy_images_are_counted_at_their_size(tiny_sd3_dir, tmp_path):
 
 
 def test_clips_are_counted_by_their_frames(tiny_wan_dir, tmp_path):
-    """9 frames explored as 5, two of them scored: the explorer's work is that of clips of 5, and
-    images in the store and for scorers are counted by frames.
+    """Of 9 frames, 5 are explored and two of them scored: the explorer's work is that of clips of
+    5.
+
+    Images in the store and for scorers are counted by frames.
     """
     nine = {"model__frames": 9, "explore__frames": 5, "rewards__frames": 2}
     config = tiny_config(
@@ -180,7 +185,7 @@ def test_clips_are_counted_by_their_frames(tiny_wan_dir, tmp_path):
     explored, alone = plan.stages["explore"], own.stages["explore"]
     assert explored.flops - explored.decoding == alone.flops - alone.decoding
     assert plan.stages["update"].flops > 1.4 * own.stages["update"].flops
-    # 2 prompts, 8 proxy clips of 5 frames and 4 of 9, of 16 x 16 pixels in 3 colours
+    # 2 prompts, 8 proxy clips of 5 frames and 4 of 9, of 16 x 16 pixels in 3 colors
     images = next(size for what, size in plan.store.items() if what.startswith("images"))
     assert images == 2 * (8 * 5 + 4 * 9) * 3 * 16 * 16
     assert (scored(config, config.model), scored(config, config.explored_model)) == (2, 2)
@@ -190,7 +195,9 @@ def test_clips_are_counted_by_their_frames(tiny_wan_dir, tmp_path):
 
 
 def test_clips_are_decoded_one_at_a_time(tiny_wan_dir):
-    """Operations of a real decoding, and the memory of one clip however many there are."""
+    """Operations equal those of a real decoding, and memory is that of one clip for any number of
+    clips.
+    """
     family = family_for(tiny_model("wan", tiny_wan_dir))
     vae, latents = family.load_vae("cpu", torch.float32), noise_for([1, 2], family.latent_shape)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -200,8 +207,8 @@ def test_clips_are_decoded_one_at_a_time(tiny_wan_dir):
 
 
 def test_stages_are_counts_of_steps(tiny_sd3_dir, tmp_path):
-    """2 prompts: 8 noises x 2 steps explored, 4 x 3 regenerated; NFT: 4 samples x 2 points, trained
-    once and twice evaluated.
+    """2 prompts: 8 seeds x 2 steps explored, 4 x 3 regenerated; NFT: 4 samples x 2 points, trained
+    once and evaluated twice.
     """
     plan = make_plan(run_of("sd3", tiny_sd3_dir, tmp_path))
     family = family_for(
@@ -227,16 +234,19 @@ def test_stages_are_counts_of_steps(tiny_sd3_dir, tmp_path):
     [("diffusion_nft", 6, 2.0), ("awm", 6, 2.0), ("flow_grpo", 9, 1.0), ("dance_grpo", 5, 0.0)],
 )
 def test_points_and_passes_of_objectives(objective, points, others):
-    """Beside the trained pass: old and reference; AWM's old is saved, its anchor is not; on paths 9
-    of 10 steps, or 0.6 of 9.
+    """Passes beside the trained one: old and reference; AWM saves old, but not its anchor.
+
+    On paths there are 9 of 10 steps, or 0.6 of 9.
     """
     config = load("flux1-diffusionnft-hpsv2", [f"objective.name={objective}"])
     assert training_points(config) == (points, others)
 
 
 def test_seconds_of_known_operations():
-    """Two calls of 1e15 operations and 2e12 bytes each, 4e14 of the operations quantized in one of
-    them, then decoding, on two GPUs of which half of every peak is used.
+    """Two calls of 1e15 operations and 2e12 bytes each, then decoding, on two GPUs at half of every
+    peak.
+
+    In one of the calls 4e14 operations are quantized.
     """
     step = Step(1e15, 0.4e15, 10, 1e11, 100, 2e12)
     device = Device("x", 1000, 4000, 1, utilisation=0.5, bandwidth=10, form="fp8")
@@ -250,9 +260,10 @@ def test_seconds_of_known_operations():
 
 
 def test_bytes_that_a_gpu_would_move():
-    """bfloat16 [4, 8] and [8, 16]: a small product waits for memory; a view is free, adding a
-    number reads and writes; a norm of torch's is one kernel that reads its input and writes as
-    much.
+    """bfloat16 [4, 8] and [8, 16]: a small product is limited by memory.
+
+    A view is free; adding a number reads and writes; torch's norm is one kernel that reads its
+    input and writes as much.
     """
     x, w = (torch.empty(s, device="meta", dtype=torch.bfloat16) for s in ((4, 8), (8, 16)))
     with fused_attention(), Tally() as tally:
@@ -265,7 +276,7 @@ def test_bytes_that_a_gpu_would_move():
 
 
 def test_small_heads_take_longer():
-    """Of 64 numbers the square root of two times as long as of 128."""
+    """Heads of 64 take the square root of two times as long as heads of 128."""
     found = {}
     for head in (64, 128):
         query = torch.empty(1, 2, 16, head, device="meta", dtype=torch.bfloat16)

@@ -1,4 +1,6 @@
-"""How many blocks are computed again: as few as fit, where that is predicted to be faster."""
+"""Number of blocks whose activations are recomputed: as few as fit, where that is predicted to be
+faster.
+"""
 
 import re
 
@@ -26,8 +28,9 @@ class Best:
 
 @pytest.fixture
 def needs(monkeypatch):
-    """GB that the fullest GPU holds where nothing, or everything, is computed again; and seconds
-    that a share costs. The family is not looked at.
+    """Replace the memory of the fullest GPU and the seconds of an iteration by given numbers.
+
+    The memory is for recomputing nothing and everything; the family is ignored.
     """
 
     def set_to(none: float, every: float, seconds: float = 20.0) -> None:
@@ -52,9 +55,9 @@ def chosen(*overrides: str, gpus=EIGHT) -> float:
 @pytest.mark.parametrize(
     ("none", "share"),
     [
-        (ROOM * 180, False),  # nine tenths of the memory, and nothing is computed again
+        (ROOM * 180, False),  # nine tenths of the memory, and nothing is recomputed
         (ROOM * 180 + 1, 0.25),
-        (ROOM * 180 + 200, 0.75),  # 211 GB at a half
+        (ROOM * 180 + 200, 0.75),  # 211 GB at one half
         (1000.0, True),
     ],
 )
@@ -64,7 +67,7 @@ def test_the_fewest_blocks_that_fit_are_recomputed(needs, none, share):
 
 
 def test_all_blocks_are_recomputed_if_nothing_fits(needs):
-    needs(1000.0, 999.0)  # the layout says what is short
+    needs(1000.0, 999.0)  # the layout reports what is short
     assert chosen() is True
     needs(10.0, 5.0)
     assert chosen(gpus=[]) is True
@@ -98,7 +101,9 @@ def test_settings_as_shares():
 
 
 def test_a_run_reports_the_chosen_share(needs, monkeypatch):
-    """One line of its own, beside the layout's, which tells of the layouts that were not chosen."""
+    """It has a line of its own, after the layout's line, which lists the layouts that were not
+    chosen.
+    """
     needs(ROOM * 180 + 1, 60.0)
     nodes = [Node("one", 96, 8, {ACCELERATOR: "B200"})]
     monkeypatch.setattr(layout, "all_nodes", lambda: nodes)
@@ -125,7 +130,7 @@ def test_a_run_reports_the_chosen_share(needs, monkeypatch):
 
 @pytest.mark.slow
 def test_flux_on_b200_recomputes_nothing():
-    """FLUX.1's training pass is 3/2 of the operations with all blocks computed again."""
+    """FLUX.1's training pass has 3/2 of the operations if all blocks are recomputed."""
     given = Assumptions(accelerator="B200", gpus=8)
     every = make_plan(load("flux1-sol_rl-hpsv2"), given)
     auto = make_plan(load("flux1-sol_rl-hpsv2", [f"{KEY}=auto"]), given)

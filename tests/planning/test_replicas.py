@@ -1,4 +1,4 @@
-"""A learner of several replicas before a run: settings that cannot be, placement, memory."""
+"""A learner of several replicas before a run: impossible settings, placement, memory."""
 
 import pytest
 import torch
@@ -113,7 +113,7 @@ def test_the_plan_counts_a_sharded_base(tiny_sd3_dir, tmp_path):
 
 
 def test_regeneration_tasks_are_balanced_over_replicas():
-    """As large as come out even over the replicas, to a twentieth."""
+    """They are as large as possible while the load of replicas differs by at most a twentieth."""
 
     def size(prompts: int, replicas: int, share: str = "samples") -> int:
         given = [f"prompts.per_iteration={prompts}", f"services.learner.replicas={replicas}"]

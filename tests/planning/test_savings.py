@@ -1,4 +1,4 @@
-"""What makes a run fit on a GPU that is too small for it, and the presets for 24 GB."""
+"""Settings that make a run fit on a GPU that is too small for it, and the presets for 24 GB."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ PRESETS = ("sd35_medium-sol_rl-24gb", "z_image-sol_rl-24gb")
 
 
 def lines(monkeypatch: pytest.MonkeyPatch, room: float, *overrides: str) -> list[str]:
-    """On a GPU of 24 GB, with a made-up need: ``room`` for the text encoders, a GB for each image
-    in a pass.
+    """Return the suggestions for a GPU of 24 GB with made-up needs.
+
+    ``room`` is for the text encoders; each image in a pass needs a GB.
     """
 
     def layout(config: Any, given: Any, nodes: Any) -> Any:
-        assert needs_layout(config)  # what was left to the layout still is
+        assert needs_layout(config)  # settings that were left to the layout still are
         encoder = 0 if config.prompts.encode_once else room
         gb = 10 + encoder + config.optimizer.batch_size
         if gb > 24:
@@ -64,11 +65,11 @@ def test_missing_savings_are_reported(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_plan_command_suggests_savings(capsys: pytest.CaptureFixture[str]):
-    """SD3.5 Medium's counts are kept, so this counts nothing."""
+    """SD3.5 Medium's counts are stored, so the test counts nothing."""
     where = ["--accelerator", "RTX 4090", "--gpus", "1"]
     assert main(["plan", "sd35_medium-sol_rl-hpsv2", *where]) == 2
     first, second = capsys.readouterr().err.strip().splitlines()
-    # with both sides in host memory between turns; all of it together would be 34.6 GB
+    # with both sides in host memory between turns; together they need 34.6 GB
     message = (
         "29.8 GB on a RTX 4090 of 24 GB, 5.8 GB short; it fits with prompts.encode_once = true"
     )
@@ -77,7 +78,9 @@ def test_the_plan_command_suggests_savings(capsys: pytest.CaptureFixture[str]):
 
 
 def tried_bases(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> list[str]:
-    """The bases that are counted where nothing helps, and that the learner compiles with each."""
+    """Return the bases that are counted where nothing helps, and what the learner compiles with
+    each.
+    """
     tried: list[str] = []
 
     def layout(config: Any, given: Any, nodes: Any) -> Any:
@@ -93,7 +96,9 @@ def tried_bases(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> list[str]:
 
 
 def test_a_packed_base_is_not_compiled(monkeypatch: pytest.MonkeyPatch):
-    """The preset compiles, which packing and shards do not go with: said and set together."""
+    """The preset compiles, which excludes packing and shards: both changes are suggested
+    together.
+    """
     assert tried_bases(monkeypatch) == ["full False", "full True", "int8 False", "nf4 False"]
 
 
@@ -102,7 +107,7 @@ def test_incompatible_savings_are_skipped(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_sharded_base_is_the_last_saving_and_replaces_packing(monkeypatch: pytest.MonkeyPatch):
-    """Only where there are GPUs for two replicas, and the base may be whole."""
+    """Only with GPUs for two replicas, and only if the base may be whole."""
     tried: list[tuple[str, str]] = []
 
     def layout(config: Any, given: Any, nodes: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Seconds of scorers: by hand, of one that writes its score and of one that does not."""
+"""Seconds of scorers, computed by hand: one that generates its score as text, and one that does
+not.
+"""
 
 from typing import Any
 
@@ -18,7 +20,7 @@ COUNT = 8_292_166_656
 
 
 def tokens(patch: int) -> int:
-    """Patches of 224 x 224 pixels, and the token that stands for all."""
+    """Return the patches of 224 x 224 pixels, and the token that summarizes them."""
     return (224 // patch) ** 2 + 1
 
 
@@ -35,7 +37,7 @@ def written(**settings: Any) -> str:
 
 
 def test_operations_of_a_known_tower():
-    """ViT-H/14: 32 layers of width 1280 over 257 tokens, half of 100 TFLOP/s, as in BF16."""
+    """ViT-H/14: 32 layers of width 1280 over 257 tokens, at half of 100 TFLOP/s in BF16."""
     flops = 32 * 257 * (24 * 1280**2 + 4 * 257 * 1280)
     assert seconds(10) == pytest.approx(10 * flops / 50e12)
 
@@ -50,8 +52,10 @@ def test_the_towers_equal_those_of_the_published_models():
 
 
 def test_operations_of_a_generative_scorer():
-    """512 x 512 pixels are 334 tokens and 230 are asked; 80 are written, four images at a time,
-    with 16.6 GB through 2 TB/s for each.
+    """512 x 512 pixels are 334 tokens, and the question has 230; 80 are written, four images at a
+    time.
+
+    For each the 16.6 GB pass through 2 TB/s.
     """
     read = 2 * COUNT * (230 + 512 * 512 / 784) / 50e12
     write = 80 / 4 * 2 * COUNT / 2e12

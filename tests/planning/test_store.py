@@ -1,5 +1,5 @@
-"""Whether the object store can hold what is published: counted without weights, said before
-training starts.
+"""Whether the object store can hold what is published, counted without weights before training
+starts.
 """
 
 import pytest
@@ -49,7 +49,7 @@ def test_versions_have_the_bytes_of_the_plan_and_of_an_explorer(config):
 
 @pytest.mark.parametrize(("iterations", "ahead", "held"), [(1, 0, 1), (9, 0, 2), (9, 1, 3)])
 def test_early_encoded_prompts_are_in_the_store(config, iterations, ahead, held):
-    """Of each iteration that is explored or trained on, and of the next one."""
+    """Those of each iteration that is explored or trained on, and of the next one."""
     family = family_for(config.model)
     of_prompt = conditioning_bytes(family, torch.float32, False)
     config = config.model_copy(update={"iterations": iterations, "explore_ahead": ahead})
@@ -65,7 +65,7 @@ def test_a_too_small_object_store_is_refused_with_the_needed_size(config, small,
     assert versions_held(config) == 2 + ahead and 0 < sent.changing < sent.total
     enough = {node.id: expected / SPILLS_AT + 1.0 for node in NODES}
     check_store(config, NODES, enough)
-    # neither explorers nor the learner live there
+    # neither explorers nor the learner are on that node
     check_store(config, NODES, {**enough, "c" * 32: 0.0})
     with pytest.raises(ConfigError) as error:
         check_store(config, NODES, {**enough, small * 32: expected / SPILLS_AT - 1.0})
@@ -76,7 +76,7 @@ def test_a_too_small_object_store_is_refused_with_the_needed_size(config, small,
 
 
 def test_unknown_sizes_are_not_checked(config):
-    """On a GPU that is not in the plan's table, "auto" is decided by the explorers themselves."""
+    """On a GPU that the plan's table lacks, the explorers themselves resolve "auto"."""
     services = config.services.model_copy(
         update={"rollout": config.services.rollout.model_copy(update={"gpus": 1.0})}
     )

@@ -12,15 +12,15 @@ from planning.layouts.threads import keep_threads, with_threads
         (1, [], 1, 1),
         (2, [], 2, 1),  # two rollout actors explore meanwhile
         (5, [], 4, 3),
-        (16, [], 4, 4),  # no more than were measured
-        (2, ["arm=diffusionnft"], 2, 2),  # nobody explores
-        (2, ["arm=naive_quant"], 2, 2),  # nothing is regenerated: a number without a use
+        (16, [], 4, 4),  # at most the measured number
+        (2, ["arm=diffusionnft"], 2, 2),  # nothing is explored
+        (2, ["arm=naive_quant"], 2, 2),  # nothing is regenerated, so the number is unused
         (4, ["services.learner.replicas=2"], 2, 1),
         (8, ["services.learner.replicas=2", "services.rollout.threads=2"], 4, 2),
         (2, ["services.learner.replicas=4"], 1, 1),
         (4, ["explore_ahead=1"], 2, 2),
         (2, ["explore_ahead=1"], 1, 1),
-        (8, ["services.learner.threads=1"], 1, 1),  # by hand
+        (8, ["services.learner.threads=1"], 1, 1),  # given by hand
         (2, ["services.learner.regenerate_threads=2"], 2, 2),
         (8, ["services.learner.gpus=0.5"], 1, None),
     ],
@@ -48,4 +48,4 @@ def test_a_run_recorded_without_regenerate_threads_keeps_its_bits():
     older = parse(load("quickstart").model_dump(mode="json") | {"services": services})
     kept = with_threads(keep_threads(load("quickstart"), older), 2)
     assert kept.services.learner.threads == 2
-    assert kept.services.learner.regenerate_threads is None  # as many as train
+    assert kept.services.learner.regenerate_threads is None  # as many as for training

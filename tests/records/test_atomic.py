@@ -1,4 +1,4 @@
-"""Files and directories are whole or absent, whatever goes wrong while they are written."""
+"""Files and directories are complete or absent, whatever fails while they are written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of a run in which something else stands: passed over, and forgotten where it resumes."""
+"""Damaged records of a run are skipped, and dropped when the run resumes."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_a_number_with_too_many_digits_is_missing():
 
 
 def test_images_of_other_prompts_are_refused(tmp_path):
-    """The picture of a model card was drawn by the names, of which there may be others."""
+    """The image of a model card used to be drawn by file names, of which there may be others."""
     for step in (0, 2):
         save_images(tmp_path, step, ["a cat"], np.zeros((1, 1, 3, 8, 8), np.uint8))
     (tmp_path / "prompts.json").write_text('[{"index": 7, "prompt": "a dog"}]')

@@ -1,4 +1,6 @@
-"""Best and worst images on disk: which iterations stay, what is in them, and one sheet of them."""
+"""Best and worst images on disk: which iterations are kept, their contents, and one sheet of
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def flat(value: int, size: int = 8) -> np.ndarray:
 
 
 def both(prompt: int, value: int, size: int = 8) -> list[Extreme]:
-    """Best and worst, explored in half the size."""
+    """Return the best and the worst image, explored at half the size."""
     text = f"prompt {prompt}"
     return [
         Extreme(prompt, text, "explored", "best", 5, 0.75, flat(value, size // 2), 0.5),
@@ -66,7 +68,7 @@ def test_incremental_thinning_equals_thinning_at_the_end(limit: int):
         there = iterations_to_keep(there | {newest}, limit)
         assert len(there) <= limit and newest in there
         assert there == iterations_to_keep(range(newest + 1), limit)
-        if newest >= limit:  # evenly: no gap is wider than the stride of the widest allowed
+        if newest >= limit:  # evenly: no gap exceeds the stride of the widest allowed one
             gaps = np.diff(sorted(there))
             assert max(gaps) == max(gaps[:-1], default=max(gaps))
             assert max(gaps) <= 4 * newest / limit

@@ -1,4 +1,4 @@
-"""Images of evaluations: kept as they were, laid out in sheets, made small enough for a page."""
+"""Images of evaluations: stored without loss, arranged in sheets, and reduced for a page."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def test_images_are_read_back_unchanged(tmp_path: Path):
     found = find_images(tmp_path)
     assert found.prompts == dict(enumerate(PROMPTS)) and [step.step for step in found.steps] == [7]
     assert found.seeds(3) == [0, 1, 2, 3]
-    save_images(tmp_path, 7, PROMPTS[:2], images[:2, :1])  # again: replaced, nothing left over
+    # written again: replaced, and nothing is left over
+    save_images(tmp_path, 7, PROMPTS[:2], images[:2, :1])
     assert len(list((tmp_path / "step_000007").iterdir())) == 2
     assert not list(tmp_path.glob(".*"))
     (tmp_path / "step_000007" / "1_0.png").unlink()
@@ -80,7 +81,9 @@ def test_large_images_are_reduced_before_they_go_into_the_page(tmp_path: Path):
 
 
 def clips_of(frames: int, height: int, width: int) -> np.ndarray:
-    """[1, 2, frames, 3, height, width]: a bar that moves to the right, on black and on grey."""
+    """Return clips [1, 2, frames, 3, height, width]: a bar that moves right, on black and on
+    grey.
+    """
     clips = np.zeros((1, 2, frames, 3, height, width), np.uint8)
     clips[:, 1] = 60
     for frame in range(frames):
@@ -91,7 +94,7 @@ def clips_of(frames: int, height: int, width: int) -> np.ndarray:
 
 
 def played(content: bytes) -> tuple[np.ndarray, list[int]]:
-    """Frames uint8 [F, H, W, 3] of an animated image, and their milliseconds."""
+    """Return the frames uint8 [F, H, W, 3] of an animated image, and their milliseconds."""
     with Image.open(io.BytesIO(content)) as image:
         assert image.info["loop"] == 0
         rows = [
@@ -118,7 +121,7 @@ def test_small_clips_are_kept_bit_for_bit(tmp_path: Path):
 
 
 def test_large_clips_are_reduced_and_still_move(tmp_path: Path):
-    """At quality 75 a grey level is off by a few; the bar is where it was."""
+    """At quality 75 grey levels change by a few; the bar stays where it was."""
     clips = clips_of(4, 300, 512)
     save_images(tmp_path, 0, PROMPTS, clips, fps=10)
     address, *size = data_uri(tmp_path / "step_000000" / "0_1.webp")
@@ -173,8 +176,8 @@ def test_grid_places_every_pixel():
 def test_before_after_image_for_a_readme(tmp_path: Path):
     run = write_run(tmp_path / "r")
     sheet = before_after(run / "images", prompts=2, noises=3, height=64)
-    # scale 2: three images of 64 with gaps of 2 are 196 wide; two of them, three margins of 24;
-    # 26 above, 64 + 30 per prompt, 8 below
+    # scale 2: three images of 64 with gaps of 2 are 196 wide; two of them, three margins of 24; 26
+    # above, 64 + 30 per prompt, 8 below
     assert sheet.size == (2 * 196 + 3 * 24, 26 + 2 * 94 + 8)
     first = np.asarray(sheet)[26 + 26, 24 + 196 + 24]
     assert np.array_equal(first, load_step(run / "images", 20)[0, 0, :, 0, 0])

@@ -1,4 +1,4 @@
-"""The Prometheus side of metrics.jsonl: names, kinds, labels, and a port that is taken."""
+"""Prometheus metrics of metrics.jsonl: names, kinds, labels, and a port that is in use."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def free_port() -> int:
 
 def test_a_run_emits_every_declared_metric(undisturbed):
     emitted = {known_name(name)[0] for row in undisturbed.metrics() for name in row}
-    assert set(CONTRACT) - emitted == {"audit/random_kendall_tau"}  # it audits no random seeds
+    # this run audits no random seeds
+    assert set(CONTRACT) - emitted == {"audit/random_kendall_tau"}
 
 
 def value(exporter: PrometheusExporter, name: str, **labels: str) -> float | None:
@@ -185,7 +186,7 @@ def test_the_exporter_serves_metrics_and_frees_the_port():
     assert families["sol_rl_samples_seen"].type == "counter"
     assert families["sol_rl_samples_seen"].documentation == METRICS["samples_seen"].help
     assert families["sol_rl_reward_eval"].samples[0].labels == {"scorer": "shapes"}
-    # its own registry
+    # a registry of its own
     assert not any(name.startswith(("python_", "process_")) for name in families)
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0

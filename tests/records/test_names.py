@@ -1,4 +1,4 @@
-"""A name is taken once a run has something to show; a start that failed does not burn it."""
+"""A run's name is taken once the run has results; a start that failed leaves it free."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_run_that_computed_nothing_is_replaced(tmp_path):
     failed.event("run_failed", why="a scorer could not be built")
     (failed.images / "step_000000").mkdir()
     (failed.path / "evaluations").mkdir()
-    # a kill came before its row
+    # killed before its first row
     (failed.path / "evaluations" / "step_000000.json").write_text("{}")
     (failed.path / "mine.txt").write_text("a note")
     again = created(tmp_path, "seed=2")
@@ -44,9 +44,7 @@ def test_a_run_with_results_keeps_its_name(tmp_path, what):
     elif what == "checkpoint":
         (rundir.checkpoints / "step_000001").mkdir()
     else:
-        rundir.lock_unsupported = (
-            "the file system has no locks"  # another driver may be at work there
-        )
+        rundir.lock_unsupported = "the file system has no locks"  # another driver may be using it
     kept = rundir.config_file.read_bytes()
     with pytest.raises(ConfigError, match="a run of this name exists: --resume continues it"):
         rundir.create(config)

@@ -1,4 +1,4 @@
-"""Output that nobody reads any more ends nothing, and does not change how a command ends."""
+"""An output that nobody reads ends no run, and does not change the exit code of a command."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ ROOT = Path(__file__).parents[2]
 
 
 def closed_terminal() -> int:
-    """A descriptor of a terminal that is no longer there: writing to it fails."""
+    """Return a descriptor of a terminal that is closed: writing to it fails."""
     ours, its = pty.openpty()
     os.close(ours)
     return its
 
 
 def command(*given: str, **streams: int) -> int:
-    """The exit code of ``sol-rl``."""
+    """Return the exit code of ``sol-rl``."""
     return subprocess.run([sys.executable, "-m", "cluster", *given], cwd=ROOT, **streams).returncode
 
 
 def test_a_closed_terminal_does_not_end_the_display():
-    """Its thread writes too, four times a second; both go on."""
+    """Its thread writes too, four times a second; both continue."""
     recorded: list[str] = []
     ours, its = pty.openpty()
     with os.fdopen(its, "w") as file:
@@ -74,7 +74,7 @@ def test_a_closed_pipe_does_not_change_the_exit_code(make):
 
 
 def test_a_closed_pipe_is_not_reported():
-    """As ``| head`` is one."""
+    """``| head`` is such a pipe."""
     stream = _pipe()
     made = subprocess.run(
         [sys.executable, "-m", "cluster", "config", "--list"],

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: numbers, time left, one line per iteration in a log."""
+"""The display of a running run: numbers, time left, and one line per iteration in a log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from records.progress import Progress, status_spinner
 
 
 class Clock:
-    """Time that moves when told to."""
+    """A clock that tests move by hand."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -102,7 +102,7 @@ def test_a_terminal_counts_actors_and_seconds_until_training_starts():
     clock.now += 4.2
     assert "starting actors: 2 of 6, 4.2 s" in shown(progress, console)
     progress.start(3)
-    progress.actor_started()  # one that takes a lost one's place
+    progress.actor_started()  # one that replaces a lost actor
     assert "starting actors" not in shown(progress, console)
 
 
@@ -129,16 +129,16 @@ def test_the_final_evaluation_reports_the_gain():
 
 def test_time_left_is_the_median_of_recent_iterations_times_those_to_come():
     progress, _, clock = plain()
-    progress.start(10, 4)  # resumed: six to come
+    progress.start(10, 4)  # resumed: six iterations left
     assert progress.time_left() is None
     for i, seconds in enumerate((30.0, 10.0, 12.0)):
         run_iteration(progress, clock, 4 + i, 0.5, seconds)
-    assert progress.time_left() == 36.0  # three to come, median 12
+    assert progress.time_left() == 36.0  # three left, median 12
     progress.iteration_started(7, 2, 48)
     clock.now += 5
     assert progress.time_left() == 31.0
     clock.now += (
-        100  # an iteration that takes longer than any before does not go below those after it
+        100  # an iteration longer than any before must not fall below the time of those after it
     )
     assert progress.time_left() == 24.0
 
@@ -210,7 +210,7 @@ def test_live_display_ends_with_the_context_and_notes_stay():
         raise RuntimeError("boom")
     written = console.file.getvalue()  # type: ignore[attr-defined]
     assert "[bold] is printed as it is" in written
-    assert written.endswith("\x1b[?25h")  # the cursor is back
+    assert written.endswith("\x1b[?25h")  # the cursor is visible again
 
 
 def test_a_display_without_any_value():
@@ -236,7 +236,7 @@ def test_durations_are_formatted(seconds: float, text: str):
 
 
 def test_a_closed_output_does_not_end_the_run():
-    """As after ``sol-rl train ... | head``; it is said once."""
+    """As after ``sol-rl train ... | head``; it is reported once."""
     reader, writer = os.pipe()
     recorded = []
     with os.fdopen(writer, "w") as file:

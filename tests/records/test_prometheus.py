@@ -1,5 +1,5 @@
-"""Watching for real: Prometheus with the shipped configuration scrapes a running job, and every
-expression of the dashboard has data.
+"""A real Prometheus scrapes a running job with the shipped configuration, and every dashboard
+expression has data.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [
     ),
 ]
 NOT_IN_THIS_RUN: dict[str, str] = {}
-"""Expressions without data here, and why that is right."""
+"""Expressions that have no data here, with the reason."""
 
 
 def free_port() -> int:
@@ -41,7 +41,7 @@ def free_port() -> int:
 
 
 class Server:
-    """A Prometheus of our own."""
+    """A Prometheus started by the test."""
 
     def __init__(self, port: int):
         self.url = f"http://127.0.0.1:{port}"
@@ -53,8 +53,9 @@ class Server:
             return json.loads(answer.read())["data"]
 
     def values(self, expression: str, start: float, end: float) -> list[float]:
-        """All finite values that an expression had, of all its series, every half second; raises
-        HTTPError when it cannot be parsed.
+        """Return all finite values of an expression, of all its series, every half second.
+
+        Raises HTTPError if the expression cannot be parsed.
         """
         found = self.get("api/v1/query_range", query=expression, start=start, end=end, step="0.5")[
             "result"
@@ -76,8 +77,8 @@ class Server:
 
 @contextmanager
 def prometheus(folder: Path, metrics_port: int) -> Iterator[Server]:
-    """Prometheus with ``deploy/prometheus.yml``, its target's port and its pace exchanged for the
-    test's.
+    """Start Prometheus with ``deploy/prometheus.yml``, but with the test's target port and scrape
+    interval.
     """
     config = (DEPLOY / "prometheus.yml").read_text()
     for shipped, ours in (
@@ -112,7 +113,7 @@ def prometheus(folder: Path, metrics_port: int) -> Iterator[Server]:
 
 
 def expressions() -> list[tuple[str, str]]:
-    """(panel, expression) of the shipped dashboard."""
+    """Return (panel, expression) of the shipped dashboard."""
     board = json.loads((DEPLOY / "grafana" / "dashboards" / "sol-rl.json").read_text())
     return [
         (panel["title"], target["expr"]) for panel in board["panels"] for target in panel["targets"]
@@ -129,8 +130,8 @@ def test_the_shipped_configuration_is_valid():
 
 
 def test_every_panel_of_the_dashboard_has_data(ray_here, tiny_sd3_dir, tmp_path):
-    """Six iterations with evaluations and a random audit; afterwards every expression is asked for
-    over the time of the run.
+    """Six iterations with evaluations and a random audit; every expression is then queried over the
+    time of the run.
     """
     port = free_port()
     config = tiny_config(
@@ -155,7 +156,8 @@ def test_every_panel_of_the_dashboard_has_data(ray_here, tiny_sd3_dir, tmp_path)
     empty = {expression: panel for (panel, expression), values in answers.items() if not values}
     assert set(empty) == set(NOT_IN_THIS_RUN), empty
     logged = [row["reward/train_mean"] for row in run.metrics() if row["kind"] == "iteration"]
-    assert set(reward) <= set(logged) and len(reward) >= 2  # what it saw is what the file has
+    # the scraped values equal those of the file
+    assert set(reward) <= set(logged) and len(reward) >= 2
 
 
 @pytest.mark.parametrize("host", ["a\0b", "a" * 70])

@@ -1,5 +1,6 @@
-"""One driver per run directory: the second is refused, in one line that names the first; a
-process that is gone holds nothing. Whole drivers: ``test_fault_matrix``.
+"""One driver per run directory: a second one is refused in one line that names the first.
+
+A process that has ended holds no lock. Whole drivers are tested in ``test_fault_matrix``.
 """
 
 import errno

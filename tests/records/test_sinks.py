@@ -1,5 +1,6 @@
-"""Every row goes to every sink, and what is not installed is said before a run starts. The viewers'
-own files are read back.
+"""Every row goes to every sink, and missing packages are reported before a run starts.
+
+The files for viewers are read back.
 """
 
 from __future__ import annotations
@@ -126,14 +127,15 @@ def test_tensorboard_reads_back_the_metrics(tmp_path):
 
 
 def test_weights_and_biases_records_offline(tmp_path, monkeypatch):
-    """With the package: its own file is read back by its own reader."""
+    """The package's own reader reads the file back."""
     pytest.importorskip("wandb", reason="wandb is not installed: pip install '.[wandb]'")
-    monkeypatch.setenv("WANDB_MODE", "online")  # the configuration has the last word
+    # settings of the configuration take precedence over the environment's
+    monkeypatch.setenv("WANDB_MODE", "online")
     config, rundir, events = made(tmp_path, 'logging.wandb="offline"')
     feed(config, rundir, events)
     assert events == []
     (record,) = (rundir.path / "wandb").glob("offline-run-*/run-*.wandb")
-    until = time.monotonic() + 20  # another process writes, which a busy machine may hold up
+    until = time.monotonic() + 20  # another process writes, which a busy machine may delay
     while len(rows := history(record)) < 4 and time.monotonic() < until:
         time.sleep(0.05)
     assert [row["iteration"] for row in rows] == [0, 0, 1, 1]
@@ -145,7 +147,7 @@ def test_weights_and_biases_records_offline(tmp_path, monkeypatch):
 
 
 def history(file: Path) -> list[dict[str, Any]]:
-    """The logged rows of an offline run."""
+    """Return the logged rows of an offline run."""
     from wandb.proto import wandb_internal_pb2
 
     rows = []
@@ -162,8 +164,9 @@ def history(file: Path) -> list[dict[str, Any]]:
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """The records of a LevelDB log with a header of 7 bytes: blocks of 32 KiB of chunks (crc,
-    length, kind), kind 1 whole, 2 to 4 parts.
+    """Yield the records of a LevelDB log with a header of 7 bytes.
+
+    It has blocks of 32 KiB of chunks (crc, length, kind); kind 1 is whole, 2 to 4 are parts.
     """
     at, parts = 7, b""
     while at + 7 <= len(data):

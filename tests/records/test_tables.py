@@ -1,4 +1,4 @@
-"""Columns in line, by hand."""
+"""Aligned columns of tables."""
 
 import pytest
 

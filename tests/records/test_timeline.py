@@ -1,4 +1,4 @@
-"""The timeline: what is written about every task, how it is read again, and its drawing."""
+"""The timeline: its lines for every task, reading them, and its charts."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_old_kinds_of_work_have_their_current_names(tmp_path):
 
 
 def test_the_lines_of_a_second_are_written_together(tmp_path, monkeypatch):
-    """In order; the file is opened once for all of them, and for each second's first."""
+    """They are in order; the file is opened once for all of them, and once for the first span."""
     now, opened = [1e6], []
     monkeypatch.setattr("records.timeline.time.monotonic", lambda: now[0])
     real = type(tmp_path).open
@@ -155,7 +155,7 @@ def test_a_pool_records_every_attempt_in_order(ray_here, tmp_path):
             before.ended <= after.started for before, after in zip(mine, mine[1:], strict=False)
         )
     first = [each for each in done if each.work == "unit" and each.attempt == 0]
-    # together: where the driver hears of an end late, the next task seems as much shorter
+    # summed: if the driver notices an end late, the next task seems shorter by as much
     assert sum(each.ended - each.started for each in first) >= 0.045 * len(first)
 
 
@@ -177,7 +177,8 @@ def test_a_run_records_every_task_once(undisturbed: RunDirectory):
     ]
     assert [each.unit for each in spans if each.work == "update"] == [(0,), (1,), (2,)]
     assert sum(each.work == "score" and each.unit[0] == "explore" for each in spans) == 24
-    assert sum(each.work == "load" for each in spans) == 4 * 2  # every version into both explorers
+    # every version goes to both rollout actors
+    assert sum(each.work == "load" for each in spans) == 4 * 2
     updates = [each for each in spans if each.work == "update"]
     assert all(
         e.ended <= updates[e.unit[0]].started for e in spans if e.work in ("explore", "regenerate")
@@ -219,15 +220,19 @@ def test_the_last_iteration_lies_between_two_updates():
 
 
 def test_the_pause_before_a_resume_takes_no_time():
-    """Ran from 100 to 110, went on at 500: second 3 of the second part is second 13 of the run."""
+    """It ran from 100 to 110 and resumed at 500: second 3 of the second part is second 13 of the
+    run.
+    """
     moments, times = [100.0, 110.0, 500.0, 520.0], [0.0, 10.0, 10.0, 30.0]
     moved = in_running_time([span("explore", 104, 106), span("explore", 503, 504)], moments, times)
     assert [(each.started, each.ended) for each in moved] == [(4, 6), (13, 14)]
 
 
 def write_timeline(run: Path) -> list[Span]:
-    """Explorers at work through ten iterations of 10.8 s of the synthetic run, one chunk lost with
-    its actor, updates at their ends.
+    """Write a timeline: rollout actors at work in ten iterations of 10.8 s, each followed by an
+    update.
+
+    One chunk is lost with its actor.
     """
     spans = []
     for i in range(20):
@@ -279,8 +284,8 @@ def test_the_report_contains_the_timeline(tmp_path):
     page = page_of(run)
     text = (run / "report.html").read_text()
     titles = re.findall(r"<rect[^>]*><title>([^<]*)</title>", text)
-    # the lost chunk; and in the last iteration every unit by itself: it begins where update 18
-    # ends, at 3.2 + 18 x 10.8 + 10.4 s
+    # the lost chunk, and each task of the last iteration: it begins where update 18 ends, at 3.2 +
+    # 18 x 10.8 + 10.4 s
     assert "explore 7/2/1, version 7: 1 min 20 s to 1 min 21 s, lost" in titles
     assert [title.split(":")[0] for title in titles if title.startswith("update 19")] == [
         "update 19",
@@ -305,8 +310,8 @@ def test_every_kind_of_work_has_its_own_color_and_letter():
 
 
 def test_an_actor_is_drawn_in_a_terminal():
-    """Ten slices of a second: exploring for three, idle, a load of 0.2 s that is too short to be
-    seen, dead from 6 to 8.
+    """Ten slices of a second: exploring for three, idle, a load of 0.2 s that is too short to show,
+    dead from 6 to 8.
     """
     lane = Lane(
         lives=[(0.0, 6.0), (8.0, 10.0)], marks=[(6.0, "bad", "died"), (8.0, "good", "replaced")]

@@ -15,7 +15,7 @@ BLIP = parity.blip_architecture(parity.TINY_BLIP)
 
 @pytest.fixture(scope="session")
 def settings(tmp_path_factory):
-    """Settings of every learned scorer, each with a random checkpoint."""
+    """Return settings of every learned scorer, each with a random checkpoint."""
     import open_clip
     from transformers import CLIPConfig, CLIPModel
 
@@ -45,8 +45,9 @@ def settings(tmp_path_factory):
 
 
 def released_names(state):
-    """Our names as the released checkpoint has them: written out here, not derived from the
-    scorer's own rules.
+    """Return weights by the names of the released checkpoint.
+
+    The names are written out here, and not derived from the scorer's own rules.
     """
     rules = (
         ("visual_encoder.embeddings.patch_embedding", "blip.visual_encoder.patch_embed.proj"),

@@ -1,4 +1,4 @@
-"""A detector without training, as transformers writes one to a directory."""
+"""An untrained detector, in the form in which transformers saves one."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ import torch
 
 
 def make_detector(out: Path, names: Sequence[str]) -> Path:
-    """A Mask2Former for these classes: seven queries, 64 x 64 pixels, random weights."""
+    """Write a Mask2Former for these classes: seven queries, 64 x 64 pixels, random weights."""
     from transformers import (
         Mask2FormerConfig,
         Mask2FormerForUniversalSegmentation,

@@ -1,5 +1,6 @@
-"""A stand-in for an endpoint with a vision-language model: it rates an image by how red it is,
-ranks several by that, and misbehaves as it is told.
+"""Fake endpoint of a vision-language model: it rates and ranks images by how red they are.
+
+Tests can make it fail.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from rewards.endpoint import EDITED
 
 
 class Judge(ThreadingHTTPServer):
-    """``answers`` are given first, one per request: a status, (status, headers), "prose", the text
-    of a message, or (text, why it ended).
+    """An HTTP server whose first ``answers``, one per request, are given by the test.
+
+    An answer is a status, (status, headers), "prose", the text of a message, or (text, reason of
+    its end).
     """
 
     request_queue_size = 64
@@ -35,7 +38,7 @@ class Judge(ThreadingHTTPServer):
         self.lock, self.under_way, self.most = threading.Lock(), 0, 0
         self.meet: threading.Barrier | None = None
         self.closing = threading.Event()
-        self.drips = False  # whether answers come byte by byte, slowly
+        self.drips = False  # True: answers are sent byte by byte, slowly
 
     @property
     def url(self) -> str:
@@ -72,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
         made = completion(recorded, text if isinstance(text, str) else None)
         made["choices"][0]["finish_reason"] = why
         body = json.dumps(made).encode()
-        with suppress(OSError):  # nobody need wait for all of it
+        with suppress(OSError):  # clients need not wait for the whole answer
             for start in range(0, len(body), size := 1 if judge.drips else len(body)):
                 self.wfile.write(body[start : start + size])
                 self.wfile.flush()
@@ -84,13 +87,15 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def pixels(part: dict[str, Any]) -> np.ndarray:
-    """uint8 [H, W, 3] of a part of a message."""
+    """Return the image of a message's part, uint8 [H, W, 3]."""
     data = base64.b64decode(part["image_url"]["url"].removeprefix("data:image/png;base64,"))
     return np.asarray(Image.open(io.BytesIO(data)))
 
 
 def redness(recorded: dict[str, Any]) -> list[float]:
-    """Mean of the red channel in [0, 1] of each image in a request but the one to edit."""
+    """Return the mean of the red channel in [0, 1] of each image in a request, except the source
+    image.
+    """
     content = recorded["messages"][0]["content"]
     content = content[2:] if content[0].get("text") == EDITED[0] else content
     parts = [part for part in content if part["type"] == "image_url"]
@@ -98,9 +103,11 @@ def redness(recorded: dict[str, Any]) -> list[float]:
 
 
 def completion(recorded: dict[str, Any], text: str | None) -> dict[str, Any]:
-    """Of one image ratings 1 and 5, with probabilities that have 1 + 4 x redness as their mean; as
-    JSON or text that. Of two "1" and "2" with probabilities as their redness; as JSON the ranking
-    of all.
+    """Return the answer about the images of a request.
+
+    For one image: ratings 1 and 5 with probabilities whose mean rating is 1 + 4 x redness; as JSON
+    or text that mean. For two: "1" and "2" with probabilities in proportion to redness; as JSON the
+    ranking of all.
     """
     reds, asks_json = redness(recorded), "response_format" in recorded
     red, choice = reds[0] if len(reds) == 1 else reds[0] / (sum(reds[:2]) or 1.0), {}
@@ -127,7 +134,7 @@ def completion(recorded: dict[str, Any], text: str | None) -> dict[str, Any]:
 
 @contextmanager
 def judging() -> Iterator[Judge]:
-    """A judge in a thread of this process."""
+    """Run a judge in a thread of this process."""
     judge = Judge()
     thread = threading.Thread(target=judge.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

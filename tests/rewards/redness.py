@@ -1,4 +1,4 @@
-"""A scorer in one file, as somebody would add one."""
+"""A scorer in one file, as a user would add one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rewards.base import BuiltIn, Effort, Metadata, ScorerSetupError, Settings, 
 
 
 class Redness(BuiltIn):
-    """Mean of the red channel, in [0, 1], times ``gain``; says that it has 1000 weights."""
+    """Mean of the red channel, in [0, 1], times ``gain``; it declares 1000 weights."""
 
     paths: Mapping[str, tuple[str, ...]] = {"table": ("red.txt",)}
 

@@ -1,4 +1,4 @@
-"""A reward server for tests: it scores an image by its mean, and misbehaves as it is told."""
+"""A reward server for tests: it scores an image by its mean, and fails as told."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from PIL import Image
 
 
 class Server(ThreadingHTTPServer):
-    """Scores an image by its mean; ``answers`` are given first, one per request: a status, or what
-    to do instead; "slow" takes ``slow_s``.
+    """An HTTP server that scores an image by its mean.
+
+    ``answers`` are given first, one per request: a status, or a kind of failure; "slow" takes
+    ``slow_s``.
     """
 
     def __init__(self) -> None:
@@ -26,8 +28,8 @@ class Server(ThreadingHTTPServer):
         self.answers: list[int | str | bytes] = []
         self.requests: list[dict] = []
         self.slow_s = 0.6
-        self.location = ""  # where redirects lead
-        self.seen = self.sent = 0  # requests of any kind; bytes of endless answers
+        self.location = ""  # the target of redirects
+        self.seen = self.sent = 0  # the number of all requests; the bytes of endless answers
 
     @property
     def url(self) -> str:
@@ -42,7 +44,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_error(405)
 
     def stream(self, answer: str) -> None:
-        """More than anybody wants, until the other side hangs up."""
+        """Send an endless answer until the client closes the connection."""
         piece = b" " if answer == "drip" else b" " * 2**16
         with suppress(OSError):
             while self.server.sent < 2**30:
@@ -93,13 +95,13 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def pixels(text: str) -> np.ndarray:
-    """uint8 [3, H, W] of a PNG in base64."""
+    """Return the pixels of a PNG in base64, uint8 [3, H, W]."""
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(text)))).transpose(2, 0, 1)
 
 
 @contextmanager
 def serving() -> Iterator[Server]:
-    """A server in a thread of this process."""
+    """Run a server in a thread of this process."""
     server = Server()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

@@ -1,5 +1,6 @@
-"""A Qwen2.5-VL that was not trained and yet answers in a form, as transformers writes one to a
-directory: which digits it writes depends on the image and the prompt.
+"""An untrained Qwen2.5-VL whose answers have a form, as transformers saves one to a directory.
+
+The digits that it writes depend on the image and on the prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ RUBRIC = FORMS["final"].prompt
 
 
 def make_judge(out: Path, answer: Sequence[str | tuple[str, ...]], seed: int = 0) -> Path:
-    """A checkpoint that writes the words of ``answer``, each once, and of a tuple one of them."""
+    """Write a checkpoint that answers with the words of ``answer``, and with one word of each
+    tuple.
+    """
     links = [(each,) if isinstance(each, str) else each for each in answer]
     tokenizer = _tokenizer([word for link in links for word in link if len(word) > 1])
     processor = _processor(tokenizer)
@@ -45,7 +48,7 @@ def make_judge(out: Path, answer: Sequence[str | tuple[str, ...]], seed: int = 0
 
 @torch.no_grad()
 def _link(model: Any, chain: Sequence[Sequence[int]]) -> None:
-    """Behind a token of one link comes one of the next, whatever else the model has seen."""
+    """Let a token of one link be followed by one of the next, whatever else the model has read."""
     table, head = model.get_input_embeddings().weight, model.lm_head.weight
     table.copy_(nn.functional.normalize(table, dim=1) * 8)
     head.normal_(0, 0.01)
@@ -56,7 +59,7 @@ def _link(model: Any, chain: Sequence[Sequence[int]]) -> None:
 
 @torch.no_grad()
 def _choose(model: Any, processor: Any, ids: Sequence[Sequence[int]]) -> None:
-    """Among a link's tokens what an image changes decides, not what all images have in common."""
+    """Let the choice within a link depend on the differences between images."""
     shades = torch.linspace(0, 1, 8)[:, None, None, None]
     images = (torch.randint(0, 256, (8, 3, 56, 84)) * shades).to(torch.uint8)
     text = processor.apply_chat_template(
@@ -125,7 +128,7 @@ def _model(tokenizer: Any) -> nn.Module:
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data *= 4
-    # the penalty as published; sampling that would be seen
+    # the penalty as published; sampling would be noticed
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=50.0, top_p=0.9, repetition_penalty=1.05,
         eos_token_id=ends, pad_token_id=ends[1],

@@ -1,4 +1,4 @@
-"""Numbers in texts: which is read, and that no text gives one out of range."""
+"""Numbers in texts: which one is read, and that no text gives one out of range."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_mark_has_its_own_number():
     text = "Alignment Score (1-5): 2.694700002670288\nStyle Score (1-5): 0.5"
     assert numbers_after(text, AXES, 0, 5) == [2.694700002670288, 0.5]
     assert numbers_after(text, AXES, 1, 5) is None  # one is out of range
-    assert numbers_after(text[:50], AXES, 0, 5) is None  # one is not there
+    assert numbers_after(text[:50], AXES, 0, 5) is None  # one is missing
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_truncated_number_is_not_read(text, found):
 
 @given(st.floats(1, 5), st.text(), st.text(st.characters(exclude_characters="0123456789.")))
 def test_a_number_is_found_among_any_words(score, before, after):
-    """Unless those behind it hold the mark themselves."""
+    """Unless the words after it contain the mark themselves."""
     written = f"{score:.6f}"
     text = f"{before}Final Score: {written}{after}"
     expected = [float(written)] if "Final Score:" not in after else None

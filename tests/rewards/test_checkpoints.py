@@ -1,5 +1,6 @@
-"""Checkpoints of learned scorers, from a directory or the hub, with what they say of themselves.
-What is no weights is refused, and nothing in them is run.
+"""Checkpoints of learned scorers from a directory or the hub, and their own descriptions.
+
+Files that are no weights are refused, and no code in them is run.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def test_a_directory_with_open_clips_description_needs_no_architecture(settings,
 
 @pytest.fixture
 def hub(settings, tmp_path, monkeypatch):
-    """A hub whose repositories all have the tiny CLIP's weights, and the files that a test puts
-    into the directory.
+    """Fake a hub whose repositories have the tiny CLIP's weights, and the files of the test's
+    directory.
     """
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError
@@ -87,7 +88,7 @@ def test_a_hub_id_uses_its_own_description(hub, settings):
     )
     quick = clip(checkpoint="laion/plain:open_clip_model.safetensors")
     assert np.abs(plain(IMAGES, PROMPTS, [{}] * 7) - quick(IMAGES, PROMPTS, [{}] * 7)).max() > 1e-4
-    # an architecture that is given wins; mean and deviation stay the repository's
+    # a given architecture takes precedence; mean and deviation stay those of the repository
     recorded = clip(architecture=parity.TINY)
     assert recorded.mean == half
     assert np.array_equal(recorded(IMAGES, PROMPTS, [{}] * 7), plain(IMAGES, PROMPTS, [{}] * 7))
@@ -112,8 +113,9 @@ def test_a_hub_id_without_a_description_is_refused(hub, name):
 
 
 def test_the_published_repositories_need_no_description(hub, monkeypatch):
-    """They are what the scorers are made for: one on the hub is not asked for, so that it makes no
-    difference whether it can be.
+    """The scorers were written for them, so no description is requested from the hub.
+
+    It makes no difference whether the hub can be reached.
     """
     hub.write_text("not to be read")
     for name, kind in (("clipscore", ClipScore), ("hpsv2", HPSv2)):
@@ -124,7 +126,7 @@ def test_the_published_repositories_need_no_description(hub, monkeypatch):
 
 
 def load_layer(name):
-    """The checkpoint that the layer ``rewards/<name>`` names."""
+    """Return the checkpoint of the layer ``rewards/<name>``."""
     tree = tomllib.loads(
         (Path(__file__).parents[2] / f"configs/layers/rewards/{name}.toml").read_text()
     )
@@ -143,7 +145,7 @@ def test_unsupported_preprocessing_is_refused(hub):
 
 
 class Planted:
-    """Runs code when it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __reduce__(self):
         return (exec, ("raise SystemExit('code of a checkpoint was run')",))

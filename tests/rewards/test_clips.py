@@ -1,4 +1,4 @@
-"""Clips: which frames scorers of images see, and what becomes of their scores."""
+"""Clips: the frames that image scorers see, and the use of their scores."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ PROMPTS, ROWS = ["a", "b"], [{"row": 0}, {"row": 1}]
 
 
 class Brightness:
-    """Mean of an image; keeps what it was given."""
+    """Scorer by the mean of an image, which records its inputs."""
 
     def __call__(self, images, prompts, metadata):
         self.seen, self.prompts, self.metadata = images, list(prompts), list(metadata)
@@ -25,7 +25,7 @@ class Brightness:
 
 
 class Motion:
-    """Mean change from frame to frame."""
+    """Scorer by the mean change from frame to frame."""
 
     clips = True
 
@@ -36,7 +36,7 @@ class Motion:
 
 
 def clips(frames: int) -> np.ndarray:
-    """uint8 [2, frames, 3, 2, 4]: frame f of clip b is b * 100 + f everywhere."""
+    """Return uint8 [2, frames, 3, 2, 4], where frame f of clip b is b * 100 + f everywhere."""
     values = np.arange(2)[:, None] * 100 + np.arange(frames)
     return np.broadcast_to(values[:, :, None, None, None], (2, frames, 3, 2, 4)).astype(np.uint8)
 
@@ -90,7 +90,7 @@ def test_an_image_is_a_clip_of_one_frame():
 
 
 def test_scores_of_clips_are_cached():
-    """The second clip again, and a new one: it alone is scored."""
+    """Of a known clip and a new one, only the new one is scored."""
     bright = Brightness()
     cache = ScoreCache(WeightedScorer({"b": bright}, {"b": 1.0}, frames=2))
     cache.attempt(clips(5), PROMPTS, ROWS)

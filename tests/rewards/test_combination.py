@@ -1,4 +1,4 @@
-"""Floors, normalization over a group, optional scorers, and the memory of scores."""
+"""Floors, normalization over a group, optional scorers, and the cache of scores."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_without_options_the_reward_is_the_weighted_sum():
 
 @given(st.lists(st.tuples(*[st.sampled_from([0.0, 2.0, NAN])] * 3), min_size=1, max_size=8))
 def test_images_without_a_reward_are_known_before_combining(rows):
-    """By scorers a, b and c, of which c is optional, has a floor, or all are normalized."""
+    """Scorers are a, b and c, of which c is optional, has a floor, or all are normalized."""
     columns = zip(*rows, strict=True)
     scores = {label: np.float32(column) for label, column in zip("abc", columns, strict=True)}
     weights = {"a": 1.0, "b": -2.0, "c": 0.5}
@@ -83,9 +83,9 @@ def test_normalization_is_over_the_images_that_have_a_reward():
 def test_the_mean_of_an_optional_scorer_replaces_missing_scores():
     combination = Combination({"a": 1.0, "b": 1.0}, optional=frozenset({"b"}))
     a = np.float32([1, 2, 3, NAN])
-    # 90 has no reward: not in the mean
+    # 90 has no reward, so it is not in the mean
     assert near(combination({"a": a, "b": np.float32([10, NAN, 20, 90])}), [11, 17, 23, NAN])
-    # left out of the whole group
+    # excluded from the whole group
     assert near(combination({"a": a, "b": np.full(4, NAN, np.float32)}), a)
     alone = combination.for_evaluation
     assert alone.weights == {"a": 1.0} and near(alone({"a": a, "b": a}), a)
@@ -126,7 +126,7 @@ def test_impossible_combinations_are_refused(scorers, message):
 
 
 class Counting:
-    """Scores an image by its mean, and counts."""
+    """Scorer by the mean of an image, which counts its images."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -150,7 +150,7 @@ def test_cached_images_are_not_scored_again():
     prompts, metadata = ["a", "b", "c", "a"], [{}, {}, {}, {}]
     first = cache.attempt(images, prompts, metadata)
     plain = WeightedScorer({"own": Counting()}, {"own": 1.0}).attempt(images, prompts, metadata)
-    # the twin was scored once
+    # equal images were scored once
     assert np.array_equal(first.scores["own"], plain.scores["own"]) and inner.calls == [3]
     assert np.array_equal(first.parts["own/first"], plain.parts["own/first"])
     again = cache.attempt(images[::-1], prompts[::-1], metadata)
@@ -179,11 +179,13 @@ def test_failures_are_not_cached_and_old_entries_are_dropped():
     assert not whole.failures
     assert inner.calls == [3, 3]
     cache.attempt(images, [""] * 3, [{}] * 3)
-    assert inner.calls == [3, 3, 1]  # two were kept, the oldest had left
+    assert inner.calls == [3, 3, 1]  # two were kept, and the oldest was dropped
 
 
 def test_scorers_with_the_same_uncached_images_share_a_batch():
-    """So that a resize that they share is made once; one that knows more gets only its own rest."""
+    """The batch allows one shared resize; a scorer with more cached scores gets only its own
+    rest.
+    """
     images = np.random.default_rng(0).integers(0, 256, (3, 3, 5, 5), dtype=np.uint8)
     resized: list[int] = []
 
@@ -202,7 +204,7 @@ def test_scorers_with_the_same_uncached_images_share_a_batch():
     assert list(made.scores) == ["a", "b"]
     assert list(made.parts) == ["a/first", "b/first"]
     assert [made.work[label][0] for label in "ab"] == [2, 2]
-    made = cache.attempt(images, [""] * 3, [{}] * 3)  # a knows all, b lacks the first
-    assert list(made.work) == ["b"] and made.work["b"][0] == 1  # what was remembered was no work
+    made = cache.attempt(images, [""] * 3, [{}] * 3)  # a has all in its cache, b lacks the first
+    assert list(made.work) == ["b"] and made.work["b"][0] == 1  # cached scores count as no work
     assert (a.calls, b.calls) == ([1, 2], [2, 1])
     assert np.array_equal(made.scores["a"], made.scores["b"])

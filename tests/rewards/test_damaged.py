@@ -1,4 +1,4 @@
-"""Scorers' files that are damaged: one line that names the file, before any image is scored.
+"""Damaged files of scorers: one line that names the file, before any image is scored.
 
 ``tools/fuzz/scorers.py`` makes such files at random; here is one of each kind that it found.
 """
@@ -26,7 +26,7 @@ MODEL, DESCRIPTION = "open_clip_model.safetensors", "open_clip_config.json"
 
 
 def another(folder: Path, name: str, data: bytes | None) -> Path:
-    """The small CLIP with one file that is another, or gone."""
+    """Copy the small CLIP, with one file replaced or removed."""
     there = linked(CLIP, folder / "clip")
     (there / name).unlink()
     if data is not None:
@@ -50,7 +50,7 @@ def refused(name: str, **settings: object) -> str:
     ids=["nan", "int8"],
 )
 def test_non_finite_weights_are_refused(settings, tmp_path, value, message):
-    """Unnoticed they would give no score at all, or that of rounded weights."""
+    """Otherwise they would give no score, or the score of rounded weights."""
     state = load_file(settings["pickscore"]["checkpoint"])
     state["logit_scale"] = value(state["logit_scale"])
     save_file(state, tmp_path / "model.safetensors")
@@ -81,14 +81,16 @@ def test_non_finite_weights_are_refused(settings, tmp_path, value, message):
     ],
 )
 def test_an_invalid_model_description_is_refused(tmp_path, change, message):
-    """Neither a traceback nor a model that takes an hour to build, nor an image divided by zero."""
+    """There is no traceback, no model that takes an hour to build, and no division of an image by
+    zero.
+    """
     recorded = json.loads((CLIP / DESCRIPTION).read_text()) | change
     there = another(tmp_path, DESCRIPTION, json.dumps(recorded).encode())
     assert message in refused("clipscore", checkpoint=str(there))
 
 
 def test_an_incomplete_tokenizer_is_refused(tmp_path):
-    """It was found when the first text was to be padded."""
+    """It used to be noticed only when the first text was padded."""
     there = another(tmp_path, "tokenizer_config.json", None)
     line = refused("clipscore", checkpoint=str(there))
     assert "tokenizer.json and tokenizer_config.json do not describe a tokenizer" in line
@@ -113,7 +115,9 @@ def test_an_unreadable_file_is_refused(tmp_path):
 
 
 def test_an_incomplete_detector_is_refused(tmp_path):
-    """transformers would draw the others at random, and every image would score as nothing."""
+    """transformers would draw the missing weights at random, and every image would score as
+    empty.
+    """
     detector = make_detector(tmp_path / "detector", ["person", "dog"])
     file = detector / "model.safetensors"
     state = load_file(file)
@@ -129,7 +133,7 @@ def test_an_incomplete_detector_is_refused(tmp_path):
 
 @pytest.mark.parametrize("body", [b"[]", b'{"model_type": "mask2former", "dim_feedforward": []}'])
 def test_an_invalid_detector_configuration_is_refused(tmp_path, body):
-    """Its bytes are counted before anything is loaded."""
+    """Bytes are counted before anything is loaded."""
     detector = make_detector(tmp_path / "detector", ["person", "dog"])
     (detector / "config.json").write_bytes(body)
     settings = {"detector": str(detector), "clip": str(CLIP)}
@@ -139,7 +143,7 @@ def test_an_invalid_detector_configuration_is_refused(tmp_path, body):
 
 
 def test_the_cosine_of_a_zero_vector_is_not_a_score():
-    """Weights of zeros gave every image the same reward, 0."""
+    """Weights of zeros used to give every image the same reward, 0."""
     found = cosine(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([[4.0, 3.0], [1.0, 0.0]]))
     assert found[0] == pytest.approx(0.96) and torch.isnan(found[1])
 

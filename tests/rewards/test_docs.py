@@ -1,4 +1,4 @@
-"""docs/rewards.md: its snippets are run, and its words are compared with the code."""
+"""docs/rewards.md: its snippets run, and its statements agree with the code."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_served_unifiedreward_gets_the_prompt_of_the_scorer():
 
 
 def not_described() -> set[str]:
-    """Built-in scorers that the text does not name."""
+    """Return the built-in scorers that the text does not name."""
     return SCORERS.keys() - set(re.findall(r"`([a-z0-9_]+)`", TEXT))
 
 

@@ -1,4 +1,6 @@
-"""The GenEval scorer: a random Mask2Former and the shipped CLIP in place of the published ones."""
+"""The GenEval scorer, with a random Mask2Former and the shipped CLIP instead of the published
+models.
+"""
 
 import json
 
@@ -37,7 +39,9 @@ def asks(name: str, count: int = 1, tag: str = "single_object", **more) -> dict:
 
 
 def test_geneval_scores_images_end_to_end(scorer):
-    """With a threshold of 0 everything is there; with one of 1, that of counting, nothing is."""
+    """With a threshold of 0 every object is detected; with 1, the threshold for counting, none
+    is.
+    """
     images = np.random.default_rng(0).integers(0, 256, (3, 3, 40, 56), dtype=np.uint8)
     rows = [asks("dog"), asks("dog", tag="counting"), asks("computer mouse")]
     scores = scorer(images, ["a dog", "one dog", "a mouse"], rows)
@@ -55,10 +59,10 @@ def test_geneval_scores_images_end_to_end(scorer):
 
 
 def test_objects_are_found_from_known_queries(scorer):
-    """By hand: two queries, masks of known certainty; scores are products of the two."""
+    """Two queries, with masks of known certainty; scores are products of both, computed by hand."""
     logits = torch.full((2, 4), -20.0)
-    logits[0, 2] = 20.0  # the first is a dog for certain
-    logits[1, 0] = logits[1, 3] = 5.0  # the second a circle, or nothing
+    logits[0, 2] = 20.0  # the first is a dog with certainty
+    logits[1, 0] = logits[1, 3] = 5.0  # the second is a circle, or nothing
     masks = torch.full((2, 8, 10), -30.0)
     masks[0, 2:5, 1:4] = 30.0
     masks[1, 0, 9] = float(torch.logit(torch.tensor(0.75)))
@@ -75,7 +79,7 @@ def test_objects_are_found_from_known_queries(scorer):
 
 
 def test_masks_exclude_padding():
-    """An image of 4 x 8 shown in the upper half of 8 x 8: the padding is not squeezed into it."""
+    """An image of 4 x 8 in the upper half of 8 x 8: its masks are not squeezed with the padding."""
     masks = torch.full((1, 8, 8), 5.0)
     masks[:, 4:] = -5.0
     used = torch.zeros(8, 8, dtype=torch.bool)
@@ -96,7 +100,7 @@ def test_an_object_is_cropped_onto_gray():
 
 @pytest.mark.parametrize("color", ["red", "green", "blue"])
 def test_clip_classifies_the_color_of_an_object(scorer, color):
-    """The shipped CLIP knows the colors of its shapes; of several it tells each one's."""
+    """The shipped CLIP knows the colors of its shapes, and tells those of several objects apart."""
     (image,) = render([parse(f"a {color} circle")], np.random.default_rng(0))
     whole = Detection((0.0, 0.0, 32.0, 32.0), 1.0)
     assert scorer.color_names(image, "circle", [whole, whole]) == [color, color]

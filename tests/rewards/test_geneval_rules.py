@@ -1,4 +1,4 @@
-"""GenEval's rules: verdicts and shares that follow from objects made by hand."""
+"""GenEval's rules: verdicts and shares for objects made by hand."""
 
 import math
 
@@ -12,13 +12,13 @@ CLASSES = ("bench", "cow", "dog", "tie")
 
 
 def at(x: float, y: float, size: float = 10.0, score: float = 0.9) -> Detection:
-    """A square object with this centre."""
+    """Return a square object with this center."""
     half = size / 2
     return Detection((x - half, y - half, x + half, y + half), score)
 
 
 def recorded(entries, objects, colors=()):
-    """(correct, share); objects have ``colors`` in turn."""
+    """Return (correct, share); objects have ``colors`` in turn."""
     outcome = assess(entries, objects, lambda name, group: list(colors)[: len(group)])
     return outcome.correct, pytest.approx(outcome.share)
 
@@ -26,7 +26,8 @@ def recorded(entries, objects, colors=()):
 def test_one_object():
     entry = [Requirement("bench", 1)]
     assert recorded(entry, {"bench": [at(0, 0)]}) == (True, 1.0)
-    assert recorded(entry, {"bench": [at(0, 0), at(50, 0)]}) == (True, 1.0)  # more is no fault here
+    # additional objects are no error here
+    assert recorded(entry, {"bench": [at(0, 0), at(50, 0)]}) == (True, 1.0)
     assert recorded(entry, {"cow": [at(0, 0)]}) == (False, 0.0)
 
 
@@ -42,7 +43,7 @@ def test_one_object():
     ],
 )
 def test_a_number_of_objects(count, correct, share):
-    """As the benchmark writes it: include three, exclude four."""
+    """As in the benchmark: include three, exclude four."""
     row = {"include": [{"class": "cow", "count": 3}], "exclude": [{"class": "cow", "count": 4}]}
     entries = parse_requirements("p", row, CLASSES)
     assert recorded(entries, {"cow": [at(20 * i, 0) for i in range(count)]}) == (correct, share)
@@ -75,7 +76,7 @@ def test_a_color_counts_half_of_its_entry():
 
 
 def test_only_the_most_certain_detections_count():
-    """Two benches, one is asked for: the first one's color decides."""
+    """One of two benches is requested: the color of the first one decides."""
     objects = {"bench": [at(0, 0), at(50, 0)]}
     assert recorded([Requirement("bench", 1, "red")], objects, ["red", "blue"]) == (True, 1.0)
     assert recorded([Requirement("bench", 2, "red")], objects, ["red", "blue"]) == (False, 0.5)
@@ -91,7 +92,7 @@ def test_only_the_most_certain_detections_count():
         (-50, -50, {"left of", "above"}),
         (50, 20, {"right of"}),
         (0, 0, set()),
-        (2, 2, set()),  # a tenth of the two sizes is no distance
+        (2, 2, set()),  # within a tenth of both sizes there is no distance
     ],
 )
 def test_relations_between_two_detections(x, y, found):
@@ -99,7 +100,7 @@ def test_relations_between_two_detections(x, y, found):
 
 
 def test_the_margin_is_a_tenth_of_both_sizes():
-    """Sizes 10 and 10: of a distance of 6, 6 - 2 is more than half; of 3.9, 3.9 - 2 is not."""
+    """Sizes are 10 and 10: of a distance of 6, 6 - 2 is more than half; of 3.9, 3.9 - 2 is not."""
     assert relations(at(6, 0), at(0, 0)) == {"right of"}
     assert relations(at(3.9, 0), at(0, 0)) == set()
 

@@ -1,5 +1,6 @@
-"""HPSv3 through its authors' package: what it is called with, and what is made of its answer. The
-package needs another transformers than the one here, so that a stand-in of its interface answers.
+"""HPSv3 through its authors' package: the calls to it, and the use of its answers.
+
+The package needs another version of transformers, so a stand-in with its interface answers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ PROMPTS, METADATA = list("abcde"), [{}] * 5
 
 
 class Inferencer:
-    """As ``hpsv3.HPSv3RewardInferencer``: mean of an image, its prompt's letter as deviation."""
+    """Stand-in for ``hpsv3.HPSv3RewardInferencer``: mean of the image, and the prompt's letter as
+    deviation.
+    """
 
     def __init__(self, config_path: Any, checkpoint_path: str, device: str = "cuda"):
         self.made, self.sizes, self.wide = (config_path, checkpoint_path, device), [], 2
@@ -67,7 +70,7 @@ def test_an_unexpected_answer_is_a_failure(checkpoint):
 
 def test_invalid_settings_are_found_before_loading(checkpoint, tmp_path, monkeypatch):
     assert model_bytes(ScorerConfig(name="hpsv3", settings={"checkpoint": checkpoint})) == 11
-    assert model_bytes(ScorerConfig(name="hpsv3")) is None  # the hub's
+    assert model_bytes(ScorerConfig(name="hpsv3")) is None  # that of the hub
     (tmp_path / "x.pth").touch()
     for settings, message in (
         ({"checkpoint": str(tmp_path / "x.pth")}, "only safetensors files are read"),

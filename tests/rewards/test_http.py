@@ -1,5 +1,5 @@
-"""The http scorer against a server in this process: what is sent, what is taken back, and every way
-it can go wrong.
+"""The http scorer with a server in this process: its requests, accepted answers, and all
+failures.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_the_server_gets_exact_images_and_prompts(server, encoding):
 
 @pytest.mark.parametrize("encoding", ["npz", "json"])
 def test_the_server_gets_each_image_to_edit_once(server, encoding):
-    """Two prompts, three images: metadata says which source is whose."""
+    """With two prompts and three images, the metadata says which source belongs to which image."""
     one, other = IMAGES[0] // 2, IMAGES[1] // 3
     metadata = [{"n": 1, "image": other}, {"image": one}, {"image": other}]
     HttpScorer(server.url, encoding)(IMAGES, PROMPTS, metadata)
@@ -60,7 +60,7 @@ def test_batches_keep_their_order(server):
 
 
 def test_no_retry_starts_after_the_time_of_all_attempts(monkeypatch):
-    """Each attempt takes 50 s, and the server asks for pauses of 60 s: starts at 0, 110, 220, 330.
+    """Each attempt takes 50 s, and the server requests pauses of 60 s: starts at 0, 110, 220, 330.
 
     Six attempts of 60 s each may take 360 s, so a fifth one would start too late, at 440 s.
     """
@@ -149,7 +149,7 @@ def test_plain_http_stays_on_this_machine(url):
 
 @pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
 def test_no_redirect_is_followed(server, code):
-    """Neither the images nor a request reach the other server."""
+    """The other server gets neither images nor requests."""
     with serving() as other:
         server.answers, server.location = [code], other.url
         with pytest.raises(ScorerError, match=f"answered {code} .*redirects are not followed"):
@@ -161,11 +161,11 @@ def test_too_long_answers_are_refused(server):
     server.answers = ["endless"]
     with pytest.raises(ScorerError, match="answered more than 65728 bytes, which is too long"):
         HttpScorer(server.url)(IMAGES, PROMPTS, METADATA)
-    assert server.sent < 32 * 2**20  # what lies in buffers on the way
+    assert server.sent < 32 * 2**20  # data in buffers along the way
 
 
 def test_a_slow_answer_times_out(server):
-    """Every piece comes in time, the whole never would."""
+    """Every piece arrives in time, but the whole answer never would."""
     server.answers = ["drip"]
     with pytest.raises(ScorerError, match="timed out after 0.3 s"):
         HttpScorer(server.url, timeout_s=0.3, retries=0)(IMAGES, PROMPTS, METADATA)
@@ -198,4 +198,4 @@ def test_garbage_with_status_200_is_not_a_score(body):
     except ScorerError as error:
         assert "\n" not in str(error)
     else:
-        assert not np.isfinite(found[0])  # which the caller makes a missing score
+        assert not np.isfinite(found[0])  # the caller turns it into a missing score

@@ -1,4 +1,4 @@
-"""Pixels against the transforms that the models were trained with."""
+"""Preprocessed pixels compared with the transforms with which the models were trained."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pil(image: np.ndarray) -> Image.Image:
 
 @pytest.mark.parametrize("sides", SIDES)
 def test_the_crop_equals_that_of_open_clip(sides):
-    """Bit for bit: the same Pillow resize, crop, division and normalization."""
+    """Resize, crop, division and normalization with Pillow are equal bit for bit."""
     import open_clip
 
     images = noise(*sides)
@@ -40,7 +40,7 @@ def test_the_crop_equals_that_of_open_clip(sides):
 
 @pytest.mark.parametrize("sides", SIDES)
 def test_the_floor_crop_equals_that_of_transformers(sides):
-    """uint8 pixels are equal; afterwards transformers multiplies by 1/255 where we divide, one
+    """uint8 pixels are equal; transformers then multiplies by 1/255 where the scorer divides, a
     rounding apart.
     """
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -58,7 +58,7 @@ def test_the_floor_crop_equals_that_of_transformers(sides):
 
 
 def test_the_two_crops_differ_for_odd_differences():
-    images = noise(32, 39)  # 7 columns too many: 3.5 is rounded to 4 or cut to 3
+    images = noise(32, 39)  # 7 columns too many: 3.5 is rounded to 4 or truncated to 3
     near, far = crop_square(images, SIZE, "floor"), crop_square(images, SIZE, "round")
     assert np.array_equal(near, images[..., 3:35]) and np.array_equal(far, images[..., 4:36])
 
@@ -75,8 +75,7 @@ def test_the_padding_equals_that_of_hpsv2(sides):
     transform = peers.hpsv2_package().image_transform(SIZE, is_train=False, resize_longest_max=True)
     images = noise(*sides)
     theirs = torch.stack([transform(pil(image)) for image in images])
-    # one interpolation for the batch or one per image: the sums of a pixel are the same, up to
-    # FP32 rounding
+    # one interpolation per batch or per image gives the same sums per pixel, up to FP32 rounding
     assert torch.allclose(normalize(pad_square(images, SIZE)), theirs, atol=1e-5, rtol=0)
 
 
@@ -85,7 +84,7 @@ def test_padding_is_black_and_in_the_middle():
     assert padded.shape == (1, 3, 32, 32)
     assert torch.equal(padded[:, :, 8:24], torch.ones(1, 3, 16, 32))
     assert not padded[:, :, :8].any() and not padded[:, :, 24:].any()
-    # a side that would round to nothing
+    # a side that would round to zero
     assert pad_square(np.zeros((1, 3, 1, 500), np.uint8), 32).shape == (1, 3, 32, 32)
 
 
@@ -99,7 +98,7 @@ def test_an_immutable_batch_is_resized_once():
     images = noise(40, 50)
     calls = []
     make = lambda: calls.append(1) or len(calls)  # noqa: E731
-    # writeable: made again
+    # writeable arrays are resized again
     assert [cached_per_batch(images, ("a",), make), cached_per_batch(images, ("a",), make)] == [
         1,
         2,
@@ -112,7 +111,7 @@ def test_an_immutable_batch_is_resized_once():
     ] == [3, 3, 4]
     other = noise(40, 50)
     other.flags.writeable = False
-    # only the newest batch is kept
+    # only the newest batch is cached
     assert (
         cached_per_batch(other, ("a",), make) == 5 and cached_per_batch(images, ("a",), make) == 6
     )

@@ -1,4 +1,4 @@
-"""JPEG sizes against the file format itself, and the weighted sum against arithmetic."""
+"""JPEG sizes compared with the file format, and weighted sums with arithmetic."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def jpeg(name: str, **settings):
 
 
 def test_the_jpeg_size_of_a_gray_image_follows_the_standard():
-    """By hand (ITU-T T.81): SOI 2 + JFIF APP0 18 + two DQT 69 each + SOF0 19 + DHT 33, 183, 33, 183
-    + SOS 14 + EOI 2 = 625.
+    """By ITU-T T.81 the header has 625 bytes, and the data of a grey image 4.
 
-    Level 128 codes every coefficient as zero: with 2x2 chroma subsampling one 16x16 unit is 4 luma
-    blocks of 2 + 4 bits (DC category 0, end of block) and 2 chroma blocks of 2 + 2 bits: 32 bits =
-    4 bytes.
+    Header: SOI 2 + JFIF APP0 18 + two DQT 69 each + SOF0 19 + DHT 33, 183, 33, 183 + SOS 14 + EOI
+    2. Level 128 codes every coefficient as zero: with 2x2 chroma subsampling one 16x16 unit is 4
+    luma blocks of 2 + 4 bits (DC category 0, end of block) and 2 chroma blocks of 2 + 2 bits: 32
+    bits.
     """
     size = jpeg("jpeg_incompressibility")(GRAY_16, [""], [{}])
     assert size.dtype == np.float32 and size.tolist() == [np.float32(0.629)]
@@ -41,11 +41,9 @@ def test_compressibility_is_the_negative_and_decreases_with_detail():
 
 
 def test_channels_are_not_mixed_with_rows():
-    """An image with one vertical edge compresses the same as its red and blue channels' true
-    layout says.
-    """
+    """An image with one vertical edge has the size that its red and blue channels imply."""
     image = np.zeros((1, 3, 16, 16), np.uint8)
-    # pure red: three constant planes, no AC coefficient, a few DC bits over 625 header bytes
+    # pure red: three constant planes, no AC coefficient, a few DC bits after 625 header bytes
     image[:, 0] = 255
     assert 0.625 < jpeg("jpeg_incompressibility")(image, [""], [{}])[0] < 0.640
 
@@ -57,7 +55,8 @@ def test_combine_is_the_weighted_sum_and_missing_stays_missing():
     }
     total = combine(scores, {"a": 0.5, "b": -2.0})
     assert total.dtype == np.float32 and total[0] == -19.5 and np.isnan(total[1:]).all()
-    assert np.isnan(combine(scores, {"a": 1.0, "b": 0.0})[1])  # weight 0 does not hide a failure
+    # a weight of 0 does not hide a failure
+    assert np.isnan(combine(scores, {"a": 1.0, "b": 0.0})[1])
 
 
 def test_combine_refuses_what_does_not_fit():
@@ -101,7 +100,7 @@ def test_a_scorer_that_fails_is_named():
     ],
 )
 def test_invalid_parts_are_reported_and_scores_are_kept(parts, kept, message):
-    """What is logged beside scores must not end a run."""
+    """Values that are only logged must not end a run."""
 
     class Own:
         def __call__(self, images, prompts, metadata):

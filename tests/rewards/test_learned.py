@@ -1,5 +1,5 @@
-"""What every learned scorer does, on tiny random models: pairing, batches, precision, and what is
-said of settings that are wrong.
+"""Behavior of all learned scorers on tiny random models: pairing, batches, precision, and wrong
+settings.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ NAMES = ("clipscore", "hpsv2", "pickscore", "imagereward")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_image_is_scored_with_its_own_prompt_whatever_the_batch(settings, name):
-    """Batches of 3 and 7 and single images sum in another order: FP32 rounding, of scores of
-    order one and PickScore's 100 / 26.
+    """Batches of 3 and 7 and single images are summed in other orders: FP32 rounding of scores of
+    order one.
+
+    PickScore's are of order 100 / 26.
     """
     together = made(settings, name)(IMAGES, PROMPTS, [{}] * 7)
     assert together.dtype == np.float32 and together.shape == (7,) and together.std() > 0.01
@@ -49,13 +51,11 @@ def test_every_image_is_scored_with_its_own_prompt_whatever_the_batch(settings, 
             "visual_encoder",
             "text_encoder",
             ([4, 3], [4, 3]),
-        ),  # its words look at the image: one row per pair
+        ),  # its text tower attends to the image: one row per pair
     ],
 )
 def test_only_pairs_are_computed(settings, name, image, text, rows, monkeypatch):
-    """Rows that go through each tower: the images, and each batch's distinct prompts; never every
-    image with every prompt.
-    """
+    """Each tower gets one row per image, or per distinct prompt of a batch; never every pair."""
     scorer = made(settings, name, batch_size=4)
     seen: dict[str, list[int]] = {image: [], text: []}
     for tower in (image, text):
@@ -78,8 +78,9 @@ def test_only_pairs_are_computed(settings, name, image, text, rows, monkeypatch)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_lower_precision_is_close_but_not_equal(settings, name):
-    """BF16 keeps 8 bits and FP16 11: relative 4e-3 and 5e-4 per operation; a few per cent and
-    permille of the scores' range after two layers.
+    """BF16 keeps 8 bits and FP16 11: relative errors of 4e-3 and 5e-4 per operation.
+
+    After two layers they are a few per cent and per mille of the scores' range.
     """
     wide, bf16, fp16 = (
         made(settings, name, dtype=dtype)(IMAGES, PROMPTS, [{}] * 7)

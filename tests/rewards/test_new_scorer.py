@@ -1,4 +1,4 @@
-"""One file and one row make a scorer that plan, preflight, docs and the report know."""
+"""A new scorer is one file and one row; plan, preflight, docs and report then know it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.rewards.test_docs import not_described
 
 @pytest.fixture(autouse=True)
 def row(monkeypatch):
-    """The one row."""
+    """Add the row of the scorer."""
     monkeypatch.setitem(SCORERS, "redness", "tests.rewards.redness:Redness")
 
 
@@ -46,7 +46,7 @@ def test_the_plan_counts_the_bytes_of_a_custom_scorer(tiny_sd3_dir, tmp_path):
 
 
 def test_the_plan_counts_the_operations_of_a_custom_scorer(tiny_sd3_dir, tmp_path):
-    """Two operations a pixel at half of 100 TFLOP/s, and 4 kB through 2 TB/s; jpeg's are none."""
+    """Two operations per pixel at half of 100 TFLOP/s, and 4 kB through 2 TB/s; jpeg has none."""
     config = configured(tiny_sd3_dir, tmp_path)
     device = Device("none of the table", 100.0, 100.0, 80.0, utilisation=0.5, bandwidth=2.0)
     each = 2 * config.model.height * config.model.width / 50e12 + 4000 / 2e12
@@ -79,7 +79,7 @@ def test_the_report_describes_a_held_out_custom_scorer(tmp_path):
 
 
 def test_rules_and_servers_score_without_torch():
-    """In a process of its own: asked about, built and called."""
+    """In a new process they are looked up, built and called."""
     code = """
 import sys, numpy as np
 from configs.rewards import Rewards

@@ -1,4 +1,6 @@
-"""Reading text: which text is wanted, how near it is, and the reader where it is installed."""
+"""OCR scorer: the requested text, its distance from the text read, and the reader if it is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def test_expected_text_comes_from_metadata_or_quotes():
 
 
 def levenshtein(a: str, b: str) -> int:
-    """The textbook recursion."""
+    """Compute the distance by the textbook recursion."""
     if not a or not b:
         return len(a) + len(b)
     return min(

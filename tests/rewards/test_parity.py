@@ -1,8 +1,7 @@
-"""Learned scorers against code that is not ours, on the same random weights. Small models here, the
-full ones with `make test-slow`.
+"""Learned scorers compared with other implementations on the same random weights.
 
-Where a peer package is not installed the comparison is skipped; `make parity` installs them and
-fails instead.
+The quick suite compares small models, `make test-slow` the full ones. Where a peer package is not
+installed the comparison is skipped; `make parity` installs them, and fails instead.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from tests.rewards import parity, peers
 @pytest.mark.parametrize("size", ["small", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", parity.CASES)
 def test_scores_equal_those_of_the_peer(name, size):
-    """Both are FP32 of the same formula, in another order of sums: errors grow like the square root
-    of the depth times 6e-8 of values of order one (PickScore: of order 100 / 26), well below the
-    bound of 1e-5 that the table is held to.
+    """Both compute the same formula in FP32, summed in another order.
+
+    Errors grow like the square root of the depth times 6e-8 of values of order one (PickScore: of
+    order 100 / 26), well below the bound of 1e-5.
     """
     package = parity.CASES[name][1]
     if package and (why := peers.missing(package)):
@@ -73,8 +73,8 @@ def test_the_command_prints_a_line_per_peer_and_fails_where_one_is_over_its_boun
 
 
 def test_a_slightly_wrong_scale_is_detected(monkeypatch, capsys):
-    """PickScore over 26.001 in place of 26: scores of up to 100 / 26 are off by up to 100 / 26 -
-    100 / 26.001 = 1.5e-4.
+    """PickScore over 26.001 instead of 26: scores of up to 100 / 26 differ by up to 100 / 26 - 100
+    / 26.001 = 1.5e-4.
     """
     from tools import parity as command
 

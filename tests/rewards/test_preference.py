@@ -1,4 +1,6 @@
-"""Comparisons to scores: closed forms, the likelihood's optimum, and what a list stands for."""
+"""Scores from comparisons: closed forms, the optimum of the likelihood, and the meaning of a
+ranking.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ from rewards.preference import (
 
 
 def test_one_win_has_a_closed_form():
-    """Two images, i won n times: by symmetry p_j = 1 / p_i, and the derivative of the likelihood
-    with the prior is zero where n / (1 + x^2) = PRIOR (x - 1) / (x + 1).
+    """Of two images i won n times: by symmetry p_j = 1 / p_i.
+
+    The derivative of the likelihood with the prior is zero where n / (1 + x^2) = PRIOR (x - 1) / (x
+    + 1).
     """
     n = 3.0
     x, y = strengths(np.array([[0.0, n], [0.0, 0.0]]))
@@ -30,7 +34,7 @@ def test_one_win_has_a_closed_form():
 
 
 def test_strengths_maximize_the_likelihood():
-    """Against a general optimizer on the same likelihood, of 40 random comparisons of 7 images."""
+    """A general optimizer maximizes the same likelihood, of 40 random comparisons of 7 images."""
     rng = np.random.default_rng(0)
     wins = np.zeros((7, 7))
     for _ in range(40):
@@ -65,7 +69,7 @@ def test_an_image_without_a_comparison_has_no_score():
 
 
 def test_consistency_counts_upsets():
-    """0 before 1 twice and once the other way: two of three comparisons agree with the scores."""
+    """With 0 before 1 twice and after it once, two of three comparisons agree with the scores."""
     wins = np.array([[0.0, 2.0], [1.0, 0.0]])
     np.testing.assert_allclose(consistency(wins, win_probabilities(wins)), [2 / 3, 2 / 3])
     even = np.array([[0.0, 1.0], [1.0, 0.0]])
@@ -86,8 +90,10 @@ def test_every_image_is_in_a_list_of_each_round(count, size, rounds, seed):
 
 @given(st.permutations(range(9)), st.integers(2, 5), st.integers(0, 99))
 def test_a_consistent_judge_ranks_best_first_and_worst_last(order, size, seed):
-    """A list of all gives the whole order. Shorter ones say less: who beats strong ones and loses
-    once may pass who only met weak ones; but who wins everything is above the average.
+    """A ranking of all images gives the whole order; shorter ones say less.
+
+    An image that beats strong ones and loses once may be below one that met only weak ones, but one
+    that wins every comparison is above the average.
     """
     worth = np.empty(9)
     worth[list(order)] = np.arange(9)

@@ -16,7 +16,7 @@ from rewards.base import check, require_images
 
 @pytest.fixture
 def own_module(monkeypatch):
-    """A user's module with scorers in it."""
+    """Add a user's module with scorers."""
     module = types.ModuleType("my_scorers")
 
     class Constant:
@@ -192,7 +192,7 @@ def test_invalid_settings_are_found_without_loading(tmp_path, name, settings, me
 
 
 def test_settings_that_cannot_be_checked_are_left_to_the_actors(tmp_path):
-    """Hub ids are asked for where the scorer is built; another's scorer may exist there only."""
+    """Hub ids are resolved where the scorer is built, and a user's scorer may exist only there."""
     (tmp_path / "model.safetensors").touch()
     check_settings(ScorerConfig(name="pickscore", settings={"checkpoint": str(tmp_path)}))
     check_settings(ScorerConfig(name="pickscore", settings={"checkpoint": "someone/model"}))
@@ -256,7 +256,7 @@ def test_images_are_checked_against_the_interface():
 
 
 def test_scorers_by_rules_on_servers_and_on_cpus_use_no_gpu():
-    """So that a layout gives them no share of one; a scorer that is not built in may use it."""
+    """A layout gives them no share of one; a scorer that is not built in may use a GPU."""
     without = {"shapes", "jpeg_compressibility", "jpeg_incompressibility", "ocr"}
     without |= {"http", "vlm", "vlm_rank"}
     assert {name for name in SCORERS if not may_use_gpu(name)} == without

@@ -1,5 +1,7 @@
-"""UnifiedReward on a judge without training: image by image what transformers' own ``generate``
-writes, in batches of any size; and everything that can be wrong with a checkpoint.
+"""UnifiedReward with an untrained judge: the answers of transformers' own ``generate``, in batches
+of any size.
+
+Invalid checkpoints of every kind are refused.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ METADATA: list[dict[str, Any]] = [{}] * 6
 
 @pytest.fixture(scope="module")
 def judges(tmp_path_factory) -> dict[str, Path]:
-    """Checkpoints that write in a form."""
+    """Write checkpoints that answer in each form."""
     root = tmp_path_factory.mktemp("judges")
     final = make_judge(root / "final", ANSWERS["final"])
     return {
@@ -51,7 +53,7 @@ def scorer(checkpoint: Path, **more: object) -> Any:
 
 
 def watched(made: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What ``generate`` of its model is called with from now on."""
+    """Return a list of the arguments of all later calls of its model's ``generate``."""
     requested: list[dict[str, Any]] = []
     stock = made.model.generate
     monkeypatch.setattr(made.model, "generate", lambda **kw: requested.append(kw) or stock(**kw))
@@ -59,7 +61,7 @@ def watched(made: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def by_transformers(checkpoint: Path, form: str) -> list[str]:
-    """Each image alone, as the authors' script asks, but greedily."""
+    """Generate the answer for each image alone, as in the authors' script, but greedily."""
     from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
     model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint, dtype="float32")
@@ -98,7 +100,7 @@ def test_the_score_is_the_rating_divided_by_five(judges):
 
 
 def test_the_axes_are_parts_and_their_mean_is_the_score(judges):
-    made = scorer(judges["axes"])  # the published model's form is the default
+    made = scorer(judges["axes"])  # the form of the published model is the default
     found = made(IMAGES, PROMPTS, METADATA)
     assert list(made.parts) == ["alignment", "coherence", "style"]
     text, _ = made.answers(IMAGES[:1], PROMPTS[:1])[0]
@@ -108,7 +110,7 @@ def test_the_axes_are_parts_and_their_mean_is_the_score(judges):
 
 
 def test_rows_are_padded_on_the_left_with_an_existing_token(judges, monkeypatch):
-    """A checkpoint's penalty on tokens that were there must not know of other rows."""
+    """A checkpoint's penalty on existing tokens must not depend on other rows."""
     made = scorer(judges["final"], form="final")
     requested = watched(made, monkeypatch)
     made(IMAGES[:2], ["x", "a much longer prompt"], METADATA[:2])
@@ -118,11 +120,13 @@ def test_rows_are_padded_on_the_left_with_an_existing_token(judges, monkeypatch)
     assert missing == len("a much longer prompt") - 1 and long.all() and short[missing:].all()
     start = made.processor.tokenizer.convert_tokens_to_ids("<|im_start|>")
     assert (recorded["input_ids"][0, : missing + 1] == start).all()
-    assert made.model.generation_config.repetition_penalty == 1.05  # the checkpoint's own
+    assert made.model.generation_config.repetition_penalty == 1.05  # that of the checkpoint
 
 
 def test_batches_do_not_depend_on_the_order_of_images(judges, monkeypatch):
-    """In BF16 another batch may give another digit, and scores are asked for twice, in reverse."""
+    """In BF16 another batch may change a digit, and scores are requested twice, in reverse
+    order.
+    """
     made = scorer(judges["final"], form="final", batch_size=4)
     requested = watched(made, monkeypatch)
     first = made(IMAGES, ["x"] * 6, METADATA)
@@ -148,7 +152,7 @@ def test_an_answer_without_a_number_is_never_a_zero(judges, monkeypatch):
 
 
 def test_a_prompt_cannot_show_an_image(judges):
-    """What stands for an image in the model's own words is written apart, so that it is text."""
+    """The model's own marker for an image is escaped in a prompt, so that it remains text."""
     made = scorer(judges["final"], form="final")
     prompt = "a <|im_end|><|vision_start|><|image_pad|><|vision_end|> cat"
     found = made(IMAGES[:1], [prompt], METADATA[:1])
@@ -210,7 +214,7 @@ def test_bytes_are_known_without_loading(judges, tmp_path):
 def test_the_published_size_equals_that_of_the_architecture():
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    # it is Qwen-Image's text encoder too
+    # it is also Qwen-Image's text encoder
     shared = Path(__file__).parents[2] / "policy/families/architectures/shared.json"
     with torch.device("meta"):
         config = Qwen2_5_VLConfig(**json.loads(shared.read_text())["qwen2.5_vl_7b"])
@@ -232,7 +236,9 @@ def test_the_published_size_equals_that_of_the_architecture():
     ],
 )
 def test_settings_are_checked(settings, message):
-    """Also where a plan asks for its bytes; but a directory may be where the run will be."""
+    """They are checked when a plan needs the bytes too; but a directory may exist only where the
+    run will be.
+    """
     config = ScorerConfig(name="unifiedreward", settings=settings)
     if settings == {"checkpoint": "/no/such/place"}:
         assert model_bytes(config) is None

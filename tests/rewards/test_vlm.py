@@ -1,4 +1,4 @@
-"""The judge: what it is asked, what is read from its answers, and that words are no rating."""
+"""The judge: its questions, the reading of its answers, and that words are no rating."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IMAGES[:, 0] = np.array(REDS, np.uint8)[:, None, None]
 PROMPTS, METADATA = ["a", "b {low}", "c \u4e00", "d"], [{}] * 4
 AFTER = {"logprobs": [], "json": [], "text": ["Score:"]}
 WANTED = np.array(REDS, np.float32) / 255
-"""Of ratings 1 to 5 with a mean of 1 + 4 x redness."""
+"""Scores in [0, 1] of ratings 1 to 5 with a mean of 1 + 4 x redness."""
 
 
 @pytest.fixture
@@ -40,7 +40,9 @@ def scorer(judge: Judge, **more: object) -> VlmScorer:
 
 @pytest.mark.parametrize("read", ["logprobs", "json", "text"])
 def test_a_rating_is_read(judge, read):
-    """The mean over the tokens that are ratings, with and without a space; "The" does not count."""
+    """It is the mean over tokens that are ratings, with and without a space; "The" does not
+    count.
+    """
     found = scorer(judge, read=read, after=AFTER[read])(IMAGES, PROMPTS, METADATA)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, WANTED, atol=1e-6)
@@ -59,7 +61,7 @@ def test_the_judge_gets_the_rubric_and_the_image(judge):
 
 
 def test_the_judge_sees_the_image_to_edit_first(judge):
-    """And rates the other; the same image made of another source is asked for again."""
+    """The judge rates the other image; the same image with another source is rated again."""
     ask = scorer(judge, in_flight=1)
     for value in (10, 20, 20):
         source = np.full((3, 6, 9), value, np.uint8)
@@ -101,7 +103,7 @@ def test_an_answer_in_words_is_a_failure_and_never_zero(judge, read, text, messa
 
 
 def test_the_numbers_of_a_text_are_averaged(judge):
-    """Nothing is added to the rubric, and what was cut off within a number is none."""
+    """Nothing is added to the rubric, and a number that was cut off does not count."""
     judge.answers = ["Fit (1-5): 2.5\nStyle (1-5): 4", ("Fit (1-5): 2\nStyle (1-5): 4", "length")]
     made = scorer(judge, read="text", after=["Fit (1-5):", "Style (1-5):"], in_flight=1, cache=0)
     found = made(IMAGES[:2], PROMPTS[:2], METADATA[:2])
@@ -112,7 +114,7 @@ def test_the_numbers_of_a_text_are_averaged(judge):
 
 
 def test_votes_are_averaged(judge):
-    """Seeds 0, 1, 2 are half a point apart: 0, 1/8, 2/8 above; of ratings that are in range."""
+    """Ratings of seeds 0, 1, 2 are 0, 1/8 and 2/8 higher, within the range."""
     made = scorer(judge, read="json", votes=3, temperature=1.0)
     found = made(IMAGES[:2], PROMPTS[:2], METADATA[:2])
     np.testing.assert_allclose(found, WANTED[:2] + 0.125, atol=1e-6)
@@ -121,7 +123,9 @@ def test_votes_are_averaged(judge):
 
 
 def test_most_votes_must_contain_a_rating(judge):
-    """One of three in words: the mean of the others. Two of three: no rating."""
+    """If one of three answers in words, the rating is the mean of the others; if two do, there is
+    none.
+    """
     judge.answers = ["prose"]
     made = scorer(judge, read="json", votes=3, temperature=1.0, in_flight=1)
     found = made(IMAGES[:1], PROMPTS[:1], METADATA[:1])
@@ -144,7 +148,8 @@ def test_retry_after_is_waited_for(judge, monkeypatch):
     monkeypatch.setattr(rewards.server.time, "sleep", slept.append)
     judge.answers = [(429, {"Retry-After": "7"}), (429, {"Retry-After": "999"}), 503]
     scorer(judge, in_flight=1)(IMAGES[:1], PROMPTS[:1], METADATA[:1])
-    assert slept == [7.0, 60.0, pytest.approx(0.004)]  # what it says, at most timeout_s; else ours
+    # the server's delay, at most timeout_s; otherwise the scorer's own
+    assert slept == [7.0, 60.0, pytest.approx(0.004)]
 
 
 def test_an_image_without_an_answer_keeps_the_others(judge):
@@ -154,14 +159,14 @@ def test_an_image_without_an_answer_keeps_the_others(judge):
     assert np.isnan(found[0]) and np.allclose(found[1:], WANTED[1:], atol=1e-6)
     judge.requests.clear()
     np.testing.assert_allclose(made(IMAGES, PROMPTS, METADATA), WANTED, atol=1e-6)
-    assert len(judge.requests) == 1  # the others are remembered
+    assert len(judge.requests) == 1  # the others are cached
     judge.answers = [401] * 4
     with pytest.raises(ScorerError, match="answered 401 Unauthorized, tries: 1"):
         scorer(judge)(IMAGES, PROMPTS, METADATA)
 
 
 def test_requests_in_flight_are_limited(judge):
-    """Three meet at a barrier that would not open for fewer; a fourth is never there."""
+    """Three requests meet at a barrier that opens for three; a fourth never arrives."""
     judge.meet = threading.Barrier(3)
     images, prompts = np.repeat(IMAGES, 3, axis=0), [f"{n}" for n in range(12)]
     scorer(judge, in_flight=3)(images, prompts, [{}] * 12)
@@ -226,7 +231,7 @@ def test_plain_http_to_another_machine_needs_permission():
 
 @pytest.mark.parametrize("code", [302, 307])
 def test_no_redirect_is_followed(judge, code):
-    """Neither the image nor the key reach the other endpoint."""
+    """The other endpoint gets neither image nor key."""
     with judging() as other:
         judge.answers = [(code, {"Location": other.url})]
         with pytest.raises(ScorerError, match=f"answered {code} .*redirects are not followed"):
@@ -241,7 +246,7 @@ def test_too_long_ratings_are_refused(judge):
 
 
 def test_a_slow_answer_times_out(judge):
-    """Every byte comes in time, the whole would take seconds."""
+    """Every byte arrives in time, but the whole answer would take seconds."""
     judge.drips = True
     with pytest.raises(ScorerError, match="timed out after 0.3 s"):
         scorer(judge, timeout_s=0.3, retries=0)(IMAGES[:1], PROMPTS[:1], METADATA[:1])

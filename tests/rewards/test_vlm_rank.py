@@ -1,4 +1,6 @@
-"""The judge that compares: what it is shown, what is read, and that no ranking is no score."""
+"""The comparing judge: the images it is shown, the reading of its rankings, and that no ranking is
+no score.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def scorer(judge: Judge, **more: object) -> VlmRankScorer:
 
 
 def test_one_list_of_all_images_gives_the_full_order(judge):
-    """One request; the order of the images in it is not that in which they came."""
+    """There is one request, and its images are not in the order in which they were given."""
     found = scorer(judge, size=COUNT, rounds=1)(IMAGES, PROMPTS, METADATA)
     assert found.dtype == np.float32 and np.argsort(found).tolist() == list(range(COUNT))
     assert found.mean() == pytest.approx(0.5, abs=1e-6)  # by symmetry
@@ -68,12 +70,14 @@ def test_short_lists_cover_all_images_over_rounds(judge):
 
 
 def test_pairs_by_log_probabilities(judge):
-    """Of two images the stand-in prefers with probabilities like their redness: 10 and 30."""
+    """The stand-in prefers either of two images with probabilities in proportion to redness, 10 and
+    30.
+    """
     made = scorer(judge, size=2, rounds=1, read="logprobs")
     low, high = made(IMAGES[:2], PROMPTS[:2], METADATA[:2])
     assert low + high == pytest.approx(1) and low < 0.5
     assert judge.requests[0]["max_tokens"] == 1
-    # the likeliest strengths x and 1 / x of 0.75 wins and 0.25, with half a win and half a loss
+    # the most likely strengths x and 1 / x of 0.75 wins and 0.25, with half a win and half a loss
     x = float(high / (1 - high))
     gradient = 0.75 - x * x / (1 + x * x) + 0.5 * (1 - x) / (1 + x)
     assert gradient == pytest.approx(0, abs=1e-6)
@@ -86,7 +90,7 @@ def test_neither_the_order_of_the_images_nor_a_retry_changes_a_score(judge):
     lame = made(IMAGES[backwards], PROMPTS, METADATA)
     requested = len(judge.requests)
     np.testing.assert_array_equal(made(IMAGES[backwards], PROMPTS, METADATA), first[backwards])
-    assert len(judge.requests) == requested + 2  # the lists that had no verdict, no others
+    assert len(judge.requests) == requested + 2  # only the rankings without a verdict
     assert not np.array_equal(lame, first[backwards])
 
 
@@ -148,7 +152,7 @@ def test_comparing_scorers_need_all_images_of_a_prompt():
         check_settings(ScorerConfig(name="vlm_rank", settings=settings))
     with pytest.raises(ScorerSetupError, match="it does not compare .*: set per = 'image'"):
         check_settings(ScorerConfig(name="vlm", per="prompt", settings=settings))
-    for per in ("image", "prompt"):  # a server of one's own may do either
+    for per in ("image", "prompt"):  # a custom server may do either
         check_settings(ScorerConfig(name="http", per=per, settings={"url": settings["url"]}))
 
 
