@@ -1,4 +1,4 @@
-"""An actor that imports next to nothing, so that its processes start at once, and pools of it."""
+"""An actor with few imports, whose processes start at once, and pools of it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 class Echo:
-    """An actor that can be told to die, hang or raise; with a ``path`` it writes down there every
-    task that it computes by ``work``.
+    """An actor that can be told to die, hang or raise.
+
+    With a ``path`` it writes every task that it computes by ``work`` to that file.
     """
 
     def __init__(self, path: str = "", broken: bool = False):
@@ -44,7 +45,7 @@ class Echo:
         return value, bytes(200_000)
 
     def fatal(self, path: str, value: int) -> int:
-        """Dies the first time it is called with `path`."""
+        """Die in the first call with this `path`."""
         if not os.path.exists(path):
             open(path, "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -69,8 +70,10 @@ class Echo:
 
 
 class Pool:
-    """A pool of Echo actors and the events it wrote. Its actors are in processes that stay for the
-    next pool, but for those with ``arguments`` that break them, or with ``options`` of Ray.
+    """A pool of Echo actors and the events it wrote.
+
+    Its actors run in processes that the next pool reuses, except those with ``arguments`` that
+    break them, or with Ray ``options``.
     """
 
     def __init__(self, actors: int = 2, path: str = "", **service: Any):

@@ -1,8 +1,8 @@
-"""Faults done to a run on purpose: what is hit, how and when. What came of it: ``outcomes``.
+"""Injected faults of a run: the target, the kind and the moment. ``outcomes`` checks the results.
 
-A moment is a stage of the progress display ("explored", "scored", ...: something went through it),
-a method of a service ("encode", "export", ...: a call of it was made), "begin", when an iteration
-starts, or "recovering": an actor was lost, in whichever iteration, and is not replaced yet.
+A moment is a stage of the progress display ("explored", "scored", ...: an item passed it), a method
+of a service ("encode", "export", ...: it was called), "begin", the start of an iteration, or
+"recovering": an actor was lost, in any iteration, and is not replaced yet.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from records.progress import Progress
 
 SERVICES = ("rollout", "reward", "encoder", "selector", "learner")
 RUN = "run"
-"""What is hit by a fault that hits no actor in particular."""
+"""The target of faults that hit no particular actor."""
 Way = Literal["kill", "stop", "node", "memory", "monitor", "disk", "driver", "clock", "scale"]
 WORDS: dict[str, str] = {
     "kill": "SIGKILL to",
@@ -40,16 +40,20 @@ WORDS: dict[str, str] = {
 }
 TO_ACTORS = ("kill", "stop", "node", "memory")
 MONITOR_S = 20.0
-"""How long memory stays low where no actor is killed for it."""
+"""Seconds for which memory stays low if no actor is killed for it."""
 RECOVERING = "recovering"
 KILL_S = 30.0
-"""Ray asks a process to end, and sends SIGKILL to one that does not answer some seconds later."""
+"""Seconds after which Ray has sent SIGKILL to a process that it asked to end and that did not
+answer.
+"""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Actor ``actor`` of ``kind`` is hit ``delay_s`` after the ``count``-th ``moment`` of
-    iteration ``iteration``. ``amount``: seconds of a stop or a jump, or the pool's new size.
+    """Actor ``actor`` of ``kind`` is hit ``delay_s`` after the ``count``-th ``moment`` of an
+    iteration.
+
+    ``amount``: seconds of a stop or a jump, or the new size of the pool.
     """
 
     kind: str
@@ -73,13 +77,13 @@ class Fault:
 
 
 class Machines(Protocol):
-    """Nodes that can be taken away."""
+    """Nodes that can be removed."""
 
     def remove(self, node: str, workers: Sequence[int]) -> None: ...
 
 
 class MachineLike(Protocol):
-    """What ``tests.cluster.machine`` does to this machine."""
+    """The methods of ``tests.cluster.machine`` that faults use."""
 
     def fill(self) -> None: ...
     def low_memory(self, low: bool) -> None: ...
@@ -89,8 +93,9 @@ class MachineLike(Protocol):
 
 
 class FaultInjector(Progress):
-    """Does the faults to the run whose display it is; what was done stands in the run's events as
-    ``fault_injected``.
+    """Progress display that injects the faults into its run.
+
+    Injected faults are ``fault_injected`` events of the run.
     """
 
     session: Any = None
@@ -177,7 +182,7 @@ class FaultInjector(Progress):
         )
         if fault.way == "node":
             assert self.machines is not None
-            # one that was stopped before and given up is on the machine too
+            # a process that was stopped and given up earlier is on the node too
             there = [other for other, home in self.homes.items() if home == node]
             there += [
                 member.info.pid
@@ -191,7 +196,7 @@ class FaultInjector(Progress):
         elif fault.way == "memory":
             assert self.machine is not None
             self.machine.starve(pid)
-            member.handle.eat.remote()  # as it does what it was asked before
+            member.handle.eat.remote()  # the run carries out the previous request
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if fault.way == "kill" else signal.SIGSTOP)
@@ -217,7 +222,7 @@ class FaultInjector(Progress):
             self.background.append(asyncio.create_task(self._low_memory()))
 
     async def _low_memory(self) -> None:
-        """Until an actor was killed for it."""
+        """Lower the available memory until an actor was killed for it."""
         assert self.machine is not None
         before, pools = time.monotonic(), self.session.services.pools
         lost = sum(pool.supervisor.lost for pool in pools)
@@ -232,8 +237,8 @@ class FaultInjector(Progress):
 
     @property
     def left_over(self) -> list[int]:
-        """Processes that were hit and still are, though Ray was given the seconds that it takes it
-        to kill one that is stopped.
+        """Return processes that were hit and still live after the seconds in which Ray kills a
+        stopped one.
         """
         deadline = time.monotonic() + KILL_S
         while (
@@ -244,7 +249,7 @@ class FaultInjector(Progress):
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process, and it is more than an entry in a table."""
+    """Return True if the process exists and is no zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,5 +1,7 @@
-"""Services whose actors take ``LOADS_S`` to construct, on simulated nodes with one GPU and with
-two, in a process without another Ray: ``python -m tests.cluster.gpus``. Prints what came of each.
+"""Services whose actors take ``LOADS_S`` to construct, on simulated nodes with one and with two
+GPUs.
+
+``python -m tests.cluster.gpus`` runs in a process without another Ray, and prints the results.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ SHARES = {
     "one": {"learner": 0.5, "rollout": 0.15, "reward": 0.08, "encoder": 0.04},
     "two": {"rollout": 0.6, "reward": 0.3, "learner": 0.1, "encoder": 0.05},
 }
-"""GPU fractions by node; of rollout and reward there are two actors. On two GPUs the second rollout
-actor has no room where both reward actors came first.
+"""GPU fractions by node; rollout and reward have two actors each.
+
+With two GPUs, the second rollout actor has no room if both reward actors are placed first.
 """
 
 
 class Loading:
-    """An actor that takes its time, and tells which GPU it has."""
+    """An actor that loads slowly, and reports its GPU."""
 
     def __init__(self, *arguments: object):
         time.sleep(LOADS_S)
@@ -43,14 +46,14 @@ class Loading:
 
 
 class LoadingServices(ActorServices):
-    """Those of a run, with such actors."""
+    """The services of a run, with such actors."""
 
     def _spawner(self, kind: str, actor: type, *args: object) -> Callable[[str], Any]:
         return super()._spawner(kind, Loading, *args)
 
 
 async def start(node: str, scratch: Path) -> dict[str, Any]:
-    """``seconds`` of starting, and by GPU the ``shares`` of the actors on it."""
+    """Return the ``seconds`` of starting and, by GPU, the ``shares`` of the actors on it."""
     settings = ["services.reward.actors=2", "services.start_deadline_s=30"]
     for kind, share in SHARES[node].items():
         settings += [f"services.{kind}.gpus={share}", f"services.{kind}.labels.home='{node}'"]
@@ -73,7 +76,7 @@ async def start(node: str, scratch: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Both nodes, a line of JSON for each."""
+    """Print a line of JSON for each of both nodes."""
     one, two = (
         {"num_cpus": 8, "num_gpus": n, "labels": {"home": h}} for n, h in enumerate(SHARES, 1)
     )

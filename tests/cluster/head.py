@@ -45,10 +45,10 @@ class Head:
             for key, value in os.environ.items()
             if not key.startswith("RAY_") or key == "RAY_worker_niceness"
         }
-        path = (  # plain `python` is the head's
+        path = (  # plain `python` is that of the head
             f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
         )
-        # with a token, as Ray has it by default: that of this process, which has started Ray before
+        # with Ray's default, a token: the one of this process, which has started Ray before
         mode = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
         self.env = {
             **clean,
@@ -73,8 +73,8 @@ class Head:
             "--node-ip-address=127.0.0.1",
             "--disable-usage-stats",
         ]
-        # Ray ends a node whose agents have not chosen their ports within seconds: on a busy machine
-        # they are told
+        # Ray ends a node whose agents have not chosen their ports within seconds, so on a busy
+        # machine the ports are given
         agents = (
             "metrics-export-port",
             "dashboard-agent-grpc-port",
@@ -95,7 +95,7 @@ class Head:
         )
 
     def wait(self) -> None:
-        """Until the dashboard takes jobs."""
+        """Wait until the dashboard accepts jobs."""
         deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             assert self.process.poll() is None, "the head ended"
@@ -117,8 +117,8 @@ class Head:
         self.process.wait(30)
 
     def owns(self, process: psutil.Process) -> bool:
-        """Whether a process is of this cluster: its nodes are started by the head, or by what that
-        started.
+        """Return True if a process belongs to this cluster: the head or its descendants started
+        it.
         """
         return any(parent.pid == self.process.pid for parent in process.parents())
 

@@ -1,10 +1,10 @@
-"""Actor processes that outlive a run, so that the next test's run need not start any.
+"""Actor processes that outlive a run, so that the run of the next test need not start any.
 
-Nearly all of an actor's start is the import of torch, peft and diffusers: seconds of CPU time each,
-six times a run. Here the process stays when its run ends, and the next run builds its actor in it
-anew, by the product's own constructor. All else is as ever: one process per actor, real messages,
-and SIGKILL is SIGKILL. Two limits: an actor that takes a dead one's place always gets a new
-process, and a process that does not let go of its actor at once is killed with it.
+Most of an actor's start is the import of torch, peft and diffusers: seconds of CPU time each, six
+times per run. Here the process stays when its run ends, and the next run builds its actor in it, by
+the product's own constructor. Everything else is unchanged: one process per actor, real messages,
+and real SIGKILL. There are two limits: the replacement of a dead actor always gets a new process,
+and a process that does not release its actor at once is killed.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from cluster.driver.services import ActorServices
 from cluster.runtime.pool import ActorPool
 
 IDLE: defaultdict[tuple[Any, ...], list[Any]] = defaultdict(list)
-"""Processes without a run, by what they can be: service, actor class, threads, share and labels."""
+"""Idle processes by their properties: service, actor class, threads, share and labels."""
 LEAVE_S = 20.0
-"""One that hangs is given up after so long."""
+"""Seconds after which a hanging process is given up."""
 EATEN = 256 << 20
 NUMBERS = itertools.count()
 
 
 def host_of(actor: type) -> type:
-    """``actor`` as a class whose instances can be built again and again: ``take`` the arguments,
-    then ``ready`` as always.
+    """Return ``actor`` as a class whose instances can be rebuilt: ``take`` the arguments, then
+    ``ready``.
     """
 
     class Host(actor):
@@ -50,8 +50,8 @@ def host_of(actor: type) -> type:
             return actor.ready(self)
 
         def eat(self) -> None:
-            """Memory, until there is none."""
-            self.eaten = b"x" * EATEN  # written to: the kernel gives pages when they are
+            """Allocate memory until none is left."""
+            self.eaten = b"x" * EATEN  # written to, because the kernel provides pages only then
 
         def leave(self) -> None:
             vars(self).clear()
@@ -67,8 +67,9 @@ async def stop_and_keep(
     stop: Callable[[], Awaitable[None]],
     idle: Callable[[ActorPool], list[Any]],
 ) -> None:
-    """``stop`` pools without the end of their members' processes, which are then ``idle``. An actor
-    that is still being started, in the place of a dead one, has no member yet: it does end.
+    """Run ``stop`` of pools without ending their members' processes, which become ``idle``.
+
+    The replacement of a dead actor that is still starting is no member yet, so it does end.
     """
     kept = [
         (idle(pool), member.handle, member.info.node)
@@ -97,20 +98,20 @@ async def stop_and_keep(
 
 
 class Kept:
-    """Processes for actors of one class, for one pool after the other."""
+    """Processes for actors of one class, used by one pool after another."""
 
     def __init__(self, actor: type, **options: Any):
         self.remote = ray.remote(host_of(actor)).options(**options)
         self.idle = IDLE[actor, *sorted(options.items())]
 
     def spawn(self, *arguments: Any) -> Any:
-        """An actor in a process that is idle, or in a new one."""
+        """Return an actor in an idle process, or in a new one."""
         handle = self.idle.pop()[0] if self.idle else self.remote.remote()
         handle.take.remote(*arguments)
         return handle
 
     async def stop(self, *pools: ActorPool) -> None:
-        """Close the pools' slots, and let the processes be."""
+        """Close the slots of the pools, and keep the processes."""
 
         async def stop() -> None:
             await asyncio.gather(*(pool.stop() for pool in pools))
@@ -119,7 +120,7 @@ class Kept:
 
 
 class HostedServices(ActorServices):
-    """The services of a run in processes that may have served another run before, and stay for the
+    """Services of a run in processes that may have served another run, and that stay for the
     next.
     """
 
@@ -130,7 +131,8 @@ class HostedServices(ActorServices):
         def spawn(name: str) -> Any:
             if name.endswith(".0") and idle:
                 handle, node = idle.pop()
-                # where it is, not where there is most room; its share of that node is its own
+                # on the node where it runs, not where most room is; its share of that node is its
+                # own
                 who, placer = name.removesuffix(".0"), self.places._placer
                 placer.put([who], [node])
                 placer.take(who)
@@ -142,7 +144,7 @@ class HostedServices(ActorServices):
         return spawn
 
     async def stop(self) -> None:
-        """Close the slots as ever, but let the processes be."""
+        """Close the slots as usual, but keep the processes."""
         await stop_and_keep(self.pools, super().stop, lambda pool: self._idle(pool.kind))
 
     def _idle(self, kind: str) -> list[Any]:
@@ -157,7 +159,7 @@ class HostedServices(ActorServices):
 
 
 def end_idle() -> None:
-    """End the processes without a run: what they have of their nodes may be needed."""
+    """End the idle processes, because other actors may need their resources."""
     for idle in IDLE.values():
         while idle:
             ray.kill(idle.pop()[0])
@@ -165,8 +167,9 @@ def end_idle() -> None:
 
 @contextmanager
 def hosted() -> Iterator[None]:
-    """Within the context every run of this process, by a command or not, lives on the Ray that is
-    here and on hosts.
+    """Within the context every run of this process uses the running Ray and reused processes.
+
+    That includes runs of commands.
     """
     patches = [
         mock.patch(f"cluster.driver.{module}.ActorServices", HostedServices)

@@ -1,8 +1,8 @@
-"""The ring in one process, without Ray: the product's own actors behind stand-ins for pools, in a
-random order.
+"""The ring in one process, without Ray: the product's own actors behind fake pools, in a random
+order.
 
-A call waits for a random time and is done by a random member, so whatever depends on which was
-first or which did what comes out differently for another seed. Nothing dies here: that is for real
+A call waits for a random time and is run by a random member, so that a result that depends on the
+order or on the actor differs between seeds. Actors never die here; that is tested with real
 processes.
 """
 
@@ -31,13 +31,14 @@ from learner.checkpoint import read
 
 
 class LocalPool(Caller):
-    """As much of ``cluster.runtime.pool.ActorPool`` as the loop and publishing use. References are
-    the objects themselves.
+    """The parts of ``cluster.runtime.pool.ActorPool`` that the loop and publishing use.
+
+    References are the objects themselves.
     """
 
     def __init__(self, actors: list[Any], chance: random.Random, log: list[Any], waits: int = 4):
-        """``log`` gets the key of each call as it is done; a call waits for fewer than ``waits``
-        turns of the event loop.
+        """``log`` gets the key of each finished call; a call waits for fewer than ``waits`` turns
+        of the event loop.
         """
         self.members = [Member(index) for index in range(len(actors))]
         for member, actor in zip(self.members, actors, strict=True):
@@ -74,7 +75,7 @@ ENCODERS: dict[str, EncoderActor] = {}
 
 
 def encoder_of(plain: dict[str, Any]) -> EncoderActor:
-    """One for all runs of a model: it has no state, and takes the longest to load."""
+    """Return one encoder for all runs of a model: it has no state, and takes longest to load."""
     parts = [plain["model"], plain["guidance"], plain["regenerate"], plain["services"]["encoder"]]
     if (key := json.dumps(parts)) not in ENCODERS:
         ENCODERS[key] = EncoderActor(plain)
@@ -82,7 +83,7 @@ def encoder_of(plain: dict[str, Any]) -> EncoderActor:
 
 
 class LocalServices:
-    """As much of ``cluster.driver.services.ActorServices`` as the loop uses."""
+    """The parts of ``cluster.driver.services.ActorServices`` that the loop uses."""
 
     reissued = lost = 0
 
@@ -114,12 +115,13 @@ class LocalServices:
 
 
 class Played(SimpleNamespace):
-    """What came of it: ``rows`` of metrics and ``chosen`` by iteration, ``events``, ``log`` of
-    calls, ``table`` of modules, the ``checkpoint``'s path.
+    """The results: ``rows`` of metrics, ``chosen`` by iteration, ``events``, and ``log`` of calls.
+
+    Also the ``table`` of modules, and the path of the ``checkpoint``.
     """
 
     def files(self) -> dict[str, bytes]:
-        """The checkpoint's tensors."""
+        """Return the tensor files of the checkpoint."""
         return {
             path.name: path.read_bytes() for path in sorted(self.checkpoint.glob("*.safetensors"))
         }
@@ -134,8 +136,8 @@ def play(
     start: Path | None = None,
     stop: int | None = None,
 ) -> Played:
-    """Run iterations up to ``stop`` (all), from the beginning or from the checkpoint ``start``, and
-    save one more.
+    """Run iterations up to ``stop`` (default: all), from the start or from a checkpoint, and save
+    one more.
     """
     return asyncio.run(
         _play(config, root, explorers, seed, start, config.iterations if stop is None else stop)

@@ -1,9 +1,9 @@
-"""What may happen to a machine, done to this one without harm to others on it: a disk that is full,
-memory that runs out, a driver that is stopped, a clock that jumps.
+"""Faults of a machine, simulated without harm to others: full disk, no memory, stopped driver,
+clock jumps.
 
-The disk is a small one of its own, and what Ray reads of the machine's memory is a file: both are
-seen by this process and its children only, which have their own view of the file system. That
-needs root on Linux; ``missing`` says what cannot be done, and why.
+The disk is a small one of its own, and what Ray reads as the machine's memory is a file. Only this
+process and its children see both, because they have their own view of the file system. That needs
+root on Linux; ``missing`` says what cannot be simulated, and why.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _BOUND: set[str] = set()
 MEMINFO = "/proc/meminfo"
 GROUPS = Path("/sys/fs/cgroup/memory")
 HEADROOM = 8 << 20
-"""Bytes that an actor may still allocate before the kernel ends it."""
+"""Bytes that an actor may still allocate before the kernel kills it."""
 
 
 class Machine:
-    """This machine, as it is told to the runs of this process."""
+    """The state of this machine, as the runs of this process see it."""
 
     def __init__(self, root: Path):
         self.disk, self._meminfo = root / "disk", root / "meminfo"
@@ -40,7 +40,7 @@ class Machine:
 
     @staticmethod
     def missing() -> dict[str, str]:
-        """By way of ``faults.WORDS``, why it cannot be done here."""
+        """Return the kinds of ``faults.WORDS`` that cannot be simulated here, with the reasons."""
         if sys.platform != "linux" or os.geteuid() != 0:
             return dict.fromkeys(("disk", "monitor", "memory"), "it takes root on Linux")
         if not (GROUPS / "memory.limit_in_bytes").exists():
@@ -48,7 +48,7 @@ class Machine:
         return {}
 
     def prepare(self) -> None:
-        """Once, before Ray is started: from now on this process has its own view of files."""
+        """Give this process its own view of files; called once, before Ray is started."""
         if {"disk", "monitor"} & set(self.missing()):
             return
         self.low_memory(False)
@@ -61,7 +61,7 @@ class Machine:
     # ---- a disk without room
 
     def fill(self) -> None:
-        """Write until there is no room."""
+        """Write until the disk is full."""
         with (self.disk / "ballast").open("wb", buffering=0) as file:
             try:
                 while True:
@@ -70,15 +70,16 @@ class Machine:
                 return
 
     def empty(self) -> None:
-        """There is room again."""
+        """Make room on the disk again."""
         (self.disk / "ballast").unlink(missing_ok=True)
 
     # ---- memory
 
     def low_memory(self, low: bool) -> None:
-        """What Ray's memory monitors read: one per cent of the memory is left, or three quarters.
+        """Let Ray's memory monitors read that one per cent of the memory is left, or three
+        quarters.
 
-        They kill what works on the nodes, the newest first, until it is taken back.
+        While it is low, they kill working processes of the nodes, the newest first.
         """
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 1024
         left = total // 100 if low else 3 * total // 4
@@ -90,8 +91,10 @@ class Machine:
         self._meminfo.write_text(text)
 
     def starve(self, pid: int) -> None:
-        """The process may allocate ``HEADROOM`` more; the kernel kills it (SIGKILL) for the rest.
-        It goes on until it wants that.
+        """Let the process allocate only ``HEADROOM`` more; beyond that the kernel kills it
+        (SIGKILL).
+
+        It continues until then.
         """
         if self._group is None:
             self._group = GROUPS / f"sol-rl-{os.getpid()}"
@@ -103,12 +106,12 @@ class Machine:
     # ---- the driver
 
     def freeze(self, seconds: float) -> None:
-        """This process is stopped (SIGSTOP), and goes on ``seconds`` later."""
+        """Stop this process (SIGSTOP), and continue it ``seconds`` later."""
         script = f"kill -STOP {os.getpid()}; sleep {seconds}; kill -CONT {os.getpid()}"
         self._frozen = subprocess.Popen(["sh", "-c", script])
 
     def jump(self, seconds: float) -> None:
-        """The wall clock of this process jumps: actors read none."""
+        """Let the wall clock of this process jump; actors do not read it."""
         real, self.offset_s = time.time, seconds
         self._jumped = mock.patch("time.time", lambda: real() + seconds)
         self._jumped.start()
@@ -116,7 +119,7 @@ class Machine:
     # ----
 
     def repair(self) -> None:
-        """All is well again, for the next run."""
+        """Undo all faults before the next run."""
         if self._frozen is not None:
             self._frozen.wait()
             self._frozen = None
@@ -132,8 +135,10 @@ class Machine:
 
 
 def own_mounts(binds: Mapping[str, str]) -> None:
-    """From now on this process and its children see each file or folder of ``binds`` in another's
-    place, and nobody else does. What was seen there before by such a call is so no more.
+    """Let this process and its children see each file or folder of ``binds`` in the place of
+    another.
+
+    Other processes do not see that, and it replaces earlier such calls.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.unshare(NEW_MOUNTS))

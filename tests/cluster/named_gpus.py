@@ -1,5 +1,6 @@
-"""``python -m tests.cluster.named_gpus`` is ``sol-rl`` on nodes whose GPUs are names of a resource:
-rollout actors with a share of one compute on the CPU, which the product never does.
+"""``sol-rl`` on nodes whose GPUs are names of a resource: ``python -m tests.cluster.named_gpus``.
+
+Rollout actors with a share of one compute on the CPU, which the product never does.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ spawner = ActorServices._spawner
 
 
 class OnCpu(RolloutActor):
-    """A rollout actor that finds the CPU where it looks for its GPU."""
+    """A rollout actor that uses the CPU as its GPU."""
 
     def __init__(self, *arguments: Any):
         with mock.patch("policy.device.device_for", lambda *_, **__: torch.device("cpu")):
@@ -30,7 +31,7 @@ def on_cpu(self: ActorServices, kind: str, actor: type, *args: object) -> Callab
 
 
 if __name__ == "__main__":
-    # Ray's workers import the class from here, where this process has it as __main__
+    # Ray's workers import the class from here; in this process the module is __main__
     from tests.cluster import named_gpus
 
     with mock.patch.object(ActorServices, "_spawner", named_gpus.on_cpu):

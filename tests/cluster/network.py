@@ -1,5 +1,7 @@
-"""Machines that are really apart: network namespaces with addresses of their own, a wire between
-them (``tests.cluster.wire``), and a Ray node in each.
+"""Simulated machines: network namespaces with addresses, a wire between them, and a Ray node in
+each.
+
+The wire is ``tests.cluster.wire``.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def missing() -> str | None:
-    """Why there can be no such network here; None: there can."""
+    """Return why there can be no such network here, or None."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces take root on Linux"
     if shutil.which("ip") is None:
@@ -41,8 +43,8 @@ def missing() -> str | None:
 
 
 class Network:
-    """Namespaces ``names``, each with an address, and a wire between all of them, without delay or
-    loss at first.
+    """Namespaces ``names``, each with an address, joined by a wire without delay or loss at
+    first.
     """
 
     def __init__(self, *names: str):
@@ -86,12 +88,14 @@ class Network:
         return self._folder / "wire"
 
     def namespace(self, name: str) -> str:
-        """What ``ip netns`` calls it."""
+        """Return the namespace's name in ``ip netns``."""
         return f"{self._tag}-{name}"
 
     def between(self, ones: Sequence[str], others: Sequence[str], **rule: Any) -> None:
-        """Packets between any of these, both ways, from now on: ``delay_s``, ``loss``,
-        ``bytes_per_s``, ``cut``; as they come without any.
+        """Set the rule of packets between any of these, both ways: ``delay_s``, ``loss``,
+        ``bytes_per_s``, ``cut``.
+
+        Without any of them, packets pass unchanged.
         """
         pairs = {tuple(sorted((one, other))) for one in ones for other in others if one != other}
         named = [[self.namespace(name) for name in pair] for pair in sorted(pairs)]
@@ -99,13 +103,14 @@ class Network:
             sender.sendto(json.dumps({"between": named, **rule}).encode(), str(self._socket))
 
     def everywhere(self, **rule: Any) -> None:
-        """The same between all of them."""
+        """Set the same rule between all namespaces."""
         for one, other in itertools.combinations(self.names, 2):
             self.between([one], [other], **rule)
 
     def inside(self, name: str, *command: str, before: str = "") -> list[str]:
-        """``command`` as one that runs in the namespace, on a machine of that name; ``before``: a
-        line of shell that is run first.
+        """Return ``command`` as one that runs in the namespace, on a machine of that name.
+
+        ``before``: a line of shell to run first.
         """
         script = f'hostname {name}; {before or ":"}; exec "$@"'
         there = ["ip", "netns", "exec", self.namespace(name), "unshare", "--uts"]
@@ -113,8 +118,8 @@ class Network:
 
 
 class RayNodes:
-    """A Ray node in each namespace of a network, the first one the head; each has a Ray folder of
-    its own, as machines do.
+    """A Ray node in each namespace of a network, the first one the head; each has its own Ray
+    folder.
     """
 
     def __init__(self, network: Network, folder: Path, **environment: str):
@@ -123,7 +128,7 @@ class RayNodes:
         self.head = f"{network.addresses[network.names[0]]}:6379"
 
     def start(self, name: str, *options: str, **environment: str) -> None:
-        """``ray start`` there; returns at once."""
+        """Run ``ray start`` in the namespace; returns at once."""
         own = self.ray_folder(name)
         own.mkdir(parents=True, exist_ok=True)
         where = ["--head", "--port=6379", "--include-dashboard=false"]
@@ -143,11 +148,13 @@ class RayNodes:
         )
 
     def ray_folder(self, name: str) -> Path:
-        """What is /tmp/ray there."""
+        """Return the folder that is /tmp/ray in the namespace."""
         return self._folder / name
 
     def kill(self, name: str, all_but: int | None = None) -> None:
-        """SIGKILL to what ``ray start`` started, or to everything in the namespace but one."""
+        """Send SIGKILL to what ``ray start`` started, or to all processes of the namespace but
+        one.
+        """
         process = self._processes.pop(name)
         if all_but is not None:
             message = _ip("netns", "pids", self._network.namespace(name))
@@ -163,12 +170,14 @@ class RayNodes:
         process.wait(30)
 
     def ended(self, name: str) -> bool:
-        """Whether ``ray start --block`` has returned, as it does when Ray gave the node up."""
+        """Return True if ``ray start --block`` has returned, as it does when Ray gave the node
+        up.
+        """
         process = self._processes.get(name)
         return process is not None and process.poll() is not None
 
     def stop(self) -> None:
-        """All of them."""
+        """Stop all nodes."""
         for name in tuple(self._processes):
             self.kill(name)
 

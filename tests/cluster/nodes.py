@@ -1,9 +1,9 @@
-"""Simulated nodes that can be taken away, and runs on them in a process of their own: ``python -m
-tests.cluster.nodes MODEL ROOT``.
+"""Simulated nodes that can be removed, and runs on them: ``python -m tests.cluster.nodes MODEL
+ROOT``.
 
-That process reads a service per line from its standard input, trains a run of that name in which
-the service's node goes in the middle of iteration 1, and answers with a line. There are three
-nodes: a head with all other services, and two that hold the one.
+The process reads a service per line from standard input, trains a run of that name in which the
+service's node is lost in the middle of iteration 1, and prints a line. There are three nodes: a
+head with all other services, and two that can hold the one.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ MOMENTS = {
     "learner": "regenerated",
 }
 HEALTH = {"period_ms": "500", "timeout_ms": "1000", "failure_threshold": "5"}
-"""How Ray's head asks its nodes whether they are there (docs/cluster.md); one failure more than is
-advised there, because here all nodes share a few cores with their head.
+"""Settings of the health checks that Ray's head makes of its nodes (docs/cluster.md).
+
+They allow one failure more than is advised there, because here all nodes share a few cores.
 """
 STARTED, DONE = "nodes: ready", "nodes: done"
 
 
 class Machines:
-    """A head with ``head`` and ``nodes`` more, this process connected to it; ``with`` it they are,
-    then all go.
+    """A head with ``head`` and further ``nodes``, and a connection of this process to it.
+
+    They exist within the ``with`` block.
     """
 
     def __init__(self, head: Mapping[str, Any], *nodes: Mapping[str, Any]):
@@ -72,8 +74,10 @@ class Machines:
         self._args[self._cluster.add_node(**node).node_id] = node
 
     def remove(self, node: str, workers: Sequence[int] = ()) -> None:
-        """SIGKILL to all of a node at once, in the way a machine goes: left alone, its workers
-        would answer for another second. ``workers``: those that are no children of its own.
+        """Send SIGKILL to all processes of a node at once, as if the machine were lost.
+
+        Otherwise its workers would answer for another second. ``workers``: those that are no
+        children of the node.
         """
         (found,) = [one for one in self._cluster.list_all_nodes() if one.node_id == node]
         (raylet,) = [psutil.Process(one.process.pid) for one in found.all_processes["raylet"]]
@@ -88,7 +92,7 @@ class Machines:
         self._gone.append(self._args.pop(node))
 
     def repair(self) -> None:
-        """New nodes in the place of those that were taken away, or that Ray gave up."""
+        """Start new nodes in the place of those that were removed, or that Ray gave up."""
         alive = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
         for node in self._cluster.list_all_nodes():
             if node.node_id in self._args and node.node_id not in alive:
@@ -98,7 +102,7 @@ class Machines:
 
 
 def lose_node(model: Path, root: Path, kind: str, machines: Machines) -> None:
-    """A run named ``kind`` whose ``kind`` loses its node."""
+    """Train a run named ``kind`` whose ``kind`` loses its node."""
     homes = {
         f"services__{service}__labels": {"pool": "two" if service == kind else "rest"}
         for service in SERVICES

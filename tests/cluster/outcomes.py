@@ -1,4 +1,4 @@
-"""What came of a run with faults: what must be the same, and how long recovering took."""
+"""Results of a run with faults: what must be unchanged, and how long recovery took."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ SAME = (
     "weights/codes_changed",
     "eval/",
 )
-"""Metrics, or beginnings of their names, that do not depend on who computed what and when."""
+"""Metrics, or prefixes of their names, that do not depend on who computed what and when."""
 WHEN_CHECKED = "audit/identity_error"
-"""In the row of the iteration in which an actor was checked; one that is replaced is checked again.
-"""
+"""Metrics of the row in which an actor was checked; a replacement is checked again."""
 DIGITS = 9
-"""Of float64 means that are compared: sums in another order differ in the sixteenth."""
+"""Compared digits of float64 means: sums in another order differ in the sixteenth."""
 
 
 def outcome(run: RunDirectory, step: int) -> dict[str, str]:
-    """SHA-256 of all that must not depend on faults: LoRA, old policy, EMA and optimizer at
-    ``step``, what was selected, and the rows of the metrics, each of which counts its units once.
+    """Return SHA-256 hashes of all that must not depend on faults.
+
+    They are of LoRA, old policy, EMA and optimizer at ``step``, of the selections, and of the rows
+    of metrics, each of which counts its tasks once.
     """
     lora = b"".join(name.encode() + data for name, data in adapters(run, step).items())
     parts = {
@@ -54,8 +55,9 @@ def outcome(run: RunDirectory, step: int) -> dict[str, str]:
 
 
 def lasting(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of every row the metrics that do not depend on which actor computed what (``SAME``), to
-    ``DIGITS`` digits.
+    """Return the metrics of every row that do not depend on which actor computed what (``SAME``).
+
+    They are rounded to ``DIGITS`` digits.
     """
 
     def plain(value: Any) -> Any:
@@ -69,9 +71,11 @@ def lasting(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Recovery:
-    """Seconds after a fault until the loss was noticed, until another actor stood in the place, and
-    until the work that was lost had been done: a unit answered by another actor; of the learner,
-    its version published again. None: nobody missed it.
+    """Seconds from a fault until it was noticed, until the actor was replaced, and until the lost
+    work was done.
+
+    Work is done when another actor has answered the task or, after a loss of the learner, when its
+    version is published again. None: the loss was never noticed.
     """
 
     kind: str
@@ -82,7 +86,7 @@ class Recovery:
 
 
 def recoveries(events: Sequence[Mapping[str, Any]]) -> list[Recovery]:
-    """One per ``fault_injected`` among a run's events."""
+    """Return one recovery per ``fault_injected`` among the events of a run."""
     found = []
     for place, fault in enumerate(events):
         if fault["event"] != "fault_injected":
@@ -105,7 +109,7 @@ def recoveries(events: Sequence[Mapping[str, Any]]) -> list[Recovery]:
             return None
 
         who = {"kind": kind, "actor": fault["actor"]}
-        if fault["way"] not in TO_ACTORS:  # the actor that is lost first, if any
+        if fault["way"] not in TO_ACTORS:  # the first actor that is lost, if any
             first = next((event for event in later if event["event"] == "actor_died"), None)
             if fault["way"] != "monitor" or first is None:
                 continue
@@ -117,7 +121,7 @@ def recoveries(events: Sequence[Mapping[str, Any]]) -> list[Recovery]:
             replaced = since("actor_replaced", noticed, **who)
             restored = since("learner_restored", noticed)
             answered = since("chunk_recovered", noticed, kind=kind) if kind != "learner" else None
-            # what went with a node may send the run back to its checkpoint
+            # what was lost with a node may send the run back to its checkpoint
             if answered is None and restored is not None:
                 answered = since("version_published", restored)
         found.append(Recovery(kind, fault["way"], noticed, replaced, answered))
@@ -125,7 +129,9 @@ def recoveries(events: Sequence[Mapping[str, Any]]) -> list[Recovery]:
 
 
 def recovery_table(found: Sequence[Recovery]) -> list[str]:
-    """Lines of a Markdown table: medians, largest in brackets, by service and kind of fault."""
+    """Return a Markdown table: medians, with the largest in brackets, by service and kind of
+    fault.
+    """
     lines = [
         "| hit | how | times | noticed | replaced | answered or restored |",
         "| --- | --- | --- | --- | --- | --- |",

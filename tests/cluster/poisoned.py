@@ -1,4 +1,4 @@
-"""Actors that die of one task, in a module of which their processes import nothing else."""
+"""Actors that die of one task, in a module with few other imports for their processes."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from actors.rollout import RolloutActor
 
 
 class PoisonedRollout(RolloutActor):
-    """Dies of one chunk."""
+    """A rollout actor that dies of one chunk."""
 
     def explore(self, request: ExploreChunk, conditioning: Any) -> Any:
         if request.key == ChunkKey(0, 1, 2, 0):
@@ -19,8 +19,9 @@ class PoisonedRollout(RolloutActor):
 
 
 class PoisonedEncoder(EncoderActor):
-    """Dies of the prompts of an iteration: two groups of one, as neither those of an evaluation
-    are nor that of the identity check.
+    """An encoder that dies of the prompts of an iteration.
+
+    These are two groups of one; evaluations and the identity check have other groups.
     """
 
     def encode(self, groups: Any) -> Any:

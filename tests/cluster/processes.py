@@ -1,5 +1,5 @@
-"""Commands as a user starts them, in processes of their own, and how they are waited for and
-killed.
+"""Commands in processes of their own, as users start them, and how to wait for them and kill
+them.
 """
 
 import os
@@ -15,7 +15,7 @@ import psutil
 
 
 def start(*arguments: str, **pipes: Any) -> subprocess.Popen[str]:
-    """``sol-rl arguments`` on a Ray of its own; it is going when this returns."""
+    """Start ``sol-rl arguments`` on a Ray of its own, and return while it runs."""
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     command = [sys.executable, "-m", "cluster", *arguments]
     return subprocess.Popen(
@@ -24,8 +24,8 @@ def start(*arguments: str, **pipes: Any) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], seconds: float = 240.0) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of a process with pipes; whatever it started dies with it when it
-    takes too long.
+    """Return (exit code, stdout, stderr) of a process with pipes; kill it and its children after
+    ``seconds``.
     """
     try:
         out, errors = process.communicate(timeout=seconds)
@@ -37,7 +37,7 @@ def finish(process: subprocess.Popen[str], seconds: float = 240.0) -> tuple[int,
 def wait_until(
     ready: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 240.0
 ) -> None:
-    """Poll until ``ready``; fails when the process ends first, or after ``seconds``."""
+    """Poll until ``ready``; fail if the process ends first, or after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not ready():
         assert process.poll() is None, "the run ended early"
@@ -47,8 +47,9 @@ def wait_until(
 
 @contextmanager
 def meanwhile(*steps: tuple[Callable[[], bool], Callable[[], None]]) -> Iterator[None]:
-    """A thread that takes one step after the other: when its condition holds, it acts. For signals
-    to a command that runs in this process, in the main thread.
+    """Take one step after another in a thread: act when the step's condition holds.
+
+    It sends signals to a command that runs in this process, in the main thread.
     """
     over = threading.Event()
 
@@ -69,7 +70,7 @@ def meanwhile(*steps: tuple[Callable[[], bool], Callable[[], None]]) -> Iterator
 
 
 def kill_tree(process: subprocess.Popen[str]) -> None:
-    """SIGKILL to a process and everything it started; nothing when it has ended."""
+    """Send SIGKILL to a process and its descendants; do nothing if it has ended."""
     if process.poll() is not None:
         return
     parent = psutil.Process(process.pid)

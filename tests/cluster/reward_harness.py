@@ -1,4 +1,4 @@
-"""A reward service of real pools and actors, on four images of the test."""
+"""A reward service of real pools and actors, which scores four images of the test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ PROMPTS = [Prompt("one"), Prompt("one"), Prompt("two"), Prompt("two", {"n": 2})]
 
 
 def misbehaves(kind: str, alias: str = "", **more: Any) -> dict[str, Any]:
-    """A scorer of ``tests.cluster.scorers``: the mean of an image, but for what ``kind`` says."""
+    """Return a scorer of ``tests.cluster.scorers``: the mean of an image, except as ``kind``
+    says.
+    """
     settings = {"kind": kind, **more.pop("settings", {})}
     return {
         "name": "tests.cluster.scorers:Misbehaves",
@@ -41,7 +43,9 @@ JPEG = {"name": "jpeg_compressibility", "weight": 0.5}
 def config(
     scorers: Sequence[dict[str, Any]], service: dict[str, Any] | None = None, **more: Any
 ) -> RunConfig:
-    """Two actors that share the scorers, and in ``own`` the services of those that do not."""
+    """Return a configuration: two actors share the scorers, and ``own`` has the services of the
+    others.
+    """
     quick = {"actors": 2, "cpus": 0.1, "deadline_s": 2.0, "max_attempts": 2}
     own = {label: quick | settings for label, settings in more.pop("own", {}).items()}
     return parse(
@@ -56,7 +60,7 @@ def config(
 
 
 class Harness:
-    """A reward service on an event loop that stays."""
+    """A reward service with an event loop that stays open."""
 
     def __init__(self, run: RunConfig):
         self.run, self.events, self.loop = run, [], asyncio.new_event_loop()
@@ -87,12 +91,12 @@ class Harness:
     def score(
         self, rewards: Rewards | None = None, evaluation: bool = False
     ) -> tuple[Scored, Scoring]:
-        """The four images, by the scorers of ``rewards``, or by all that the actors hold."""
+        """Score the four images, by the scorers of ``rewards`` or by all scorers of the actors."""
         scoring = Scoring(rewards or self.run.rewards, self.service, evaluation)
         (scored,) = self.wait(scoring.score("x", ray.put(IMAGES), PROMPTS, (0,)))
         return scored, scoring
 
 
 def rewards_of(*scorers: dict[str, Any], **more: Any) -> Rewards:
-    """``[rewards]`` of these scorers, two tries each."""
+    """Return ``[rewards]`` of these scorers, with two tries each."""
     return Rewards.model_validate({"scorers": scorers, "attempts": 2, **more})

@@ -1,6 +1,4 @@
-"""Small real runs of the ring for tests: a random-weight SD3, a JPEG reward, three updates,
-seconds.
-"""
+"""Small real runs of the ring for tests: a random SD3, a JPEG reward, three updates in seconds."""
 
 import asyncio
 import json
@@ -17,8 +15,9 @@ from tests.cluster.hosts import hosted
 
 
 def tiny_config(model: Path, root: Path, name: str, **changes: Any) -> RunConfig:
-    """Three iterations of 2 prompts, 4-in-8, on the tiny model. ``changes``: dotted__keys replaced
-    by double underscores.
+    """Return three iterations of 2 prompts, 4-in-8, on the tiny model.
+
+    ``changes``: dotted keys, with double underscores in place of the dots.
     """
     prompts = root / "prompts.txt"
     prompts.write_text("red circle\nblue square\ntwo cross\nred square above blue circle\n")
@@ -44,8 +43,8 @@ def tiny_config(model: Path, root: Path, name: str, **changes: Any) -> RunConfig
             "prompts": 4,
             "noises": 2,
             "batch_size": 4,
-            # or how much of an iteration comes before its turn would change from run to run, and
-            # with it the moments at which faults are injected
+            # otherwise the part of an iteration that is done before its turn would change from run
+            # to run, and with it the moments at which faults are injected
             "explore_meanwhile": False,
         },
         "rewards": {"scorers": [{"name": "jpeg_compressibility"}]},
@@ -65,7 +64,7 @@ def tiny_config(model: Path, root: Path, name: str, **changes: Any) -> RunConfig
 
 
 def write_toml(config: RunConfig, root: Path) -> Path:
-    """A configuration as a TOML file."""
+    """Write a configuration as a TOML file."""
 
     def value(item: Any) -> str:
         if isinstance(item, dict):
@@ -87,7 +86,7 @@ def write_toml(config: RunConfig, root: Path) -> Path:
 
 
 def run_here(config: RunConfig, resume: bool = False, progress: Any = None) -> RunDirectory:
-    """Run a session on the Ray that is already there, in processes that stay for the next run
+    """Run a session on the running Ray, in processes that stay for the next run
     (``tests.cluster.hosts``).
     """
     rundir = RunDirectory.of(config)
@@ -105,13 +104,13 @@ def run_here(config: RunConfig, resume: bool = False, progress: Any = None) -> R
 
 
 def main_here(*arguments: Any) -> int:
-    """The exit code of a command, run in this process on the Ray that is already there."""
+    """Return the exit code of a command, run in this process on the running Ray."""
     with hosted():
         return main([str(argument) for argument in arguments])
 
 
 def adapters(rundir: RunDirectory, step: int) -> dict[str, bytes]:
-    """The bytes of every safetensors file of a checkpoint."""
+    """Return the bytes of every safetensors file of a checkpoint."""
     return {
         path.name: path.read_bytes()
         for path in sorted((rundir.checkpoints / f"step_{step:06d}").glob("*.safetensors"))
@@ -119,5 +118,5 @@ def adapters(rundir: RunDirectory, step: int) -> dict[str, bytes]:
 
 
 def selections(rundir: RunDirectory) -> list[Any]:
-    """What was selected, iteration by iteration."""
+    """Return the selections, iteration by iteration."""
     return [json.loads(line) for line in rundir.selections_file.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Scorers that misbehave."""
+"""Scorers that fail, and scorers whose values depend on more than the image."""
 
 import os
 import signal
@@ -26,8 +26,8 @@ class Broken:
 
 
 class Lot:
-    """A reward at random, drawn by the image's bytes: the least change of an image changes its rank
-    altogether.
+    """A random reward drawn from the bytes of the image: the smallest change of an image changes
+    its rank.
     """
 
     def __call__(
@@ -37,7 +37,7 @@ class Lot:
 
 
 class Closeness:
-    """How little an edit has changed: minus the mean difference to its source in grey levels."""
+    """How little an edit changes: the negative mean difference to its source, in grey levels."""
 
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
@@ -47,8 +47,8 @@ class Closeness:
 
 
 class Misbehaves:
-    """Scores an image by its mean, but for what ``kind`` says; "once ..." only as long as the file
-    ``mark`` is not there.
+    """Scores an image by its mean, except as ``kind`` says; "once ..." only while the file ``mark``
+    is missing.
     """
 
     def __init__(self, kind: str, mark: str = ""):
@@ -86,7 +86,7 @@ class Misbehaves:
 
 
 class Place:
-    """An image's place among all that it is given: its value depends on the others."""
+    """The rank of an image within its batch: its value depends on the other images."""
 
     def __init__(self, fails: bool = False):
         self.fails = fails

@@ -1,7 +1,8 @@
-"""A template of actor processes (``cluster.runtime.template``) in each namespace, all of them forks
-of one that has imported: ``python -m tests.cluster.templates CONFIG NAMESPACE=FOLDER ...``.
+"""Templates of actor processes (``cluster.runtime.template``), one per namespace: ``python -m
+tests.cluster.templates CONFIG NAMESPACE=FOLDER ...``.
 
-Each listens at FOLDER/template, with FOLDER in the place of /tmp/ray. They end with standard input.
+All are forks of one that has imported. Each listens at FOLDER/template, where FOLDER stands in for
+/tmp/ray. They end with standard input.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SOCKET = "template"
 
 
 def serve(namespace: str, folder: str, config: str) -> None:
-    """Be the template of a namespace."""
+    """Serve as the template of a namespace."""
     enter(namespace)
     own_mounts({folder: "/tmp/ray"})
     with socket.socket(socket.AF_UNIX) as listener:
@@ -42,7 +43,7 @@ def main(config: str, *places: str) -> None:
         try:
             serve(namespace, folder, config)
         finally:
-            os._exit(0)  # its forks come here too, when they have been workers
+            os._exit(0)  # its forks return here too, after they were workers
     print(*children, flush=True)
     sys.stdin.read()
 

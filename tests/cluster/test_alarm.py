@@ -1,4 +1,4 @@
-"""One timer for all that wait for an actor: each is looked at in time, and nobody is forgotten."""
+"""One timer for all waits for an actor: each is checked in time, and none is forgotten."""
 
 import asyncio
 import math
@@ -8,7 +8,7 @@ from cluster.runtime.alarm import Alarm
 
 
 class Waits:
-    """Says, look after look, when the next one shall be."""
+    """A wait that returns, check after check, when the next one is due."""
 
     def __init__(self, *later: float):
         self.later, self.looks = [*later], []
@@ -24,7 +24,7 @@ def virtually(coroutine):
 
 
 def test_each_wait_is_checked_when_it_is_due():
-    """In any order: an earlier moment is not missed, nor a later one after it."""
+    """In any order: neither an earlier time nor a later one after it is missed."""
 
     async def run():
         alarm, waiting = Alarm(), [Waits(), Waits(7.0, 8.0), Waits(), Waits()]

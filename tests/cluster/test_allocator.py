@@ -46,13 +46,16 @@ def recorded(variables: dict[str, str]) -> tuple[str, int]:
         check=True,
         text=True,
     )
-    assert run.stderr == ""  # jemalloc says there which settings it does not know
+    assert run.stderr == ""  # jemalloc prints unknown settings there
     return json.loads(run.stdout)
 
 
 def test_a_second_pass_reuses_the_pages_of_the_first(chosen):
-    """The C library gives them back, so that they come again, one by one or, as a kernel with large
-    pages may, up to 16 with a fault; and says its name.
+    """The C library returns the pages, so that they are faulted in again, one by one or up to 16 at
+    once.
+
+    The second happens with kernels that have large pages. The test also checks the allocator's
+    name.
     """
     name, faults = recorded(chosen)
     assert name == "jemalloc" and faults < PAGES / 100

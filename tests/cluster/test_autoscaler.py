@@ -1,5 +1,7 @@
-"""Ray's own autoscaler (version 2) on nodes that it simulates: a run that lacks nodes asks for
-them, grows by what comes, gets another for one that is lost, and leaves no wish behind.
+"""Ray's autoscaler (version 2) on simulated nodes.
+
+A run that lacks nodes requests them, grows by those that come, gets another for a lost one, and
+leaves no request behind.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 MOST_NODES, WAIT_S = 3, 40
 LABELS = {"pool": "explorers"}
 HEAD_NODE = "f" * 51 + "00000"
-"""Simulated nodes are numbered; the head is the first."""
+"""Numbers of simulated nodes; the head is the first."""
 COMMANDS = (
     "initialization",
     "setup",
@@ -47,8 +49,10 @@ ENVIRONMENT = {
 
 
 def autoscaling(port: int) -> dict[str, Any]:
-    """Besides the head, up to three nodes for explorers: a CPU, a GPU by name, a label; a node that
-    idles for a while is taken back.
+    """Return a configuration with up to three nodes for rollout actors: a CPU, a named GPU, a
+    label.
+
+    An idle node is removed after a while.
     """
     common: dict[str, Any] = {"node_config": {}, "min_workers": 0}
     return {
@@ -83,8 +87,9 @@ def autoscaling(port: int) -> dict[str, Any]:
 
 
 class Job:
-    """A run on a head, as a process that joins it: simulated nodes share a directory, and would
-    unpack a job's files over each other.
+    """A run on a head, as a process that joins it.
+
+    Simulated nodes share a directory, and would unpack a job's files over each other.
     """
 
     def __init__(self, head: Head, config: RunConfig, folder: Path):
@@ -94,14 +99,14 @@ class Job:
         command = [*program, "train", str(write_toml(config, folder))]
         environment = {**head.env, "RAY_ADDRESS": self.address}
         self._output = folder / f"{config.name}.out"
-        # no pipe: it is full after some 300 lines that nobody reads, and then the run waits
+        # not a pipe, which is full after some 300 unread lines, and then the run would wait
         with self._output.open("w") as output:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=output, stderr=STDOUT
             )
 
     def wait(self, *names: str, count: int = 1, seconds: float = 600) -> list[dict[str, Any]]:
-        """The events of these names, once there are so many."""
+        """Return the events of these names as soon as there are ``count``."""
 
         def there() -> list[dict[str, Any]]:
             assert self.process.poll() is None, self._output.read_text()
@@ -117,8 +122,8 @@ class Job:
         return self.head.sol_rl("scale", "--rollout", size, "--address", self.address)
 
     def wishes(self) -> str:
-        """What the autoscaler is asked for now: placement groups that wait, resources that were
-        requested.
+        """Return what the autoscaler is asked for: waiting placement groups and requested
+        resources.
         """
         code = (
             "from ray.autoscaler.v2.sdk import get_cluster_status as status\n"
@@ -135,7 +140,7 @@ class Job:
         return done.stdout.strip()
 
     def stop(self) -> str:
-        """SIGTERM and the end that it must make; what was printed."""
+        """Send SIGTERM, and return what was printed until the end."""
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(timeout=180)
         printed = self._output.read_text()
@@ -164,7 +169,7 @@ def explorers(**more: Any) -> dict[str, Any]:
 
 
 def nodes_of(head: Head) -> dict[str, psutil.Process]:
-    """The processes of a cluster's nodes by their ids: the head, and what it started."""
+    """Return the processes of a cluster's nodes by node id: the head and its children."""
     found = {}
     for process in psutil.process_iter(["name"]):
         with suppress(psutil.NoSuchProcess):  # it ended just now
@@ -227,7 +232,9 @@ def test_nodes_are_requested_replaced_and_released(ray_here, tiny_sd3_dir, tmp_p
 
 
 def test_an_autoscaled_pool_grows_to_the_nodes_that_exist(ray_here, tiny_sd3_dir, tmp_path):
-    """From two it wants four, of three nodes; then six, of none: it stays at three."""
+    """From two it requests four, while three nodes exist; then six, while no more exist: it stays
+    at three.
+    """
     rule = {"enabled": True, "grow_above": 0.02, "shrink_below": 0.001, "patience": 1, "step": 1.0}
     services = {"rollout": explorers(actors=2), "wait_for_nodes_s": WAIT_S, "autoscale": rule}
     slow = {"explore__steps": 30, "regenerate__steps": 1}  # the learner waits

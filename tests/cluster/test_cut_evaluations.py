@@ -1,5 +1,6 @@
-"""An evaluation that was cut short is done when the run goes on: the rows, scores and LoRA are
-those of a run never stopped.
+"""An interrupted evaluation is done when the run continues.
+
+Rows, scores and LoRA are those of an uninterrupted run.
 """
 
 from pathlib import Path
@@ -23,7 +24,7 @@ ROWS = [(kind, i) for i in range(2) for kind in ("evaluation", "iteration")] + [
 
 @pytest.fixture(scope="module")
 def reference(ray_here, tiny_sd3_dir, tmp_path_factory) -> RunDirectory:
-    """Two iterations, evaluated before, between and after: read it, do not write to it."""
+    """Run two iterations with evaluations before, between and after; the result is read-only."""
     root = tmp_path_factory.mktemp("evaluated")
     run = run_here(tiny_config(tiny_sd3_dir, root, "evaluated", **TWO))
     assert rows_of(run) == ROWS
@@ -45,8 +46,9 @@ def assert_as_if_nothing_had_been(run: RunDirectory, reference: RunDirectory) ->
 
 
 def cut(config: RunConfig, iteration: int, moment: str, resume: bool = False) -> None:
-    """A run that ends in the evaluation after ``iteration``: when images have been scored, or
-    when the scores have been written and the row has not.
+    """Run until the evaluation after ``iteration``, and end it at ``moment``.
+
+    The moments: images have been scored, or the scores are written but not the row.
     """
     row, save = Sinks.row, evaluation.save_images
 
@@ -81,7 +83,7 @@ def test_a_run_resumes_after_repeated_interruptions(reference, tiny_sd3_dir, tmp
 
 
 def test_an_evaluation_is_repeated_after_the_loss_of_the_learner(reference, tiny_sd3_dir, tmp_path):
-    """Two calls draw the images that are trained on, the third is the evaluation's first."""
+    """Two calls generate training images; the third is the first of the evaluation."""
     injector = FaultInjector(Fault("learner", "kill", 0, "generate", count=3))
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "lost", **TWO), progress=injector)
     (restored,) = [event for event in run.events() if event["event"] == "learner_restored"]
@@ -92,7 +94,7 @@ def test_an_evaluation_is_repeated_after_the_loss_of_the_learner(reference, tiny
 def test_losing_a_rollout_actor_during_an_evaluation_changes_nothing(
     reference, tiny_sd3_dir, tmp_path
 ):
-    """Before the first iteration begins, the first chunk that is explored is lost."""
+    """The first explored chunk is lost, before the first iteration begins."""
     injector = FaultInjector(Fault("rollout", "kill", -1, "explore"))
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "killed", **TWO), progress=injector)
     assert injector.done and "actor_died" in [event["event"] for event in run.events()]

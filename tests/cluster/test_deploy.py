@@ -1,4 +1,4 @@
-"""The shipped deploy files: what Ray, KubeRay, Prometheus and Grafana are given."""
+"""The shipped deployment files, as read by Ray, KubeRay, Prometheus and Grafana."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def test_the_kuberay_manifest_names_a_valid_configuration():
     env = yaml.safe_load(spec["runtimeEnvYAML"])
     assert env["env_vars"] == jobs.RUNTIME_ENV["env_vars"]
     cluster = spec["rayClusterSpec"]
-    assert cluster["autoscalerOptions"]["version"] == "v2"  # v1 takes no notice of labels
+    assert cluster["autoscalerOptions"]["version"] == "v2"  # v1 ignores labels
     rollout, learner = cluster["workerGroupSpecs"]
     assert (
         rollout["rayStartParams"]["labels"]

@@ -1,4 +1,4 @@
-"""What actors make of their device: its description, its memory, its environment."""
+"""Devices of actors: description, memory and environment."""
 
 import asyncio
 from types import SimpleNamespace
@@ -53,7 +53,7 @@ def test_out_of_memory_names_the_service_and_the_settings_to_lower():
 
 
 def test_a_scorer_out_of_memory_is_not_a_failed_score():
-    """It would be tried again and again, and need as much each time."""
+    """Otherwise it would be retried, and need as much memory each time."""
 
     def scorer(images: object, prompts: object, metadata: object) -> np.ndarray:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -81,7 +81,7 @@ def test_the_event_of_an_actor_describes_its_device():
     ],
 )
 def test_the_environment_of_actors_on_gpus(monkeypatch, gpus, given, allocator):
-    """It is read when CUDA starts, so the process has to be born with it."""
+    """CUDA reads it when it starts, so the process must be created with it."""
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     if given is not None:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", given)
@@ -92,7 +92,9 @@ def test_the_environment_of_actors_on_gpus(monkeypatch, gpus, given, allocator):
 
 
 def test_waiting_threads_sleep_if_rollout_actors_need_the_cores(monkeypatch):
-    """And spin a little where those wait while the learner trains, or as long as the user says."""
+    """They spin a little where rollout actors wait while the learner trains, or as long as the user
+    says.
+    """
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     sleep = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -117,7 +119,9 @@ def told_threads(*args: object, **named: object) -> tuple[dict[str, int], None]:
     ("own", "weights", "expected"), [(2, None, 2), (None, None, 3), (2, "ema", 3), (2, "base", 3)]
 )
 def test_a_learner_uses_fewer_threads_while_rollout_actors_explore(own, weights, expected):
-    """What is held out is made while they wait, or must have the bits that it has when they do."""
+    """Held-out images are generated while rollout actors wait, or must have the bits that they have
+    then.
+    """
     learner = LearnerActor.__new__(LearnerActor)
     learner._service = LearnerService(threads=3, regenerate_threads=own)
     learner._turn = SimpleNamespace(require=lambda what: None)
@@ -133,7 +137,7 @@ def test_a_learner_uses_fewer_threads_while_rollout_actors_explore(own, weights,
 
 
 class TwoReplicas:
-    """A pool that notes what the replicas are told."""
+    """A pool that records the calls to its replicas."""
 
     def __init__(self, service: LearnerService) -> None:
         self.kind, self.service, self.members = "learner", service, ["first", "second"]
@@ -151,7 +155,7 @@ class TwoReplicas:
 
 @pytest.mark.parametrize(("silence", "deadline", "wait"), [(30, 6 * 3600, 30), (30, 20, 20)])
 def test_replicas_wait_for_each_other_for_the_configured_time(silence, deadline, wait):
-    """Not as long as an update may take."""
+    """The limit is shorter than that of an update."""
     pool = TwoReplicas(LearnerService(replicas=2, silence_s=silence, deadline_s=deadline))
     group = LearnerGroup.__new__(LearnerGroup)
     group.pool = pool  # pyright: ignore[reportAttributeAccessIssue]
@@ -178,7 +182,7 @@ def test_out_of_memory_of_a_replica_is_not_reported_as_a_lost_peer():
 
 
 def test_the_pool_ends_the_run_at_the_first_out_of_memory(monkeypatch):
-    """Another try needs as much memory."""
+    """A retry would need as much memory."""
     counted: list[object] = []
     pool = ActorPool("rollout", lambda name: None, Service(), lambda *args, **fields: None)
 

@@ -1,4 +1,4 @@
-"""``sol-rl doctor`` on a cluster: every node is asked by a process on it."""
+"""``sol-rl doctor`` on a cluster: a process on every node answers."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ with Machines({"num_cpus": 4}, {"num_cpus": 2}, {"num_cpus": 2}):
 
 @pytest.mark.slow
 def test_simulated_nodes_are_compared_and_the_link_is_timed(tmp_path):
-    """In a process without another Ray."""
+    """It runs in a process without another Ray."""
     made = subprocess.run(
         [sys.executable, "-c", NODES, str(tmp_path)], capture_output=True, text=True, timeout=280
     )

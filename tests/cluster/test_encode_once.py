@@ -1,4 +1,4 @@
-"""Prompts that are encoded at the start: the encoder goes, and nothing else changes."""
+"""Prompts encoded at the start of a run: the encoder then ends, and results do not change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.cluster.runs import run_here, tiny_config
 
 
 def test_encode_once_encodes_each_prompt_of_a_run_once(tiny_sd3_dir, tmp_path):
-    """Two prompts in each of two iterations, of four; blocks of two held-out ones."""
+    """Two prompts in each of two iterations, of four in all; blocks of two held-out ones."""
     config = tiny_config(tiny_sd3_dir, tmp_path, "asks", iterations=2)
     train, test = [Prompt(f"train {n}") for n in range(9)], [Prompt(f"test {n}") for n in range(3)]
     groups = [tuple(prompt.text for prompt in group) for group in groups_of(config, train, test)]
@@ -43,7 +43,7 @@ def test_a_prompt_that_was_not_encoded_ends_the_run(tmp_path):
     assert asyncio.run(once.encode(0, [a])) == ["there"]
     with pytest.raises(RunFailed, match=r"prompts.encode_once: \['b'\] was not encoded"):
         asyncio.run(once.encode(0, [a, b]))
-    other = [Prompt("a", image=tmp_path / "another.png")]  # the same words about another image
+    other = [Prompt("a", image=tmp_path / "another.png")]  # the same text with another image
     with pytest.raises(RunFailed, match=r"prompts.encode_once: \['a'\] was not encoded"):
         asyncio.run(once.encode(0, [other]))
 
@@ -58,14 +58,14 @@ def test_the_encoder_ends_before_other_actors_start_and_weights_are_unchanged(
     started = [kind for name, kind in recorded[:at] if name == "actor_started"]
     assert started == ["encoder"] and ("prompts_encoded", None) in recorded[at:]
     (event,) = [event for event in run.events() if event["event"] == "prompts_encoded"]
-    assert event["groups"] == 4 + 2  # the prompts are the same in training and evaluation
+    assert event["groups"] == 4 + 2  # training and evaluation use the same prompts
 
 
 GONE = ObjectLostError("ab" * 28, None, "")
 
 
 class Encoding:
-    """Stands for the encoder's pool: of what it makes, the first ``lost`` are ``broken``."""
+    """Stand-in for the encoder's pool: the first ``lost`` of its results are ``broken``."""
 
     def __init__(self, lost: int, broken: Any = GONE):
         self.left, self.broken, self.requested = lost, broken, 0
@@ -105,14 +105,14 @@ def test_repeatedly_lost_conditioning_ends_the_run(monkeypatch, broken, why):
 
 
 class Owner:
-    """What it owns is lost with it."""
+    """An owner of objects, which are lost with it."""
 
     def own(self, value: Any) -> list[Any]:
         return [ray.put(value)]
 
 
 class Losing(Progress):
-    """Loses all that was encoded when the second iteration is explored."""
+    """Loses all encoded prompts when the second iteration is explored."""
 
     session: Any = None
 
@@ -129,7 +129,7 @@ class Losing(Progress):
 
 
 def gone(reference: ray.ObjectRef[Any]) -> None:
-    """Return when the object is: a copy on this node outlives its owner by a moment."""
+    """Return when the object is lost: a copy on this node outlives its owner by a moment."""
     until = time.monotonic() + 30
     while time.monotonic() < until:
         try:
@@ -159,7 +159,7 @@ def test_conditioning_lost_in_the_object_store_is_encoded_again(
 def test_the_plan_counts_no_encoder_but_the_encoded_prompts(tiny_sd3_dir, tmp_path):
     laid = GpuAssignment("B200", 1, {"learner": 1, "encoder": 1})
     numbers = LayoutSpec("", {"learner": Group(1, 0.5), "encoder": Group(1, 0.1)})
-    for size, held in ((3e9, 11.0), (30e9, 31.0)):  # a GB more for each process
+    for size, held in ((3e9, 11.0), (30e9, 31.0)):  # one GB more for each process
         costs = Costs({}, {"B200": {"encoder": size}}, lambda _: 10e9, encoder_leaves=True)
         assert costs.held_gb(laid, numbers) == held
     once = {"prompts__encode_once": True}

@@ -1,5 +1,5 @@
-"""The end of a run: every actor ends, whatever else fails or hangs, and how the run itself ended is
-not hidden.
+"""The end of a run: every actor ends, even if other steps fail or hang, and the run's own outcome
+is kept.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_cleanup_continues_after_a_failure():
 
 
 def services_of(model: Path, root: Path, *pools: Any) -> ActorServices:
-    """The services of a run, with other pools in the place of their own."""
+    """Return the services of a run, with other pools instead of their own."""
     config = tiny_config(model, root, "ends")
     made = ActorServices(config, RunDirectory.of(config), lambda *a, **k: None)
     made.pools = list(pools)
@@ -62,7 +62,7 @@ def services_of(model: Path, root: Path, *pools: Any) -> ActorServices:
 def test_replicas_end_although_one_hangs_and_stopping_another_service_fails(
     ray_here, tiny_sd3_dir, tmp_path, monkeypatch
 ):
-    """An update is under way on both, which the group waits for, and another pool cannot stop."""
+    """The group waits for an update on both replicas, and another pool cannot be stopped."""
     events: list[dict[str, Any]] = []
     monkeypatch.setattr(services_module, "STOP_S", 0.5, raising=False)
 
@@ -102,7 +102,7 @@ def test_replicas_end_although_one_hangs_and_stopping_another_service_fails(
         assert update.done()
 
     asyncio.run(asyncio.wait_for(work(), 90))
-    # what was under way is not taken for a loss, and is not begun anew
+    # the tasks in progress count as no loss, and are not retried
     assert [event["event"] for event in events if event["event"] != "actor_started"] == [
         "replicas_met"
     ]

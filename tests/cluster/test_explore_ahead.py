@@ -1,6 +1,7 @@
-"""Exploring ahead. Invariants: iteration i is explored with exactly the policy of i - 1, whatever
-the pool, kills and resumes; what is regenerated and trained on is the newest policy's; staleness is
-told and bounded.
+"""Exploring ahead.
+
+Invariants: iteration i is explored with the policy of i - 1, whatever the pool, kills and resumes;
+the newest policy regenerates and is trained; staleness is reported and limited.
 """
 
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ def ahead(model, root, name: str, **changes: Any):
 
 @pytest.fixture(scope="module")
 def alone(ray_here, tiny_sd3_dir, tmp_path_factory) -> RunDirectory:
-    """Three iterations with one rollout actor."""
+    """Run three iterations with one rollout actor."""
     return run_here(
         ahead(tiny_sd3_dir, tmp_path_factory.mktemp("alone"), "alone", services__rollout__actors=1)
     )
@@ -62,8 +63,8 @@ def test_an_iteration_is_explored_with_the_previous_policy(alone, undisturbed):
 
 
 def test_the_next_iteration_starts_before_the_current_one_ends(alone):
-    """The first has nobody before it; of the others a part was explored before their turn, and what
-    is not adds up to the iteration.
+    """The first iteration is not explored ahead; of the others a part is, and the rest adds up to
+    the iteration.
     """
     rows = rows_of(alone)
     assert rows[0]["time/explore_ahead_s"] == 0.0
@@ -77,8 +78,8 @@ def test_the_next_iteration_starts_before_the_current_one_ends(alone):
 
 @pytest.mark.slow
 def test_a_resumed_run_explores_with_the_same_older_policy(alone, tiny_sd3_dir, tmp_path):
-    """Stopped after two iterations, the third is explored with policy 1, which only the checkpoint
-    still knows.
+    """Stopped after two iterations, the run explores the third with policy 1, which only the
+    checkpoint has.
     """
     run_here(ahead(tiny_sd3_dir, tmp_path, "resumed", iterations=2))
     run = run_here(ahead(tiny_sd3_dir, tmp_path, "resumed"), resume=True)
@@ -87,10 +88,12 @@ def test_a_resumed_run_explores_with_the_same_older_policy(alone, tiny_sd3_dir, 
     assert "previous.safetensors" in adapters(run, 3)
 
 
-@pytest.mark.timeout(900)  # processes are started anew
+@pytest.mark.timeout(900)  # processes are restarted
 def test_killed_actors_do_not_change_results(alone, tiny_sd3_dir, tmp_path):
-    """An explorer's replacement, and what a new learner exports after going back, have the older
-    policy too; and two explorers do what one does alone.
+    """A replaced rollout actor, and a new learner after a return to a checkpoint, use the older
+    policy too.
+
+    Two rollout actors give the results of one.
     """
     rollout = Fault("rollout", "kill", 1, "regenerated")
     learner = Fault("learner", "kill", 2, "regenerated")
@@ -110,7 +113,9 @@ HALVES = {"explore__chunk_size": 4}
 
 @pytest.fixture(scope="module")
 def played(tiny_sd3_dir, tmp_path_factory) -> list[Played]:
-    """The same three iterations, by one, two and three explorers, each in another random order."""
+    """Run the same three iterations with one, two and three rollout actors, each in another random
+    order.
+    """
     found = []
     for seed in SEEDS:
         root = tmp_path_factory.mktemp(f"played{seed}")
@@ -149,7 +154,7 @@ def test_exploring_overlaps_learning_and_publishing_does_not_affect_running_task
 
 
 def chunk_of(key: Any) -> int | None:
-    """The iteration of an explored chunk, or None."""
+    """Return the iteration of an explored chunk, or None."""
     return key.iteration if isinstance(key, ChunkKey) else None
 
 
@@ -165,7 +170,7 @@ SIZED = {**MEANWHILE, "services__autoscale__enabled": True, "services__rollout__
 def test_rollout_actors_explore_during_an_evaluation(
     ray_here, undisturbed, tiny_sd3_dir, tmp_path, changes, meanwhile
 ):
-    """Before each iteration; its policy is the newest all the same, and its results are too."""
+    """Every iteration then still has the newest policy, and the same results."""
     config = tiny_config(tiny_sd3_dir, tmp_path, "evaluated", evaluate__every=1, **changes)
     run = run_here(config)
     assert_same(run, undisturbed)
@@ -195,7 +200,7 @@ def test_without_explore_ahead_an_iteration_is_explored_with_its_own_policy(
     assert all(row["time/explore_ahead_s"] == 0 for row in newest.rows.values())
     assert newest.chosen[0] == played[0].chosen[0]
     means = [run.rows[1]["explore/reward_mean"] for run in (newest, played[0])]
-    assert means[0] != means[1]  # other policies draw other images of the same noises
+    assert means[0] != means[1]  # other policies generate other images from the same noises
     assert "previous.safetensors" in played[0].files()
     assert "previous.safetensors" not in newest.files()
 
@@ -215,7 +220,7 @@ def test_after_a_checkpoint_the_next_iteration_uses_the_same_older_policy(
 
 
 def test_the_learner_exports_the_policy_before_its_last_update(tiny_sd3_dir, tmp_path):
-    """To the byte, and in another process after loading a checkpoint."""
+    """The bytes are equal, in another process too, after loading a checkpoint."""
     trainer = tiny_trainer(tiny_sd3_dir, explore_ahead=1)
     before = trainer.export(4)[0].checksum
     trainer.update(0, tiny_groups())
@@ -273,7 +278,7 @@ def test_explore_ahead_can_be_compared():
         (0, True),
         (1, False),
     ]
-    # an evaluation would hide what is explored meanwhile from the seconds of an iteration
+    # during an evaluation, exploring would not count in the seconds of an iteration
     assert not any(cell.tree["evaluate"]["explore_meanwhile"] for cell in cells)
     requested = Request("quickstart", overrides=("evaluate.explore_meanwhile=true",))
     assert all(c.tree["evaluate"]["explore_meanwhile"] for c in read_comparison(requested).cells)

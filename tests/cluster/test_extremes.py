@@ -1,4 +1,4 @@
-"""Images of training beside the ring: what is fetched and shown, and that nothing depends on it."""
+"""Images of training: which are fetched and shown, and that results do not depend on it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def iteration(index: int, prompts: int = 2) -> Any:
 
 
 class Fetched:
-    """Stands for a reference: counts who asks for it."""
+    """Stand-in for a reference that counts requests."""
 
     def __init__(self, value: Any):
         self.value, self.requested = value, 0
@@ -46,7 +46,7 @@ class Fetched:
 
 
 class Collected:
-    """An ``Extremes`` in a run directory, with what it told."""
+    """An ``Extremes`` in a run directory, with its notes and events."""
 
     def __init__(self, root: Path, **logging: int):
         options = [f"logging.{key}={value}" for key, value in logging.items()]

@@ -1,5 +1,5 @@
-"""The ring on a tiny pipeline of the other families: the loop and the actors are the same, only
-[model] differs.
+"""The ring on tiny pipelines of the other families: loop and actors are the same, only [model]
+differs.
 """
 
 import json
@@ -31,8 +31,10 @@ EDITS = ("a red circle", "a blue cross", "a red circle", "two squares")
 
 
 def run_of(name: str, directory: Any, root: Any, iterations: int = 1, **more: Any) -> Any:
-    """One prompt, 4-in-8, two stages, NVFP4 emulated as `auto` has it, one rollout actor; evaluated
-    before and after.
+    """Run the ring with one prompt, 4-in-8, two stages, and the NVFP4 emulation that `auto`
+    chooses.
+
+    There is one rollout actor, and evaluations before and after.
     """
     changes: dict[str, Any] = {
         f"model__{key}": value for key, value in {"family": name, **SETTINGS[name]}.items()
@@ -56,7 +58,7 @@ def run_of(name: str, directory: Any, root: Any, iterations: int = 1, **more: An
 
 
 def edits(root: Any, height: int, width: int, **_: Any) -> dict[str, Any]:
-    """Prompts that edit images, and a reward for staying close to them."""
+    """Return prompts that edit images, and a reward for staying close to the sources."""
     folder, lines = root / "sources", []
     folder.mkdir()
     for number, text in enumerate(EDITS):
@@ -114,13 +116,13 @@ GUIDED = {
     "sana_video": {},
 }
 CLIPS = {"explore__frames": 1, "rewards__frames": 2, "model__fps": 4}
-"""Of families that draw clips: explored as one frame, scored by two of five."""
+"""Families that generate clips explore one frame, and score two of five."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GUIDED)
 def test_newer_families_train_two_iterations(ray_here, request, tmp_path, name):
-    """With guidance in every stage where the pipeline has it, as asked for here."""
+    """Guidance is on in every stage, if the pipeline supports it."""
     directory, requested = request.getfixturevalue(f"tiny_{name}_dir"), GUIDED[name]
     stages = ("explore", "regenerate", "train", "evaluate") if requested else ()
     guidance = {f"guidance__{stage}": 3.0 for stage in stages}
@@ -136,7 +138,9 @@ def test_newer_families_train_two_iterations(ray_here, request, tmp_path, name):
 def same_as_stock(
     name: str, directory: Any, run: Any, out: Any, updates: int, **requested: Any
 ) -> None:
-    """Evaluations drew what the stock pipeline draws, before, and with the exported LoRA."""
+    """Check that evaluations equal images of the stock pipeline, before training and with the
+    exported LoRA.
+    """
     config = run.configuration()
     files = export_run(run, config, out, "ema", None)
     pipe, family = stock_pipeline(name, directory), family_for(config.model)
@@ -149,17 +153,17 @@ def same_as_stock(
             )
             drawn = stock_call(pipe, config.model, prompt.text, noise, 3, "pil", **requested)
             images.append(as_array(drawn))
-        # of clips, as of those that were kept, the frame in the middle
+        # of clips, as in the stored images, the middle frame
         images = [one[:, one.shape[1] // 2] if one.ndim == 5 else one for one in images]
         return np.stack(images).astype(int)
 
     base = stock()
-    # other batches, and for SANA another rounding of the solver's coefficients: a grey level apart
-    # where .5 is rounded
+    # other batches, and for SANA another rounding of the solver's coefficients: pixels differ by
+    # one grey level where .5 is rounded
     assert np.abs(load_step(run.images, 0).astype(int) - base).max() <= 1
     for file, more in zip(files, ({}, {"load_into_transformer_2": True}), strict=False):
         pipe.load_lora_weights(str(out), weight_name=file, **more)
     with torch.no_grad():
         trained = stock()
     assert np.abs(load_step(run.images, updates).astype(int) - trained).max() <= 1
-    assert np.abs(trained - base).mean() > 1  # the LoRA does something
+    assert np.abs(trained - base).mean() > 1  # the LoRA has an effect

@@ -1,9 +1,8 @@
-"""What is hit (rollout, reward, encoder, selector, learner, the driver, a chunk) against how
-(killed, hung, its node lost).
+"""Matrix of targets (services, driver, a chunk) and kinds of faults (killed, hung, node lost).
 
-Invariants of every cell: the run ends as it should; every unit counts once; selections, metrics and
-LoRA are those of the undisturbed run, bit for bit; nothing that was hit lives on; and nothing
-goes on for ever. ``faults`` says what can be done and when.
+Invariants of every cell: the run ends as it should; every task counts once; selections, metrics and
+LoRA equal those of the undisturbed run bit for bit; nothing that was hit lives on; and nothing
+hangs. ``faults`` defines targets and moments.
 """
 
 import os
@@ -33,7 +32,7 @@ from tests.cluster.runs import main_here, run_here, tiny_config, write_toml
 ROOT = Path(__file__).parent.parent.parent
 STATELESS = ("rollout", "reward", "encoder", "selector")
 DEADLINE_S = 15.0
-"""Of the services that hang here. A unit of the tiny run takes a fraction of a second."""
+"""Deadline of the services that hang here. A task of the tiny run takes a fraction of a second."""
 SECONDS = {f"services__{kind}__deadline_s": DEADLINE_S for kind in STATELESS} | {
     "services__learner__deadline_s": 2 * DEADLINE_S
 }
@@ -70,14 +69,14 @@ def each_in_another_phase(way: Way) -> list[Fault]:
 
 
 def units(run: RunDirectory, event: str) -> set[tuple[str, str]]:
-    """Services and tasks that ``event`` was told of."""
+    """Return the services and tasks of all ``event`` records."""
     return {(each["kind"], each["unit"]) for each in run.events() if each["event"] == event}
 
 
-@pytest.mark.timeout(900)  # four processes are started again, one after the other
+@pytest.mark.timeout(900)  # four processes are restarted, one after the other
 @pytest.mark.parametrize("way", ["kill", pytest.param("stop", marks=slow)])
 def test_faults_of_stateless_services_change_nothing(undisturbed, tiny_sd3_dir, tmp_path, way):
-    """One run, hit four times: what one loss leaves behind must not make the next one worse."""
+    """One run is hit four times: one loss must not make the next one worse."""
     injector = FaultInjector(*each_in_another_phase(way))
     changes = SECONDS if way == "stop" else {}
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, way, **changes), progress=injector)
@@ -89,7 +88,7 @@ def test_faults_of_stateless_services_change_nothing(undisturbed, tiny_sd3_dir, 
     for recovery in recoveries(run.events()):
         assert recovery.noticed_s is not None
         assert recovery.noticed_s >= (DEADLINE_S - 1 if way == "stop" else 0)
-    # an actor may have answered all that it held just before it is hit: then nobody misses it
+    # an actor may have answered all of its tasks just before it is hit: then nobody notices
     assert units(run, "chunk_recovered") == units(run, "chunk_reissued")
     assert injector.left_over == []
 
@@ -108,8 +107,8 @@ def test_faults_of_stateless_services_change_nothing(undisturbed, tiny_sd3_dir, 
 def test_faults_of_the_learner_change_nothing(
     undisturbed, tiny_sd3_dir, tmp_path, way, every, iteration, moment, back_to
 ):
-    """Restored by itself from the newest checkpoint; the versions since are published again, then
-    the run goes on.
+    """The newest checkpoint is restored automatically, the versions since then are published again,
+    and the run continues.
     """
     injector = FaultInjector(Fault("learner", way, iteration, moment))
     changes = {"checkpoint__every": every, **(SECONDS if way == "stop" else {})}
@@ -122,7 +121,7 @@ def test_faults_of_the_learner_change_nothing(
     (restored,) = [event for event in events if event["event"] == "learner_restored"]
     assert (restored["iteration"], restored["during"]) == (back_to, iteration)
     versions = [event["version"] for event in events if event["event"] == "version_published"]
-    # the same version again, then on
+    # the same version again, and then the next one
     assert versions == [*range(iteration + 1), *range(back_to, 4)]
     assert injector.left_over == []
 
@@ -137,7 +136,7 @@ def test_a_learner_that_dies_repeatedly_ends_the_run(ray_here, tiny_sd3_dir, tmp
         )
 
 
-# ---- a unit that kills every actor that takes it
+# ---- a task that kills every actor that takes it
 
 
 @pytest.mark.timeout(900)
@@ -164,8 +163,8 @@ def test_a_task_that_kills_every_actor_ends_the_run_with_its_name(
     assert named in last, last
     events = RunDirectory.of(config).events()
     assert events[-1]["event"] == "run_failed" and named in events[-1]["why"]
-    # the first loss may be laid on the unit before it, whose answer was lost with the actor; from
-    # then on it goes alone
+    # the first loss may be blamed on the task before it, whose answer was lost with the actor; from
+    # then on the task runs alone
     assert set(died(RunDirectory.of(config))) == {kind} and len(died(RunDirectory.of(config))) <= 3
     unit = named.partition(": ")[2].partition(" failed")[0]
     assert sum(
@@ -177,8 +176,9 @@ def test_a_task_that_kills_every_actor_ends_the_run_with_its_name(
 
 
 def the_driver(process: subprocess.Popen[str]) -> None:
-    """The driver alone; what it started must follow by itself. Ray's agents, which hold nothing,
-    look for their head for a minute first.
+    """Kill the driver alone; its children must end by themselves.
+
+    Ray's agents, which hold nothing, first look for their head for a minute.
     """
     children = [
         each
@@ -195,7 +195,7 @@ def the_driver(process: subprocess.Popen[str]) -> None:
 def assert_a_second_one_is_refused(
     run: RunDirectory, file: Path, first: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And changes nothing; what only reads is let in."""
+    """It changes nothing, but commands that only read are allowed."""
     files = [run.metrics_file, run.events_file]
     before = [(path.stat().st_ino, path.read_bytes()) for path in files]
     assert main_here("report", run.path) == 0
@@ -232,12 +232,12 @@ def test_a_killed_driver_is_resumed_with_the_same_results(
         wait_until(
             lambda: run.events_file.exists() and line in run.events_file.read_text(), process
         )
-        process.send_signal(signal.SIGSTOP)  # it holds its run, and comes no further
+        process.send_signal(signal.SIGSTOP)  # it holds its run, and does not progress
         assert_a_second_one_is_refused(run, file, process.pid, capsys)
         kill(process)
         with exclusive_lock(
             run.lock_file, "a run", ANOTHER_RUN
-        ) as lock:  # what it started may still die
+        ) as lock:  # its children may still be ending
             assert lock.unsupported_reason is None
     finally:
         kill_tree(process)
@@ -258,7 +258,7 @@ def test_a_killed_driver_is_resumed_with_the_same_results(
 
 
 class Nodes:
-    """Three simulated nodes in a process of its own, which has a Ray of its own."""
+    """Three simulated nodes in a process of its own, with its own Ray."""
 
     def __init__(self, model: Path, root: Path):
         self.root, self.log = root, root / "nodes.log"
@@ -275,7 +275,7 @@ class Nodes:
         )
 
     def run(self, kind: str) -> RunDirectory:
-        """Take away the node of ``kind`` in a run of that name."""
+        """Run a run named ``kind``, and remove the node of ``kind`` during it."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{kind}\n")
         self.process.stdin.flush()
@@ -299,9 +299,7 @@ def simulated(tiny_sd3_dir, tmp_path_factory) -> Iterator[Nodes]:
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kind", SERVICES)
 def test_losing_a_node_changes_nothing(simulated, undisturbed, kind):
-    """Its actors, and the objects it held, are gone at once; another node of the same label has
-    room.
-    """
+    """Its actors and objects are lost at once; another node with the same label has room."""
     run = simulated.run(kind)
     assert_as_if_nothing_had_been(run, undisturbed)
     assert kind in died(run)
@@ -312,14 +310,14 @@ def test_losing_a_node_changes_nothing(simulated, undisturbed, kind):
     lost = [event for event in run.events() if event["event"] == "node_lost"]
     assert all(event["node"] == homes[0] and f"{kind}-0" in event["actors"] for event in lost)
     assert len(lost) <= 1
-    if kind != "rollout":  # the other explorer may end the run before the new one is there
+    if kind != "rollout":  # the other rollout actor may end the run before the new one has started
         assert len(homes) == 2 and len(lost) == 1
     assert homes[0] not in homes[1:]
     if kind == "learner":
         assert any(event["event"] == "learner_restored" for event in run.events())
 
 
-# ---- the measuring itself
+# ---- the measurement itself
 
 
 def test_recovery_times_are_read_from_events():

@@ -1,4 +1,6 @@
-"""How rarely Python looks for cycles while a driver runs, and what is left of that afterwards."""
+"""Cycle collection by Python while a driver runs: how rare it is, and that it is restored
+afterwards.
+"""
 
 import gc
 

@@ -1,6 +1,8 @@
-"""The audit acts. Invariants: only what was measured counts, only in a row; what is decided after
-an iteration holds for the versions published from then on, in every pool and after a resume;
-nothing gets finer than what it stands for.
+"""The monitor of rank agreement.
+
+Invariants: only consecutive measurements count; a decision after an iteration holds for all
+versions published later, in every pool and after a resume; no precision becomes finer than that of
+regeneration.
 """
 
 import json
@@ -21,7 +23,7 @@ CPU = ("emulated_nvfp4", "fp8", "bf16", "fp32")
 
 
 class RecordingMonitor:
-    """A monitor, and what it told."""
+    """A monitor, with its events and notes."""
 
     def __init__(self, finest: str = "fp32", **settings: Any):
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -61,7 +63,7 @@ def test_the_monitor_warns_after_patience_consecutive_iterations():
     below = [
         recorded.observe(i, signs=signs) for i, signs in enumerate((0.7, 0.9, 0.7, 0.6, 0.5, 0.8))
     ]
-    assert [row["audit/below"] for row in below] == [1, 0, 1, 2, 1, 0]  # 0.8 itself is enough
+    assert [row["audit/below"] for row in below] == [1, 0, 1, 2, 1, 0]  # 0.8 itself suffices
     assert recorded.events == [
         ("audit_low", {"iteration": 3, "backend": "emulated_nvfp4", "patience": 2, SIGNS: 0.6})
     ]
@@ -98,7 +100,7 @@ def test_precision_increases_up_to_that_of_regeneration():
 
 
 def test_iterations_before_a_new_precision_takes_effect_are_not_counted():
-    """Exploring ahead, the iteration after the decision was already explored with the coarser
+    """With exploring ahead, the iteration after the decision was already explored with the coarser
     precision.
     """
     recorded = RecordingMonitor(min_sign_agreement=1.0, patience=1, action="finer_backend")
@@ -111,7 +113,7 @@ def test_iterations_before_a_new_precision_takes_effect_are_not_counted():
 
 
 def test_a_checkpoint_restores_the_whole_state_of_the_monitor():
-    """The precision of the next version and of the one before, and the count."""
+    """The state is the precision of the next version and of the one before, and the count."""
     recorded, other = (
         RecordingMonitor(min_sign_agreement=1.0, patience=2, action="finer_backend")
         for _ in range(2)
@@ -132,8 +134,9 @@ def test_a_checkpoint_restores_the_whole_state_of_the_monitor():
 
 
 def test_an_explorer_rebuilds_its_denoiser_for_another_precision(tiny_sd3_dir):
-    """Weights of one precision after those of another, and back to the configured one; a version
-    that it has not is refused.
+    """It loads weights of one precision after those of another, and returns to the configured one.
+
+    A version that it does not hold is refused.
     """
     trainer = tiny_trainer(tiny_sd3_dir, explore={"pool_size": 8, "backend": "emulated_nvfp4"})
     actor = RolloutActor(trainer.config.model_dump(mode="json"))
@@ -159,13 +162,13 @@ def test_an_explorer_rebuilds_its_denoiser_for_another_precision(tiny_sd3_dir):
     assert np.array_equal(images[0], images[3])
     assert not any(np.array_equal(images[0], other) for other in images[1:3])
     errors = [float(np.abs(other - images[2]).mean()) for other in images[:2]]
-    assert errors[1] < errors[0]  # fp8 is nearer to fp32 than nvfp4 is
+    assert errors[1] < errors[0]  # fp8 is closer to fp32 than nvfp4
 
 
 # ---- in a run
 
 LOT = {"scorers": [{"name": "tests.cluster.scorers:Lot"}]}
-"""Random rewards rank the proxies otherwise than the images they stand for."""
+"""Random rewards rank the proxies differently from the regenerated images."""
 ALWAYS: dict[str, Any] = {
     "audit": {"min_sign_agreement": 1.0, "patience": 1, "action": "finer_backend"},
     "rewards": LOT,
@@ -177,8 +180,8 @@ AHEAD: dict[str, Any] = {**ALWAYS, "explore_ahead": 1, "iterations": 4}
 
 @pytest.fixture(scope="module")
 def moved(tiny_sd3_dir, tmp_path_factory) -> Played:
-    """Four iterations of one explorer, explored ahead, under a threshold that a random ranking does
-    not meet.
+    """Run four iterations of one rollout actor, explored ahead, with a threshold above a random
+    ranking.
     """
     root = tmp_path_factory.mktemp("moved")
     return play(tiny_config(tiny_sd3_dir, root, "moved", **AHEAD), root)
@@ -206,7 +209,7 @@ def test_the_next_iteration_is_explored_in_the_finer_precision(tiny_sd3_dir, tmp
     assert (events["backend_moved"]["after"], events["backend_moved"]["version"]) == ("fp8", 1)
     assert run.chosen[0] == same.chosen[0]
     proxies = [[row["explore/reward_mean"] for row in each.rows.values()] for each in (run, same)]
-    # other arithmetic, other images
+    # another arithmetic gives other images
     assert proxies[0][0] == proxies[1][0] and proxies[0][1] != proxies[1][1]
 
 
@@ -223,7 +226,7 @@ def test_a_finer_precision_does_not_depend_on_pool_and_order(moved, tiny_sd3_dir
 
 
 def test_a_finer_precision_survives_a_resume(moved, tiny_sd3_dir, tmp_path):
-    """Where version 1 is packed for fp8, and the version before, which explores next, is not."""
+    """Version 1 is packed for fp8, but the version before, which explores next, is not."""
     config = tiny_config(tiny_sd3_dir, tmp_path, "again", **AHEAD)
     half = play(config, tmp_path, seed=4, stop=1)
     rest = play(config, tmp_path, explorers=2, seed=5, start=half.checkpoint)
@@ -244,8 +247,8 @@ def test_quantization_json_describes_the_newest_precision(moved):
 
 @pytest.mark.slow
 def test_a_real_run_switches_to_the_finer_precision(ray_here, tiny_sd3_dir, tmp_path):
-    """Through the session and real processes: rows, events and quantization.json tell it; so does
-    the checkpoint.
+    """The session and real processes are used; rows, events, quantization.json and the checkpoint
+    record it.
     """
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "real", **ALWAYS))
     rows = [row for row in run.metrics() if row["kind"] == "iteration"]

@@ -1,4 +1,4 @@
-"""Processes that outlive a run: the members' alone."""
+"""Processes that outlive a run: only those of members do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cluster.hosts import stop_and_keep
 
 
 def test_an_actor_that_is_still_starting_ends_with_its_run(monkeypatch):
-    """Kept by nobody it would hold its share of a node for ever."""
+    """Otherwise it would hold its share of a node for ever."""
 
     async def leave() -> None:
         pass

@@ -1,7 +1,8 @@
-"""The policy identity check. Invariants: what is right agrees to the bit and changes no bit of the
-run; an actor that acknowledges weights and computes with others ends the run, by its own images.
+"""The policy identity check.
 
-Each fault is one that checksums cannot see: all bytes arrive, verified, and are acknowledged.
+Invariants: correct actors agree bit for bit, and the check changes no bit of the run; an actor that
+acknowledges weights but computes with others ends the run, as its own images show. Checksums cannot
+detect these faults: all bytes arrive, verified and acknowledged.
 """
 
 import copy
@@ -26,7 +27,7 @@ slow = pytest.mark.slow
 
 
 class Faulty(RolloutActor):
-    """Fails at every load from the second on, when there is something older to be stuck with."""
+    """A rollout actor that fails at every load from the second on, when it holds older weights."""
 
     loads = 0
 
@@ -54,7 +55,7 @@ class Faulty(RolloutActor):
 
 
 class OldBuffer(Faulty):
-    """Everything is copied, into memory that is not what computes."""
+    """Copies everything into memory that is not used for computing."""
 
     def first(self, acknowledged: Any) -> Any:
         explorer = self._explorer
@@ -84,7 +85,7 @@ class OneTensorSwapped(Faulty):
 
 
 class OneVersionBehind(Faulty):
-    """Copies the version before and says that it is the new one."""
+    """Copies the version before, and reports the new one."""
 
     def first(self, acknowledged: Any) -> Any:
         self.kept = [tensor.clone() for tensor in self._explorer.transformer.buffers()]
@@ -96,7 +97,7 @@ class OneVersionBehind(Faulty):
 
 
 class NothingCopied(Faulty):
-    """Acknowledges what it was sent, and has not looked at it."""
+    """Acknowledges what it was sent, and ignores it."""
 
     def later(self, backend: str | None, manifest: Any, sent: Any, shards: Any) -> Any:
         self._explorer._loaded = manifest
@@ -110,7 +111,7 @@ def config_of(model: Any, root: Any, **changes: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def plain(tiny_sd3_dir, tmp_path_factory):
-    """Two iterations without the check."""
+    """Run two iterations without the check."""
     root = tmp_path_factory.mktemp("plain")
     return play(config_of(tiny_sd3_dir, root, audit__identity_every=0), root, stop=2)
 
@@ -140,8 +141,8 @@ def test_versions_between_are_not_checked(tiny_sd3_dir, tmp_path):
     [
         (OldBuffer, 0),
         (OneLayerNotCopied, 0),
-        pytest.param(OneTensorSwapped, 0, marks=slow),  # one tensor, as the layer above
-        pytest.param(OneVersionBehind, 0, marks=slow),  # has the weights of the one below
+        pytest.param(OneTensorSwapped, 0, marks=slow),
+        pytest.param(OneVersionBehind, 0, marks=slow),
         (NothingCopied, 0),
         (OldBuffer, 1),
     ],
@@ -170,8 +171,9 @@ def test_with_identity_action_warn_the_run_continues_with_a_warning(
 
 
 def test_a_compiling_learner_also_computes_the_reference(plain, tiny_sd3_dir, tmp_path, graphs):
-    """From its own weights without adapters, eagerly; nothing is fused in the graphs here, so that
-    the run has the bits of an eager one.
+    """It computes them from its own weights without adapters, eagerly.
+
+    Nothing is fused in the graphs here, so that the run has the bits of an eager one.
     """
     played = play(config_of(tiny_sd3_dir, tmp_path, regenerate__compile=True), tmp_path, stop=2)
     assert [row["audit/identity_error"] for row in played.rows.values()] == [0.0, 0.0]
@@ -212,7 +214,7 @@ def test_every_backend_on_this_machine_agrees(backend, tiny_sd3_dir, tmp_path):
 
 
 def test_another_kind_of_device_may_differ_only_by_rounding(tiny_sd3_dir, tmp_path, monkeypatch):
-    """The bound lies between what rounding does and what another version of the weights does."""
+    """The limit lies between the effect of rounding and that of another version of the weights."""
     seen: list[Any] = []
 
     class Elsewhere(RolloutActor):
@@ -259,8 +261,8 @@ def test_relative_distance_of_known_latents():
 def test_real_rollout_actors_with_old_weights_end_the_run(
     ray_here, tiny_sd3_dir, tmp_path, monkeypatch
 ):
-    """Rollout actors on Ray compute with an old buffer: the run ends before anything is explored
-    with the new version.
+    """Rollout actors on Ray use an old buffer: the run ends before the new version explores
+    anything.
     """
     monkeypatch.setattr("cluster.driver.services.RolloutActor", OldBuffer)
     config = config_of(tiny_sd3_dir, tmp_path)

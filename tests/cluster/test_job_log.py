@@ -1,4 +1,4 @@
-"""Following a job over connections that break: until it ends, and nothing is shown twice."""
+"""Following a job over connections that break: to its end, with no line shown twice."""
 
 from types import SimpleNamespace
 
@@ -12,8 +12,10 @@ TEXT = "one\ntwo\nthree\n"
 
 
 class Client:
-    """``streams``: what each reading of the log brings before it ends, or before it raises;
-    ``states``: what each question gets.
+    """A fake client.
+
+    ``streams``: what each reading of the log returns before it ends, or the error that it raises;
+    ``states``: the answers to requests of the job's state.
     """
 
     def __init__(self, streams, states, code=None, logs: str | Exception = TEXT):
@@ -76,7 +78,7 @@ def test_failed_connections_and_missing_answers_are_retried():
         [OSError("refused"), OSError("refused"), "RUNNING", "SUCCEEDED"],
     )
     code, shown, lines = followed(client)
-    assert (code, shown, len(lines)) == (0, TEXT, 1)  # one line for one interruption
+    assert (code, shown, len(lines)) == (0, TEXT, 1)  # one line per interruption
 
 
 def test_the_end_of_the_log_is_fetched_after_a_broken_stream():

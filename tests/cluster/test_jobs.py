@@ -1,4 +1,4 @@
-"""Submitting: the files that are sent, and the job that Ray is asked to run.
+"""Submitting: the files that are sent, and the job that Ray runs.
 
 The slow test uses a real head with its dashboard.
 """
@@ -46,8 +46,8 @@ def test_the_entrypoint_survives_a_shell():
 
 
 def test_staging_sends_the_tree_and_relative_files(tmp_path, monkeypatch):
-    """The tree without run outputs and environments; configuration and relative prompt files from
-    elsewhere beside it.
+    """The tree is sent without outputs of runs and environments, with configuration and relative
+    prompt files from elsewhere.
     """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
@@ -76,7 +76,7 @@ def test_staging_sends_the_tree_and_relative_files(tmp_path, monkeypatch):
 
 
 def test_source_images_are_sent_with_the_prompt_file(tmp_path, monkeypatch):
-    """Those below the folder of the prompt file; what nodes share is left where it is."""
+    """Images below the folder of the prompt file are sent; those on shared storage stay there."""
     monkeypatch.chdir(tmp_path)
     for name in ("mine/in/a.png", "mine/b.png", "elsewhere/c.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
@@ -92,7 +92,7 @@ def test_source_images_are_sent_with_the_prompt_file(tmp_path, monkeypatch):
     prompts.write_text(json.dumps({"prompt": "x", "image": "../elsewhere/c.png"}) + "\n")
     with pytest.raises(ConfigError, match=r"c.png' is outside the folder of the prompt file"):
         jobs.stage(tmp_path / "again", "quickstart", config)
-    # a missing image within the folder is reported by the job, like every missing file
+    # the job reports a missing image within the folder, as it does every missing file
     prompts.write_text(json.dumps({"prompt": "x", "image": "in/../gone.png"}) + "\n")
     jobs.stage(tmp_path / "third", "quickstart", config)
 
@@ -133,7 +133,7 @@ def test_invalid_commands_are_refused_in_one_line(capsys):
 
 @pytest.fixture(scope="module")
 def head(undisturbed, tmp_path_factory) -> Iterator[Head]:
-    folder = Path("/tmp") / f"sol-rl-head-{os.getpid()}"  # sockets: a short path
+    folder = Path("/tmp") / f"sol-rl-head-{os.getpid()}"  # sockets need a short path
     made = Head(folder)
     try:
         made.wait()
@@ -146,8 +146,8 @@ def head(undisturbed, tmp_path_factory) -> Iterator[Head]:
 def test_a_submitted_job_is_watched_scaled_stopped_and_resumed(
     head, undisturbed, tiny_sd3_dir, tmp_path
 ):
-    """Every command that a user types: submit, status, scale through the dashboard's URL, `ray
-    job stop`, submit --resume.
+    """Every command of a user: submit, status, scale through the dashboard's URL, `ray job stop`,
+    submit --resume.
     """
     config = tiny_config(
         tiny_sd3_dir,
@@ -199,7 +199,7 @@ def test_a_submitted_job_is_watched_scaled_stopped_and_resumed(
             listed, env=head.env, capture_output=True, text=True, timeout=300, check=True
         ).stdout
     )
-    # as the dashboard has them
+    # as shown in the dashboard
     states = {actor["name"]: actor["state"] for actor in actors if actor["name"].startswith("far/")}
     assert states == {
         f"far/{kind}-0.0": "ALIVE"

@@ -1,5 +1,6 @@
-"""A run trained through judges: a rating of each image, and a prompt's images compared with each
-other, by an endpoint that fails, answers in prose and asks to be left alone for a while.
+"""Runs that are trained by judges: one rates each image, one compares a prompt's images.
+
+The endpoint fails, answers in prose and requests pauses.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ COMPARED = {"name": "tests.cluster.scorers:Place", "alias": "place", "per": "pro
 
 
 def test_a_run_trains_with_vision_language_scorers(tiny_sd3_dir, tmp_path, ray_here):
-    """Two iterations. Each image is rated once and compared twice, where it is explored and where
-    it is regenerated; what passes is tried again, and held-out images are rated only.
+    """In two iterations each image is rated once and compared twice, both explored and regenerated.
+
+    Temporary failures are retried, and held-out images are rated only.
     """
     with judging() as judge:
         judge.answers = [503, "prose", (429, {"Retry-After": "0"}), 500]
@@ -41,15 +43,15 @@ def test_a_run_trains_with_vision_language_scorers(tiny_sd3_dir, tmp_path, ray_h
     assert len(trained) == 2 and all(row["rewards/failed"] == 0 for row in trained)
     for row in trained:
         assert 0 < row["reward/vlm"] < 1 and row["grad_norm"] > 0
-        # by symmetry, of the explored and of the regenerated images of a prompt
+        # by symmetry, for the explored and for the regenerated images of a prompt
         assert row["reward/vlm_rank"] == pytest.approx(0.5, abs=1e-4)
         assert row["reward/vlm_rank/consistency"] > 0.8 and row["reward/vlm_rank/tokens"] > 0
     held_out = [row for row in rows if row["kind"] == "evaluation"]
     assert held_out and all("reward/eval/vlm_rank" not in row for row in held_out)
     for row in held_out:
         assert row["reward/eval_mean"] == pytest.approx(row["reward/eval/vlm"])
-    # 8 explored images of a prompt are in 3 lists a round, 4 regenerated ones in 2; what is drawn
-    # twice is asked once
+    # 8 explored images of a prompt are in 3 lists per round, 4 regenerated ones in 2; a list that
+    # is drawn twice is requested once
     assert 4 * (3 + 2) < len(lists) <= 2 * 4 * (3 + 2) and len(set(lists)) == len(lists)
     selected = [json.loads(line) for line in run.selections_file.read_text().splitlines()]
     assert [len(row["groups"]) for row in selected] == [2, 2]
@@ -63,7 +65,7 @@ def compared(ray_here) -> Iterator[Harness]:
 
 
 def together(harness: Harness, parts: int = 2) -> tuple[Scored, Scoring]:
-    """The four images as those of one prompt, in so many parts."""
+    """Score the four images as those of one prompt, in several parts."""
     scoring = Scoring(harness.run.rewards, harness.service)
     images = [ray.put(part) for part in np.array_split(IMAGES, parts)]
     prompts = [[PROMPTS[0]] * (len(IMAGES) // parts)] * parts
@@ -73,7 +75,9 @@ def together(harness: Harness, parts: int = 2) -> tuple[Scored, Scoring]:
 
 
 def test_all_images_of_a_prompt_are_compared_in_one_call(compared):
-    """Whatever parts they came in; what is combined and counted is the whole."""
+    """The result does not depend on the parts in which they came; combined and counted is the
+    whole.
+    """
     for parts in (1, 2, 4):
         whole, scoring = together(compared, parts)
         assert whole.values["place"].tolist() == [0, 1, 2, 3]
@@ -89,7 +93,7 @@ def test_evaluations_do_not_compare(compared):
 
 
 def test_images_lost_before_a_comparison_are_generated_again(compared):
-    """Said as what can be made again, not as a scorer's failure."""
+    """It is reported as a loss of inputs, not as a failure of the scorer."""
     scoring = Scoring(compared.run.rewards, compared.service)
     (scored,) = compared.wait(scoring.score("x", ray.put(IMAGES), PROMPTS, (0,)))
 

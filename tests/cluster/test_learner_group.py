@@ -1,7 +1,8 @@
-"""The learner as a group of replicas. Invariants: what is a replica's own is asked of the first; a
-run with two replicas learns what one learner does, up to the order of sums; when one replica is
-lost the whole group starts anew from the checkpoint and ends with the bits of a run in which nobody
-died. What each is sent: test_sharing.py.
+"""The learner as a group of replicas; ``test_sharing`` has what each of them is sent.
+
+Invariants: calls for one replica go to the first; a run with two replicas learns what one learner
+does, up to the order of sums; if one replica is lost, the whole group restarts from the checkpoint
+and ends with the bits of an undisturbed run.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from records.timeline import read_spans
 from tests.cluster.recording_learner import HERE, RecordingLearner
 from tests.cluster.runs import adapters, run_here, selections, tiny_config
 
-# ---- the group, with actors that only tell what they were asked
+# ---- the group, with actors that only record their calls
 
 
 def group_of(replicas: int, events: list[dict[str, Any]], **more: Any) -> LearnerGroup:
@@ -62,7 +63,7 @@ def test_calls_go_to_the_right_replicas_and_a_loss_is_state_lost(ray_here):
                     for n in range(6)
                 )
             )
-            assert len(set(generated)) == 2  # the one that is free
+            assert len(set(generated)) == 2  # the free one
             assert await load("a") == ((0, 2, HERE), ["a"])
             assert await first.call(Task[Any](("save", 1)), RecordingLearner.save, "x") == (
                 (0, 2, HERE),
@@ -75,7 +76,8 @@ def test_calls_go_to_the_right_replicas_and_a_loss_is_state_lost(ray_here):
             with pytest.raises(StateLost):
                 await first.call(Task[Any](("save", 2)), RecordingLearner.save, "y")
             died = [event["actor"] for event in events if event["event"] == "actor_died"]
-            assert died[0] == 1  # the cause comes first, not the replica that noticed
+            # the cause is raised first, not the error of the replica that noticed it
+            assert died[0] == 1
             await group.renew("lost")
             assert await load("b") == ((0, 2, HERE), ["b"])
         finally:
@@ -94,16 +96,18 @@ TWO: dict[str, Any] = {**STEADY, "services__learner__replicas": 2}
 
 @pytest.fixture(scope="module")
 def pair(ray_here, tiny_sd3_dir, tmp_path_factory):
-    """Three iterations with two replicas: read it, do not write to it."""
+    """Run three iterations with two replicas; the result is read-only."""
     return run_here(tiny_config(tiny_sd3_dir, tmp_path_factory.mktemp("pair"), "pair", **TWO))
 
 
 @pytest.mark.slow
 def test_two_replicas_learn_the_same_as_one_learner(pair, tiny_sd3_dir, tmp_path):
-    """After the first iteration, one step of AdamW: before it every bit is the same, and after it a
-    weight is apart by at most 2 lr d / E with d = 1e-6 of the gradient's norm
-    (tests/learner/test_group.py), and 2^-25 of rounding. Later iterations have no such bound: the
-    image of a weight that is a last bit apart may have another pixel, hence another reward.
+    """Before the first step of AdamW all bits are equal; after it, weights differ by at most 2 lr d
+    / E.
+
+    d = 1e-6 is relative to the gradient's norm (tests/learner/test_group.py), and 2^-25 is added
+    for rounding. Later iterations have no such bound: if a weight differs in its last bit, an image
+    may have another pixel, and hence another reward.
     """
     one = run_here(tiny_config(tiny_sd3_dir, tmp_path, "one", iterations=1, **STEADY))
     alone, shared = (adapters(run, 1)["adapter.safetensors"] for run in (one, pair))
@@ -124,9 +128,11 @@ def test_two_replicas_learn_the_same_as_one_learner(pair, tiny_sd3_dir, tmp_path
 
 @pytest.mark.slow
 def test_two_replicas_can_share_one_prompt(ray_here, tiny_sd3_dir, tmp_path):
-    """One prompt, two replicas. Parts are regenerated in the batches of one learner, so that before
-    the first step every bit is the same, and after it the bound is that of whole prompts. How many
-    rollout actors there are shows in no bit of any later iteration.
+    """Parts are regenerated in the batches of one learner, so that before the first step all bits
+    are equal.
+
+    After it the bound is that of whole prompts. The number of rollout actors affects no bit of any
+    later iteration.
     """
     one_prompt = {**STEADY, "prompts__per_iteration": 1, "regenerate__batch_size": 2}
     split = {**one_prompt, "services__learner__replicas": 2, "services__learner__share": "samples"}
@@ -156,7 +162,7 @@ def test_two_replicas_can_share_one_prompt(ray_here, tiny_sd3_dir, tmp_path):
 
 
 class Killer(Progress):
-    """SIGKILL to learner-1 while iteration 1 is updated."""
+    """Sends SIGKILL to learner-1 while iteration 1 is updated."""
 
     session: Any = None
     killed = 0
@@ -195,8 +201,9 @@ SHARDS: dict[str, Any] = {**TWO, "services__learner__shard": "base"}
 
 @pytest.mark.slow
 def test_a_sharded_base_does_not_change_the_bits_of_a_run(pair, tiny_sd3_dir, tmp_path):
-    """Nor when a replica is killed: the group starts anew, in shards again, from the checkpoint.
-    Evaluations go in rounds too, and rollout actors compute what the learner does.
+    """If a replica is killed, the group restarts from the checkpoint, in shards again.
+
+    Evaluations run in rounds too, and rollout actors compute what the learner does.
     """
     killer = Killer()
     killed = run_here(tiny_config(tiny_sd3_dir, tmp_path, "shards", **SHARDS), progress=killer)

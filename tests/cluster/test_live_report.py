@@ -1,4 +1,4 @@
-"""The report while a run goes on: when it is written, and that its failures are events only."""
+"""The report of a running run: when it is written, and that its failures are only events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HANG = "import signal; signal.sigwait([signal.SIGUSR1])"
 
 
 class RecordingReport:
-    """What a ``LiveReport`` tells."""
+    """A ``LiveReport``, with its events and notes."""
 
     def __init__(self, run: Path, every_s: float, *program: str):
         self.events: list[tuple[str, dict[str, Any]]] = []

@@ -1,4 +1,4 @@
-"""What is done to a machine is done, ends, and is seen by one process and its children only."""
+"""Simulated faults of a machine take place, end, and affect one process and its children only."""
 
 import subprocess
 import sys
@@ -66,5 +66,5 @@ def test_a_stopped_driver_and_clock_jumps_are_simulated(tmp_path):
     machine.jump(-3600.0)
     assert time.time() - began < -3590
     machine.freeze(0.2)
-    machine.repair()  # returns when it goes on
+    machine.repair()  # returns when the process continues
     assert time.monotonic() - monotonic >= 0.2 and time.time is real and machine.offset_s == 0

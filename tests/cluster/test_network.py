@@ -1,4 +1,4 @@
-"""The wire between namespaces: what it delays, loses, cuts; and a node behind it, watched."""
+"""The wire between namespaces: delays, losses and cuts; and a node behind it that is watched."""
 
 import asyncio
 import socket
@@ -41,7 +41,7 @@ def network() -> Iterator[Network]:
 
 
 def in_one(network: Network, work: Callable[[], Any]) -> Any:
-    """What ``work`` returns in namespace "one"; threads are in namespaces of their own."""
+    """Return the result of ``work`` in namespace "one"; namespaces belong to threads."""
     found: list[Any] = []
 
     def go() -> None:

@@ -1,5 +1,7 @@
-"""A pool whose actors' nodes go, without Ray: calls end that would wait until Ray gives a node up,
-idle actors are replaced too, no task is blamed, and a start on a lost node is made elsewhere.
+"""A pool whose actors' nodes are lost, without Ray.
+
+Calls end that would otherwise wait until Ray gives a node up, idle actors are replaced too, no task
+is blamed, and a start on a lost node is repeated elsewhere.
 """
 
 import asyncio
@@ -23,8 +25,9 @@ class Works:
 
 
 class Nodes:
-    """A transport, and the nodes behind it: an actor answers while its node is there. Actors go to
-    the first node that is.
+    """A transport and its nodes: an actor answers while its node exists.
+
+    Actors are placed on the first node that exists.
     """
 
     def __init__(self, *names: str):
@@ -46,7 +49,7 @@ class Nodes:
         return self._of(node or self.homes[actor])
 
     def notice(self, node: str) -> None:
-        """What is silent is lost."""
+        """Treat a silent node as lost."""
         self._of(node).set_result("silent")
 
     def send(self, handle: str, call: Call) -> Sequence[Any]:
@@ -93,7 +96,7 @@ def run(pool: ActorPool, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 
 def test_tasks_of_a_lost_node_are_retried_without_blame():
     nodes = Nodes("a", "b", "c", "d")
-    pool = nodes.pool(max_attempts=1)  # a single failure that counted would end the run
+    pool = nodes.pool(max_attempts=1)  # a single counted failure would end the run
 
     async def work() -> list[str]:
         nodes.silent.add("a")
@@ -105,12 +108,12 @@ def test_tasks_of_a_lost_node_are_retried_without_blame():
 
     assert run(pool, work) == ["b", "b"]
     assert [fields["why"] for fields in nodes.recorded("actor_died")] == ["silent"]
-    assert nodes.killed[0] == "a"  # it may live on behind a cut cable
+    assert nodes.killed[0] == "a"  # it may still be running behind a cut cable
     assert {fields["why"] for fields in nodes.recorded("chunk_reissued")} == {"silent"}
 
 
 def test_finished_calls_leave_no_references_to_their_node():
-    """A node has many actors with many calls: the end of each must not go through all others'."""
+    """A node has many actors with many calls: the end of each must not traverse all others."""
     nodes = Nodes("a", "b")
     pool = nodes.pool(in_flight=8)
 
@@ -183,8 +186,8 @@ def test_state_on_a_lost_node_is_lost_at_once(busy):
 
 
 def killed_by_ray(nodes: Nodes, method: str, times: int) -> Callable[..., Sequence[Any]]:
-    """Calls of ``method`` end, so many times, as Ray lets them end when its memory monitor has
-    killed the actor.
+    """Let ``times`` calls of ``method`` end as Ray lets them end when its memory monitor kills the
+    actor.
     """
     left, send = [None] * times, nodes.send
 
@@ -247,7 +250,9 @@ def test_starts_on_a_node_low_on_memory_are_retried_for_a_minute(monkeypatch):
 
 
 def test_a_stopped_driver_does_not_blame_actors_for_silence(monkeypatch):
-    """SIGSTOP for longer than the deadline: the answer, sent meanwhile, is read late."""
+    """After SIGSTOP for longer than the deadline, the driver reads the answer late, though it was
+    sent in time.
+    """
     now = [0.0]
     monkeypatch.setattr("cluster.runtime.clock.now", lambda: now[0])
     nodes = Nodes("a")
@@ -258,10 +263,10 @@ def test_a_stopped_driver_does_not_blame_actors_for_silence(monkeypatch):
         monkeypatch.setattr(nodes, "send", lambda handle, call: [late])
         call = asyncio.create_task(pool.ask(member, Works.work))
 
-        await asyncio.sleep(0)  # it is asked at 0, so that an answer is due at 5
-        now[0] = 60.0  # the timer, which goes by real time, rings 55 seconds late
+        await asyncio.sleep(0)  # it is requested at 0, so that an answer is due at 5
+        now[0] = 60.0  # the timer, in real time, rings 55 seconds late
         await asyncio.sleep(0.01)
-        now[0] = 64.9  # as it began to wait anew
+        now[0] = 64.9  # as if it had just begun to wait
         await asyncio.sleep(0.01)
         late.set_result("answer")
         return await call
@@ -271,7 +276,9 @@ def test_a_stopped_driver_does_not_blame_actors_for_silence(monkeypatch):
 
 
 def test_silence_is_measured_from_the_drivers_return_and_from_each_answer(monkeypatch):
-    """Lost 5 s after the driver is back at 60; an answer at 63 gives the other call until 68."""
+    """Lost 5 s after the driver's return at 60; an answer at 63 extends the limit of the other call
+    to 68.
+    """
     now = [0.0]
     monkeypatch.setattr("cluster.runtime.clock.now", lambda: now[0])
     nodes = Nodes("a")

@@ -19,7 +19,7 @@ def cpus(nodes) -> float:
 def test_requested_resources_are_reserved_until_the_request_is_withdrawn(ray_here):
     before, requests = cpus(free_nodes()), Requests()
     assert requests.request("a", [Need("rollout-0", 1.0), Need("rollout-1", 0.0)])
-    assert not requests.request("a", [Need("rollout-0", 1.0)])  # asked already
+    assert not requests.request("a", [Need("rollout-0", 1.0)])  # requested already
     assert requests.request("b", [Need("rollout-2", 1.0, labels={"pool": "none"})])
     home = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     granted = wait_for(lambda: requests.granted("a"), 30)

@@ -1,4 +1,4 @@
-"""After training: export to stock diffusers; base, current, old and EMA weights side by side."""
+"""After training: export to stock diffusers; evaluation of base, current, old and EMA weights."""
 
 import json
 import shutil
@@ -17,8 +17,9 @@ from tests.cluster.runs import main_here
 
 
 def stock_images(config, lora=None) -> np.ndarray:
-    """uint8 [P, S, 3, H, W] of the evaluation's prompts and noises by diffusers' own pipeline; no
-    code of ours but the noises.
+    """Return images of the evaluation's prompts and noises by diffusers' own pipeline.
+
+    The result is uint8 [P, S, 3, H, W]; only the noises are computed by the project.
     """
     from diffusers import StableDiffusion3Pipeline
 
@@ -53,12 +54,12 @@ def test_an_exported_lora_generates_the_evaluated_images_in_stock_diffusers(
     assert main(["export", str(undisturbed.path), str(tmp_path / "lora")]) == 0
     ours = load_step(undisturbed.images, 3).astype(int)
     theirs = stock_images(config, tmp_path / "lora").astype(int)
-    # same layers, other batches: latents agree to about 1e-5, so a pixel can differ only by where
-    # .5 is rounded to
+    # the same layers in other batches: latents agree to about 1e-5, so a pixel can differ only
+    # where .5 is rounded
     assert np.abs(ours - theirs).max() <= 1
     base = stock_images(config).astype(int)
     assert np.abs(load_step(undisturbed.images, 0).astype(int) - base).max() <= 1
-    assert np.abs(base - theirs).mean() > 1  # the LoRA does something
+    assert np.abs(base - theirs).mean() > 1  # the LoRA has an effect
 
 
 def test_the_exported_adapters_of_a_run_differ(undisturbed, tmp_path):

@@ -1,5 +1,7 @@
-"""``sol-rl evaluate``, ``export`` and ``train --resume`` on runs that cannot be used: one line and
-the exit code of the contract. Nothing is started.
+"""``sol-rl evaluate``, ``export`` and ``train --resume`` on unusable runs: one line, and nothing is
+started.
+
+The exit code is that of the contract.
 """
 
 import asyncio
@@ -109,7 +111,7 @@ def test_exporting_to_a_read_only_directory_is_one_line(trained, tmp_path, capsy
 def test_a_damaged_checkpoint_is_reported_before_ray_starts(
     trained, tmp_path, monkeypatch, capsys, name, change
 ):
-    """It was told when Ray and, for ``evaluate``, all actors had started."""
+    """It used to be reported after Ray and, for ``evaluate``, all actors had started."""
     from cluster.driver import offline, train
 
     for module in (offline, train):
@@ -125,7 +127,9 @@ def test_a_damaged_checkpoint_is_reported_before_ray_starts(
 
 
 def test_an_unreadable_file_during_a_run_is_named(tiny_sd3_dir, tmp_path, monkeypatch, capsys):
-    """An image to edit, a disk of its own: it was told of the run's directory."""
+    """The file is an image to edit, on another disk; the message used to name the run's
+    directory.
+    """
 
     class Breaks:
         def __init__(self, *given):
@@ -157,7 +161,7 @@ def test_invalid_prompt_digests_are_one_line(trained, tmp_path, nothing_starts, 
 def test_an_unreadable_checkpoint_directory_does_not_count_as_empty(
     trained, tiny_sd3_dir, tmp_path, nothing_starts, capsys, closed
 ):
-    """The run would go back to its beginning."""
+    """Otherwise the run would return to its beginning."""
     config = write_toml(trained.configuration(), tmp_path)
     open_to_all(tmp_path)
     open_to_all(tiny_sd3_dir)
@@ -226,7 +230,7 @@ def test_an_unreadable_held_out_evaluation_is_one_line(
 def test_a_damaged_evaluation_is_reported_before_ray_starts(
     trained, tmp_path, monkeypatch, capsys, body
 ):
-    """It was a traceback at the first evaluation after the resume."""
+    """It used to be a traceback at the first evaluation after the resume."""
     from cluster.driver import train
 
     monkeypatch.setattr(train, "read_driver_state", lambda path: None)

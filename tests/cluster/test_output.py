@@ -1,4 +1,4 @@
-"""A run whose standard output nobody reads any more."""
+"""A run whose standard output is no longer read."""
 
 import os
 

@@ -1,4 +1,6 @@
-"""A run whose learner has its frozen weights in 8 bits: rollout actors explore the same policy."""
+"""A run whose learner holds its frozen weights in 8 bits: rollout actors explore the same
+policy.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Runs on a Ray cluster in network namespaces while its network fails (``tools.partitions``).
+"""Runs on a Ray cluster in network namespaces while the network fails (``tools.partitions``).
 
-Invariants: the bits of an undisturbed run, and an end. ``test_network`` has the quick form: the
-wire itself, and a node that is watched across it.
+Invariants: the bits of an undisturbed run, and an end. ``test_network`` is the quick form: the wire
+itself, and a node that is watched across it.
 """
 
 import json
@@ -17,7 +17,7 @@ from tools.partitions.scenarios import SCENARIOS
 
 ROOT = Path(__file__).parent.parent.parent
 LOSES = {"head-30", "head-ever", "learner-ever", "back", "group-30"}
-"""Where an actor cannot be kept."""
+"""Scenarios in which an actor cannot be kept."""
 
 
 @pytest.mark.slow

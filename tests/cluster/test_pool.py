@@ -1,6 +1,7 @@
-"""The actor pool under faults. Invariants: every unit is answered exactly once, with its own
-answer; what killed an actor is counted against the unit and the actor, and both have limits;
-nothing pends for ever.
+"""The actor pool with faults.
+
+Invariants: every task is answered exactly once, with its own answer; what killed an actor counts
+against the task and the actor, and both have limits; nothing hangs.
 """
 
 import asyncio
@@ -47,7 +48,9 @@ def test_lower_priority_values_run_first(ray_here):
 
 
 def test_an_actor_finishes_its_tasks_before_a_direct_call(ray_here):
-    """As when weights are published: running tasks are finished, then it loads, then it goes on."""
+    """As in publishing weights: running tasks are finished, the actor loads, and then it
+    continues.
+    """
     harness = Pool(1, in_flight=2)
 
     async def work(pool: ActorPool) -> Any:
@@ -121,16 +124,18 @@ def test_the_running_task_is_blamed_and_not_the_waiting_one(ray_here):
     assert isinstance(failed, RunFailed) and "bad failed 2 times" in str(failed)
     assert answer == 8
     (recovered,) = [fields for name, fields in harness.events if name == "chunk_recovered"]
-    assert (recovered["unit"], recovered["retries"]) == ("good", 1)  # then it goes alone
+    assert (recovered["unit"], recovered["retries"]) == ("good", 1)  # then it runs alone
     mine = [span for span in harness.spans if span.work == "good"]
-    # counted, though it was not to blame
+    # counted, though it was not the cause
     assert [(span.attempt, span.outcome) for span in mine] == [(0, "lost"), (1, "done")]
 
 
 def test_a_task_lost_with_others_is_not_blamed_for_the_kill(ray_here):
-    """Two threads at once, so that the killer acts while the one before it is at work, as
-    happens where an answer is lost with its actor: that one is blamed once, then each goes alone.
-    Both at once again, it would be blamed to the end of its attempts.
+    """Two threads, so that the killer acts while the task before it runs, whose answer is lost with
+    the actor.
+
+    That task is blamed once, and then each runs alone. Together again, it would be blamed until its
+    attempts are exhausted.
     """
     harness = Pool(1, max_attempts=2, in_flight=2)
     harness.options["max_concurrency"] = 2
@@ -198,7 +203,7 @@ def test_a_rejected_answer_of_the_last_attempt_fails_the_task(ray_here):
 
 
 class Slow(Pool):
-    """Actor 0 dies at once and is not replaced: there is no room for anybody new."""
+    """A pool whose actor 0 dies at once and is not replaced, because there is no room."""
 
     def __init__(self, **service: Any):
         super().__init__(2, max_restarts=1, **service)
@@ -219,8 +224,8 @@ class Slow(Pool):
 
 
 def test_a_member_without_an_actor_does_not_hold_tasks(ray_here, tmp_path):
-    """So many that each slot that waits for one could take one; those of the empty place would hold
-    it for the start deadline.
+    """There are enough tasks for every waiting slot; those of the empty place would hold one for
+    the start deadline.
     """
     harness = Slow(in_flight=2)
 
@@ -301,7 +306,7 @@ def test_an_error_in_the_driver_ends_the_run(ray_here):
 
 
 def test_a_failed_replacement_of_an_idle_actor_ends_the_run(ray_here, tmp_path):
-    """As when Ray itself fails while an actor that was idle is replaced."""
+    """As when Ray itself fails while an idle actor is replaced."""
     harness = Pool(1)
 
     def broken(name: str) -> Any:
@@ -351,7 +356,7 @@ def test_an_incompatible_new_actor_is_refused(ray_here):
 
 
 def test_if_one_actor_fails_to_start_the_other_starts_are_cancelled(ray_here):
-    """Nobody would know of an actor that came when the pool was stopped already."""
+    """Nobody would notice an actor that starts after the pool was stopped."""
     harness = Pool(2)
 
     def broken_or_without_room(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The queue of a pool: order, one slot for each task, and nothing lost with a slot that closes."""
+"""The queue of a pool: order, one slot per task, and no task lost with a slot that closes."""
 
 import asyncio
 
@@ -60,7 +60,7 @@ def test_a_task_wakes_one_slot_of_a_thousand():
 
 
 class Worker:
-    """Has slots, each of which keeps a task until it is told that it is done."""
+    """Slots that keep their tasks until they are told that these are done."""
 
     def __init__(self):
         self.in_hand = []
@@ -103,7 +103,7 @@ def test_idle_actors_get_tasks_before_busy_ones(steps, count, slots):
             after = [len(worker.in_hand) for worker in workers]
             if any(1 < b > a for a, b in zip(before, after, strict=True)):
                 assert min(after) > 0
-            # nor does a task wait while there is a slot
+            # and no task waits while a slot is free
             assert not len(queue) or sum(after) == count * slots
         for each in serving:
             each.cancel()
@@ -135,7 +135,7 @@ def test_a_closed_slot_returns_its_assigned_task():
         other = asyncio.create_task(queue.take(anything))
         await settle()
         queue.put(pending(1))
-        await asyncio.sleep(0)  # given out, and not yet taken up
+        await asyncio.sleep(0)  # handed out, and not yet taken up
         closed.cancel()
         assert (await other).task.key == (1,)
         await asyncio.gather(closed, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The audit on random noises measures what it says: the agreement over a prompt's whole pool."""
+"""The audit of random seeds measures the agreement over a prompt's whole pool."""
 
 import numpy as np
 import pytest
@@ -9,8 +9,10 @@ from tests.cluster.runs import tiny_config
 
 
 def test_every_seed_is_audited_with_equal_probability(tiny_sd3_dir, tmp_path):
-    """Selected or not. 3 of 8 in 2,000 draws: 750 times each, with a standard deviation of
-    sqrt(2000 * 3/8 * 5/8) = 22, of which 5.
+    """Selected or not, 3 of 8 in 2,000 draws are 750 each, with a deviation of sqrt(2000 * 3/8 *
+    5/8) = 22.
+
+    The limit is 5 of these.
     """
     config = tiny_config(tiny_sd3_dir, tmp_path, "draws", audit__random_seeds=3).model_dump(
         mode="json"
@@ -26,8 +28,9 @@ def test_every_seed_is_audited_with_equal_probability(tiny_sd3_dir, tmp_path):
 
 
 def test_auditing_the_whole_pool_equals_regenerating_it(tiny_sd3_dir, tmp_path):
-    """Half of it comes from the selected noises, half is regenerated for it; an image at a time,
-    so that bits do not depend on which.
+    """Half of the pool is selected, and the other half is regenerated for the audit.
+
+    Images are generated one at a time, so that bits do not depend on that.
     """
     changes = {
         "iterations": 1,

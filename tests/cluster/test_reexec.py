@@ -1,4 +1,4 @@
-"""A command's process that starts itself anew and has a template as its fork."""
+"""A command that re-executes itself, with the template of actors as its fork."""
 
 import json
 import os
@@ -35,7 +35,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def command():
-    """Starts ``COMMAND`` with settings and variables: (the process, what it tells)."""
+    """Start ``COMMAND`` with settings and variables; return the process and its report."""
     started = []
 
     def start(*settings, **more):
@@ -58,8 +58,9 @@ def command():
 
 
 def test_the_template_is_a_fork_of_the_command(command, tmp_path):
-    """It shares torch with the command, whose own children get the environment of before. It serves
-    the first Ray that asks, and no other, and ends with that Ray.
+    """It shares torch with the command, whose own children get the former environment.
+
+    It serves the first Ray that asks, and no other, and ends with that Ray.
     """
     process, env, recorded = command("seed=3", OMP_NUM_THREADS="5")
     assert recorded["arguments"] == ["seed=3"] and recorded["torch"]
@@ -79,7 +80,7 @@ def test_the_template_is_a_fork_of_the_command(command, tmp_path):
         assert other["imported"] == [] and "it ended, or uses another version of Ray" in errors
         raylet.kill()
     deadline = time.monotonic() + 60
-    while made.status() != psutil.STATUS_ZOMBIE:  # until the command asks how it ended
+    while made.status() != psutil.STATUS_ZOMBIE:  # until the command asks for its exit code
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert not os.path.exists(os.path.dirname(recorded["path"]))
@@ -95,7 +96,7 @@ def test_the_template_ends_with_a_killed_command(command):
 
 
 def test_a_command_without_a_template_is_not_re_executed(command):
-    """Where it joins a cluster nothing is imported for actors, and where all run on GPUs."""
+    """When it joins a cluster, or all actors run on GPUs, nothing is imported for actors."""
     _, env, recorded = command(RAY_ADDRESS="10.0.0.1:6379")
     assert recorded["path"] is None and recorded["settled"] == recorded["environment"] == env
     gpus = [f"services.{kind}.gpus=1" for kind in ("encoder", "rollout", "learner")]

@@ -1,8 +1,7 @@
-"""The reward service: scorers that are killed, hang, lie or are slow; groups of actors per scorer;
+"""The reward service: scorers that die, hang, return wrong results or are slow; groups of actors;
 held-out scorers.
 
-Pools, retries and deadlines are the real ones; images come from the test, so that a case takes a
-second, not a run.
+Pools, retries and deadlines are real; images come from the test, so that a case takes a second.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ KINDS = ("raises", "nan", "infinite", "short", "text")
 
 @pytest.fixture(scope="module")
 def shared(ray_here, tmp_path_factory) -> Iterator[Harness]:
-    """Two actors with everything that does not kill; a test asks for some of it."""
+    """Start two actors with all scorers that do not kill; each test uses some of them."""
     marks = tmp_path_factory.mktemp("marks")
     once = misbehaves("once raises", settings={"mark": str(marks / "mark")})
     counts = misbehaves("counts", settings={"mark": str(marks / "log")})
@@ -47,8 +46,9 @@ def shared(ray_here, tmp_path_factory) -> Iterator[Harness]:
 
 
 def test_separate_scorer_actors_do_not_change_scores(shared):
-    """Shared actors, or a group for one scorer: rewards, raw scores and order are the same, and
-    speed is told per scorer.
+    """Rewards, raw scores and order are the same for shared actors and for a group of one scorer.
+
+    Speed is reported per scorer.
     """
     together, scoring = shared.score(rewards_of(MEAN, JPEG))
     means = scoring.tally.scorer_means()
@@ -99,7 +99,8 @@ def test_permanent_failures_are_dropped_and_counted_and_never_zero(shared, kind,
     scored, scoring = shared.score(rewards_of(MEAN, misbehaves(kind), max_failed_share=0.2))
     lost = np.isnan(scored.rewards)
     assert lost.sum() == dropped == scoring.tally.dropped and scoring.tally.images == 4
-    assert scored.values["mean"].tolist() == [0, 1, 2, 3]  # the good scorer's scores stand
+    # the scores of the working scorer are kept
+    assert scored.values["mean"].tolist() == [0, 1, 2, 3]
     assert sum("chunk_reissued" in event for event in shared.events[before:]) == 1
     with pytest.raises(
         RunFailed,
@@ -117,14 +118,14 @@ def test_a_failed_optional_scorer_is_replaced_by_the_group_mean(shared):
     scored, scoring = shared.score(
         rewards_of(MEAN, misbehaves("infinite", required=False), max_failed_share=0.0)
     )
-    # its scores are 0, 1, 2 and a failure: their mean 1 stands in
+    # its scores are 0, 1, 2 and a failure, which gets their mean, 1
     assert scored.rewards.tolist() == [0, 2, 4, 4] and np.isnan(scored.values["infinite"][3])
     assert scoring.tally.dropped == 0 and scoring.tally.scorer_means()["rewards/stood_in"] == 1
     scoring.tally.check_share()
 
 
 def test_a_pool_is_normalized_as_a_whole(shared):
-    """Two chunks of one prompt's pool: what selection sees is the z-score over both."""
+    """The scores of two chunks of one prompt's pool are normalized by the z-score over both."""
     scoring = Scoring(rewards_of(MEAN, normalize="zscore"), shared.service)
     halves = [
         scoring.score(part, ray.put(IMAGES[part * 2 : part * 2 + 2]), PROMPTS[:2], (0,))
@@ -145,18 +146,18 @@ def test_evaluations_are_scored_once_by_content(ray_here, tmp_path):
         (first, scoring) = harness.score(evaluation=True)
         (second, again) = harness.score(evaluation=True)
         assert np.array_equal(first.rewards, second.rewards) and log.read_text() == "4\n"
-        # remembering is no work
+        # cached scores count as no work
         assert scoring.tally.speeds()["rewards/images_per_s/counts"] > 0
         assert again.tally.speeds() == {}
         harness.score()
         harness.score()
-        assert log.read_text() == "4\n4\n4\n"  # in training nothing is remembered
+        assert log.read_text() == "4\n4\n4\n"  # in training nothing is cached
 
 
 @pytest.mark.parametrize("kind", ["once dies", "once hangs"])
 def test_batches_of_killed_and_hanging_scorers_are_scored_elsewhere(ray_here, tmp_path, kind):
-    """SIGKILL in the middle of a batch, or silence beyond the deadline: the actor is replaced,
-    another one scores the batch.
+    """After SIGKILL during a batch, or silence beyond the deadline, the actor is replaced and
+    another one scores.
     """
     with Harness(config([misbehaves(kind, settings={"mark": str(tmp_path / "mark")})])) as harness:
         scored, scoring = harness.score()
@@ -167,7 +168,7 @@ def test_batches_of_killed_and_hanging_scorers_are_scored_elsewhere(ray_here, tm
 
 @pytest.mark.parametrize("kind", ["dies", "hangs"])
 def test_a_batch_that_kills_every_actor_is_dropped_and_counted(ray_here, kind):
-    """In actors of its own the bad scorer takes only itself along."""
+    """The bad scorer has actors of its own, so that only its own scores are lost."""
     run = config(
         [MEAN, misbehaves(kind, "bad")], {"actors": 1}, own={"bad": {}}, max_failed_share=0.5
     )
@@ -213,9 +214,7 @@ def test_unknown_groups_are_refused():
 def test_a_separate_scorer_group_gives_the_same_bits_in_a_run(
     ray_here, undisturbed, tiny_sd3_dir, tmp_path
 ):
-    """The ring with the one scorer in actors of its own and a held-out scorer: the same bits as
-    ever, and its column beside.
-    """
+    """One scorer has actors of its own, and a held-out scorer adds a column."""
     run = run_here(
         tiny_config(
             tiny_sd3_dir,

@@ -1,6 +1,7 @@
-"""The ring as a whole. Invariants: what is computed does not depend on how many actors compute it;
-every unit counts once; failures end the run as the configuration says. What dies and is killed is
-in ``test_fault_matrix``.
+"""The ring as a whole; ``test_fault_matrix`` has its faults.
+
+Invariants: results do not depend on the number of actors; every task counts once; failures end the
+run as configured.
 """
 
 import json
@@ -60,13 +61,15 @@ def test_training_changes_the_lora(undisturbed):
     now = load_file(undisturbed.checkpoints / "step_000003" / "adapter.safetensors")
     b = [key for key in now if "lora_B" in key]
     moved = [key for key in b if now[key].abs().max() > 0.01]  # B starts at zero
-    # the last block's context queries reach no output, so they cannot move
+    # the context queries of the last block reach no output, so they cannot change
     assert len(moved) > len(b) // 2
     assert all(not torch.equal(now[key], old[key]) for key in moved)
 
 
 def test_the_number_of_rollout_actors_changes_nothing(undisturbed, tiny_sd3_dir, tmp_path):
-    """Three here, two in the other; one in ``test_fault_matrix``, where the driver is killed."""
+    """Three here, two in the other run; ``test_fault_matrix`` has one, where the driver is
+    killed.
+    """
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "actors", services__rollout__actors=3))
     assert_same(run, undisturbed)
 
@@ -94,7 +97,7 @@ def test_sigterm_stops_after_a_checkpoint_and_says_how_to_continue(
 
 
 def text_of(path: Path) -> str:
-    """What a file holds by now, which may be nothing."""
+    """Return the present text of a file, or an empty string."""
     return path.read_text() if path.exists() else ""
 
 
@@ -110,14 +113,14 @@ def test_every_arm_runs(ray_here, tiny_sd3_dir, tmp_path, arm):
 
 
 def broken(kind: str) -> list[dict[str, Any]]:
-    """``rewards.scorers`` with the one scorer that misbehaves as ``kind`` says."""
+    """Return ``rewards.scorers`` with a single scorer that fails as ``kind`` says."""
     return [{"name": "tests.cluster.scorers:Broken", "settings": {"kind": kind}}]
 
 
 def test_a_scorer_that_always_fails_stops_the_run_and_is_never_a_zero(
     ray_here, tiny_sd3_dir, tmp_path
 ):
-    """In which ways it may fail: ``test_reward_service``."""
+    """``test_reward_service`` has the ways in which it may fail."""
     config = tiny_config(tiny_sd3_dir, tmp_path, "broken", rewards__scorers=broken("nan"))
     with pytest.raises(RunFailed, match="scoring failed for 8 of 8 images"):
         run_here(config)
@@ -129,7 +132,9 @@ def test_a_scorer_that_always_fails_stops_the_run_and_is_never_a_zero(
 
 
 def dropping(model: Path, root: Path, keep: int) -> RunConfig:
-    """The scorer fails on the first image of every chunk of 2, and the run may go on."""
+    """Return a configuration whose scorer fails on the first image of every chunk of 2, which is
+    allowed.
+    """
     rewards = {"scorers": broken("first_is_nan"), "max_failed_share": 0.9, "attempts": 2}
     return tiny_config(
         model, root, f"keep{keep}", iterations=1, rewards=rewards, selection__keep=keep

@@ -1,5 +1,7 @@
-"""What replicas that share the base are asked for. Invariants: all of them are asked for things of
-one kind, in one order, one at a time; every call is answered once, by one of them.
+"""Calls to replicas that share the base.
+
+Invariants: all of them get calls of one kind, in one order, one at a time; every call is answered
+once, by one of them.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from records.errors import RunFailed, StateLost
 
 
 class Members:
-    """Stands for the pool: ``done`` has what each member was asked for, ``log`` when it began and
-    ended; ``doors`` open by hand where ``waits``.
+    """Stand-in for the pool that records each member's calls in ``done`` and their order in
+    ``log``.
+
+    With ``waits`` calls wait until the test opens the ``door``.
     """
 
     def __init__(self, size: int, waits: bool = False, fails: str = ""):
@@ -45,7 +49,7 @@ class Members:
 
 
 class Everyone(Caller):
-    """Asks all members for the same, as ``EveryReplica`` does."""
+    """Sends the same call to all members, as ``EveryReplica`` does."""
 
     def __init__(self, pool: Members):
         self.pool = pool
@@ -69,7 +73,7 @@ def generating(rounds: Rounds, number: int, weights: str = "old", priority: int 
 
 
 def test_a_round_has_one_kind_of_call_and_other_replicas_stand_by():
-    """Seven calls over three replicas, the fourth most urgent and with other weights."""
+    """Seven calls over three replicas; the fourth is the most urgent, and uses other weights."""
     pool = Members(3)
 
     async def work() -> list[Any]:
@@ -86,13 +90,13 @@ def test_a_round_has_one_kind_of_call_and_other_replicas_stand_by():
     assert numbers == [[3, 0, 4], [5, 1, 6], [3, 2, 4]]
     assert methods == [["generate"] * 3, ["generate"] * 3, ["stand_by", "generate", "stand_by"]]
     assert getattr(LearnerActor, methods[2][0])
-    # nobody is asked for the next thing before all have answered
+    # the next calls are sent only after all members have answered
     for first in range(0, len(pool.log), 6):
         assert [what for what, _ in pool.log[first : first + 6]] == ["begin"] * 3 + ["end"] * 3
 
 
 def test_waiting_calls_are_compared_only_if_a_round_has_room(monkeypatch):
-    """400 calls over four replicas: one is compared with the first of its round, and no more."""
+    """Of 400 calls over four replicas, one is compared with the first of its round, and no more."""
     requested, real = [], _Waiting.goes_with
 
     def counted(each: _Waiting, other: _Waiting) -> bool:
@@ -127,7 +131,7 @@ def test_updates_and_rounds_run_in_one_order():
 
 
 def test_a_cancelled_call_does_not_stop_its_round():
-    """Replicas that are at it wait for each other: the round goes on, the next one after it."""
+    """Replicas in a pass wait for each other: the round continues, and then the next one starts."""
     pool = Members(2, waits=True)
 
     async def work() -> Any:
@@ -166,7 +170,7 @@ def test_the_loss_of_a_replica_fails_the_whole_round():
 
 
 def test_a_failure_does_not_wait_for_blocked_replicas(monkeypatch: pytest.MonkeyPatch):
-    """One that fails within a pass leaves the other at it: what ends the run is the failure."""
+    """A failure within a pass leaves the other replica waiting; the failure still ends the run."""
 
     async def work() -> None:
         monkeypatch.setattr(learner_group, "PATIENCE_S", 0.0)

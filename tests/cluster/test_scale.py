@@ -1,5 +1,7 @@
-"""Pools that change size while they work. Invariants: every unit is answered once, none is lost,
-none is computed twice; what is trained does not depend on when the pool grew or shrank.
+"""Pools that change size while they work.
+
+Invariants: every task is answered once, none is lost or repeated; results do not depend on when the
+pool grew or shrank.
 """
 
 import asyncio
@@ -41,7 +43,7 @@ def test_a_pool_scales_under_load_and_every_task_counts_once(ray_here, tmp_path)
             await pool.supervisor.resize(size)
             sizes.append((pool.alive, len(pool.members)))
             done = len(answers)
-            while len(answers) < done + 20:  # everybody gets some
+            while len(answers) < done + 20:  # every actor gets some
                 await asyncio.sleep(0.02)
         going = False
         await asyncio.gather(*hands)
@@ -78,8 +80,9 @@ def test_a_failed_start_of_a_new_actor_is_reported_and_the_pool_stays(ray_here, 
 
 
 class Boss(Progress):
-    """Asks the board for another size as soon as chunks of an iteration come back, and waits for it
-    before the next iteration.
+    """Requests another size at the board when an iteration's first chunks return.
+
+    It waits for the new size before the next iteration.
     """
 
     session: Any = None
@@ -152,7 +155,7 @@ def test_a_run_that_is_scaled_1_3_2_trains_the_same_bits(undisturbed, tiny_sd3_d
 
 
 class Patient(Progress):
-    """Waits, before an iteration, until the pool has the size that the rule asked for after the one
+    """Waits, before an iteration, until the pool has the size that the rule requested after the one
     before.
     """
 
@@ -236,20 +239,20 @@ def test_the_autoscaling_rule_computes_the_next_size(size, loads, expected):
 
 
 def row(load: Load) -> dict[str, float]:
-    """What ``Meter`` says of it."""
+    """Return the row of ``Meter`` for a load."""
     return {"busy/learner": 1 - load.learner_waits, "busy/rollout": load.rollout_busy}
 
 
 def test_measurements_restart_after_the_pool_changed():
-    """Loads of another size say nothing about this one, whichever side changed it."""
+    """Loads of another size say nothing about this size, whoever changed it."""
     scaler = Autoscaler(RULE, LIMITS)
     assert [scaler.size_after(4, row(WAITS)) for _ in range(2)] == [4, 5]
     assert [scaler.size_after(5, row(WAITS)) for _ in range(2)] == [5, 6]  # patience again
     assert scaler.size_after(6, row(WAITS)) == 6
-    # somebody scaled it to 8
+    # a user scaled it to 8
     assert [scaler.size_after(8, row(WAITS)) for _ in range(2)] == [8, 10]
     no_room = [scaler.size_after(8, row(WAITS)) for _ in range(2)]
-    assert no_room == [8, 10]  # it could not grow: asked again after as much patience
+    assert no_room == [8, 10]  # it could not grow: requested again after the same patience
 
 
 def test_disabled_autoscaling_does_nothing():
@@ -257,7 +260,7 @@ def test_disabled_autoscaling_does_nothing():
 
 
 def test_an_error_during_autoscaling_is_an_event(tmp_path):
-    """Nobody waits for it who would raise it."""
+    """No other task would raise it."""
     rundir = RunDirectory(tmp_path)
 
     async def broken(kind: str, size: int, partly: bool) -> str:

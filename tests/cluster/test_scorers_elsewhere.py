@@ -1,5 +1,5 @@
-"""Scorers outside the shared actors: a server of one's own that fails or is slow, and two that
-cannot be installed together.
+"""Scorers outside the shared actors: a server that fails or is slow, and two with conflicting
+packages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.rewards.server import Server, serving
 
 @pytest.fixture(scope="module")
 def served(ray_here) -> Iterator[tuple[Server, Harness]]:
-    """A server that scores by the mean, and actors that ask it once per try, for 2 s."""
+    """Start a server that scores by the mean, and actors that query it once per try, for 2 s."""
     with serving() as server:
         server.slow_s = 2.6
         settings = {"url": server.url, "timeout_s": 2.0, "retries": 0}
@@ -58,8 +58,9 @@ def test_a_failing_or_slow_server_is_retried_by_another_actor_and_counted(served
 
 @pytest.mark.slow
 def test_two_scorers_with_conflicting_packages_run_in_their_own_environments(ray_here, tmp_path):
-    """Two versions of one package, each in the environment of its scorer's actors, in one mix; here
-    the driver has neither.
+    """The mix has two versions of one package, each in the environment of its scorer's actors.
+
+    The driver has neither.
     """
     for version in (1, 2):
         package = tmp_path / f"v{version}" / "paint"

@@ -1,8 +1,8 @@
-"""Scorers in a whole run: a mix of three on the shapes model, and one that is killed, hangs or lies
-while the others do their work.
+"""Scorers in a whole run: a mix of three on the shapes model, and one that dies, hangs or returns
+wrong results.
 
-What a scorer of weight 0 says changes no reward, so a run that survives its trouble must end with
-the bits of the undisturbed one.
+A scorer of weight 0 changes no reward, so a run that survives its failures must end with the bits
+of the undisturbed one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SMALL = {
 def trained(
     root: Path, capsys: pytest.CaptureFixture[str], changes: Mapping[str, Any]
 ) -> RunDirectory:
-    """A small run of the quickstart by the command; ``changes`` has its name."""
+    """Run a small quickstart by the command; ``changes`` includes its name."""
     given = {**SMALL, "run_root": root, **changes}
     words = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
     assert main_here("train", "quickstart", *words) == 0, capsys.readouterr().err
@@ -49,8 +49,8 @@ def trained(
 
 @needs_clip
 def test_three_scorers_train_the_shapes_model_end_to_end(ray_here, tmp_path, capsys):
-    """By the command, normalized per group; every scorer is in the rows of training and of the
-    evaluations, and in the report.
+    """Scores are normalized per group; every scorer is in the rows of training and evaluations, and
+    in the report.
     """
     run = trained(
         tmp_path,
@@ -84,7 +84,9 @@ def test_three_scorers_train_the_shapes_model_end_to_end(ray_here, tmp_path, cap
 @pytest.mark.slow
 @needs_clip
 def test_geneval_prompts_train_with_a_detector_end_to_end(ray_here, tmp_path, capsys):
-    """Prompts with the benchmark's metadata, a random Mask2Former that finds what it finds."""
+    """Prompts have the benchmark's metadata; the Mask2Former is random, so its detections are
+    arbitrary.
+    """
     make_detector(tmp_path / "detector", names=("circle", "square"))
     row = {"tag": "colors", "include": [{"class": "circle", "count": 2, "color": "red"}]}
     for part, colors in (("train", ("red", "blue", "green")), ("test", ("yellow", "purple"))):
@@ -111,7 +113,7 @@ def test_geneval_prompts_train_with_a_detector_end_to_end(ray_here, tmp_path, ca
 
 @pytest.mark.slow
 def test_a_generative_scorer_trains_end_to_end(ray_here, tmp_path, capsys):
-    """A Qwen2.5-VL with random weights that writes one of five digits for each image."""
+    """It is a Qwen2.5-VL with random weights that writes one of five digits for each image."""
     make_judge(tmp_path / "judge", ("Final Score: ", ANY))
     settings = {"checkpoint": str(tmp_path / "judge"), "form": "final", "dtype": "fp32"}
     recorded = ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
@@ -134,9 +136,7 @@ def test_a_generative_scorer_trains_end_to_end(ray_here, tmp_path, capsys):
 
 
 def troubled(model: Any, root: Any, kind: str, **more: Any) -> Any:
-    """The undisturbed run's configuration, with a scorer beside its own that misbehaves and weighs
-    nothing.
-    """
+    """Return the undisturbed run's configuration with an additional failing scorer of weight 0."""
     bad = {"name": "tests.cluster.scorers:Misbehaves", "alias": "bad", "weight": 0.0}
     bad |= {"settings": {"kind": kind, "mark": str(root / "mark")}, **more.pop("scorer", {})}
     return tiny_config(
@@ -161,7 +161,7 @@ def test_a_killed_or_hanging_scorer_costs_only_an_actor(
     assert adapters(run, 3) == adapters(undisturbed, 3)
     events = run.events()
     assert events[-1]["event"] == "run_finished"
-    # more than one where the machine is very busy
+    # more than one on a very busy machine
     died = [event for event in events if event["event"] == "actor_died"]
     assert {event["kind"] for event in died} == {"reward"}
     assert any(why in event["why"] for event in died)

@@ -1,4 +1,6 @@
-"""What the driver does for a batch of scores, counted: there are thousands in an iteration."""
+"""The driver's work for a batch of scores, counted: there are thousands of batches per
+iteration.
+"""
 
 import asyncio
 from typing import Any
@@ -30,7 +32,7 @@ def test_a_prompt_is_sent_once_per_batch_of_its_images(monkeypatch):
 
 
 def test_parts_of_a_prompt_are_combined_once(monkeypatch):
-    """Six chunks, with an image each that has no score: it counts as dropped all the same."""
+    """Each of six chunks has an image without a score, which counts as dropped."""
     combined, real = [], Combination.__call__
 
     def counted(self: Combination, scores: Any) -> np.ndarray:

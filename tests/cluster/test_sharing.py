@@ -1,5 +1,6 @@
-"""How an update is shared out: rows of samples go to one replica each, rewards to all, and what all
-are told is sent once.
+"""Distribution of an update: each row of samples goes to one replica, rewards to all.
+
+What all of them get is sent once.
 """
 
 import asyncio
@@ -22,19 +23,19 @@ from records.errors import RunFailed
 
 
 def group_with(prompt: int, samples: list[Any], rows: list[tuple[int, ...]]) -> TrainingGroup:
-    """One whose references are the objects themselves."""
+    """Return a group whose references are the objects themselves."""
     parts = tuple(SampleRows(part, chosen) for part, chosen in zip(samples, rows, strict=True))
     rewards = np.array([prompt, -prompt], np.float32)
     return TrainingGroup(prompt, rewards, f"c{prompt}", parts)
 
 
 def portion_of(group: TrainingGroup) -> Portion:
-    """All of it."""
+    """Return the portion with the whole group."""
     return Portion(group.prompt, range(2), group.conditioning, group.samples)
 
 
 def test_an_update_is_shared_by_prompt():
-    """Four prompts over three replicas: samples go to one, rewards to all."""
+    """Of four prompts over three replicas, samples go to one each, and rewards to all."""
     groups = [group_with(p, [f"r{p}"], [(0, 1)]) for p in range(4)]
     found: dict[int, int] = {}
     rewards = all_rewards(groups[::-1]).by_prompt()
@@ -45,7 +46,7 @@ def test_an_update_is_shared_by_prompt():
         assert all(one == portion_of(groups[one.prompt]) for one in request.portions)
     assert found == {0: 0, 1: 1, 2: 2, 3: 0}
     whole = tuple(portion_of(group) for group in groups)
-    for by in ("prompts", "samples"):  # of one, everything
+    for by in ("prompts", "samples"):  # for a single one, everything
         (alone,) = share(5, groups, 1, by)
         assert alone.portions == whole
     with pytest.raises(RunFailed, match="8 scored samples of 4 prompts are left .* 5 replicas"):
@@ -53,8 +54,9 @@ def test_an_update_is_shared_by_prompt():
 
 
 def test_an_update_is_shared_by_sample():
-    """Eight samples of four prompts over three replicas: runs of 2, 3 and 3. Of each, only the
-    objects that hold its rows are named; rewards go to everyone.
+    """Eight samples of four prompts over three replicas make runs of 2, 3 and 3.
+
+    Each names only the objects that hold its rows; rewards go to all.
     """
     groups = [group_with(p, [f"a{p}", f"b{p}"], [(5,), (0,)]) for p in range(4)]
     recorded = all_rewards(groups[::-1])
@@ -90,7 +92,7 @@ def test_a_plan_shares_as_the_driver_does(by, prompts, keep, size):
 
 
 def test_common_arguments_of_all_replicas_are_sent_once():
-    """So that what the driver sends grows with prompts and replicas, and not with both."""
+    """What the driver sends grows with prompts and replicas, but not with their product."""
 
     class Sent:
         def __init__(self, size: int):
@@ -121,7 +123,7 @@ def test_common_arguments_of_all_replicas_are_sent_once():
     ("patience_s", "hangs", "recorded"), [(0.0, True, "of 1"), (None, False, "of 0")]
 )
 def test_a_failure_waits_a_limited_time_for_the_other_replicas(patience_s, hangs, recorded):
-    """And it is that of the lowest rank, whichever came first."""
+    """The failure raised is that of the lowest rank, whichever came first."""
 
     class Failing:
         members = range(3)

@@ -1,5 +1,6 @@
-"""Failures in which nothing fails, on the driver's side: scorers that answer for something else,
-seeds that repeat. Each is injected into a run of the product's own actors, and ends it with a line.
+"""Silent failures on the driver's side: scorers that answer for something else, and repeated seeds.
+
+Each is injected into a run of the product's own actors, and ends it with one line.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ from tests.cluster.runs import tiny_config
 
 
 class Wrapped:
-    """The real scorer, and what becomes of its answers on the way."""
+    """The real scorer, whose answers are changed on the way."""
 
     def __init__(self, scorer: Any):
         self.scorer, self.before = scorer, None
@@ -35,21 +36,21 @@ class Wrapped:
 
 
 class OtherImages(Wrapped):
-    """Each image gets its neighbour's score."""
+    """Each image gets the score of its neighbor."""
 
     def spoil(self, scores: Any) -> Any:
         return np.roll(scores, 1)
 
 
 class OtherOrder(Wrapped):
-    """Sorted, as from a server that answers as its workers are done."""
+    """Scores are sorted, as from a server that answers in the order of completion."""
 
     def spoil(self, scores: Any) -> Any:
         return np.sort(scores)
 
 
 class LastBatch(Wrapped):
-    """As many scores as there are images, so that their number tells nothing."""
+    """Scores of the batch before, as many as there are images, so that their number is right."""
 
     def spoil(self, scores: Any) -> Any:
         before, self.before = self.before, scores
@@ -89,7 +90,7 @@ def test_a_scorer_that_scores_other_images_ends_the_run(kind, tiny_sd3_dir, tmp_
         match="scorer 'jpeg_compressibility' gave the same 8 images different scores when they"
         " were scored again in reverse order: up to .* standard deviations apart",
     ):
-        # the second check at the latest: in the first one an actor may have had no batch before
+        # by the second check at the latest: before the first one an actor may have had no batch
         play(config_of(tiny_sd3_dir, tmp_path), tmp_path, stop=2)
 
 
@@ -145,7 +146,7 @@ def test_disagreement_of_known_scores():
     assert disagreement(np.full(4, 2, np.float32), np.full(4, 2.002, np.float32)) == pytest.approx(
         1.0, rel=1e-3
     )
-    for size in (2, 3, 8, 24):  # the least that a swap of two neighbours in rank can show
+    for size in (2, 3, 8, 24):  # the smallest effect of a swap of two neighbors in rank
         ranks = np.arange(size, dtype=np.float32)
         assert disagreement(ranks, ranks[::-1]) > TOLERANCE
 

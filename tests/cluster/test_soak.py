@@ -1,4 +1,4 @@
-"""The soak: what it draws, what it writes down, what it says; and one tiny run."""
+"""The soak: random choices, results and messages; and one tiny run."""
 
 import json
 from collections import Counter
@@ -59,7 +59,7 @@ def test_half_of_the_runs_have_two_faults_often_during_a_recovery():
     assert 0.4 < len(recovering) / len(two) < 0.6
     assert all(pair[0].moment != RECOVERING for pair in two)
     disks = [draw(1, i, MOMENTS, SERVICES, ("disk",)).faults for i in range(50)]
-    assert {len(faults) for faults in disks} == {1}  # a disk that is full cannot be filled
+    assert {len(faults) for faults in disks} == {1}  # a full disk cannot be filled
 
 
 def test_every_variant_is_a_valid_setting(tmp_path):
@@ -132,7 +132,8 @@ def test_a_run_ended_by_a_full_disk_is_resumed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(soak, "_train", train)
     with pytest.raises(RunFailed):
-        soak._to_the_end("run", trial, injector, {})  # no disk was filled: it failed by itself
+        # the disk was not filled: the run failed for another reason
+        soak._to_the_end("run", trial, injector, {})
     injector.done = list(trial.faults)
     calls.clear()
     (soak.machine.disk / "ballast").unlink()
@@ -161,7 +162,7 @@ def test_the_comparison_ignores_actors_and_times():
 
 
 def test_a_stopped_soak_discards_the_current_run(tmp_path, capsys, monkeypatch):
-    """A signal ends the run under way in an orderly fashion; that is no difference of the run's."""
+    """The signal ends the current run in an orderly way, which counts as no difference."""
 
     def train(soak: Soak, name: str, *_: Any, **__: Any) -> dict[str, str]:
         if name == "run-0001":
@@ -189,14 +190,15 @@ def test_a_stopped_soak_discards_the_current_run(tmp_path, capsys, monkeypatch):
 
 
 def own_lines(printed: str) -> list[str]:
-    """What the soak printed; Ray tells of dead workers in between, whenever it likes."""
+    """Return the lines of the soak; Ray may report dead workers between them."""
     return [line for line in printed.splitlines() if "(raylet)" not in line]
 
 
-@pytest.mark.timeout(900)  # two runs, and an actor that is started again
+@pytest.mark.timeout(900)  # two runs, and an actor that is restarted
 def test_a_soak_of_one_run_and_its_continuation(ray_here, tmp_path, capsys):
     out = tmp_path / "soak"
-    # a seed whose fault falls into the first iteration: one at the end may find the run over
+    # a seed whose fault occurs in the first iteration: a later one may come after the end of the
+    # run
     command = ["--seed", "21", "--ways", "kill", "--kinds", "rollout", "--out", str(out)]
     command += ["--variants", "plain"]
     assert main([*command, "--runs", "1"]) == 0

@@ -1,5 +1,6 @@
-"""Starting many actors: what is looked at for each of them does not grow with their number. Calls
-are counted, nothing is timed, and no process is started.
+"""Starting many actors: the work for each does not grow with their number.
+
+Calls are counted, nothing is timed, and no process is started.
 """
 
 import asyncio
@@ -21,11 +22,11 @@ from planning.placer import Placer
 from records.rundir import RunDirectory
 
 EACH = 8
-"""Actors on a node."""
+"""Actors per node."""
 
 
 class Ready:
-    """A transport whose actors answer at once that they are there."""
+    """A transport whose actors report at once that they are ready."""
 
     def __init__(self) -> None:
         self.started = 0
@@ -45,7 +46,7 @@ class Ready:
 
 
 class Looked(Sequence[Any]):
-    """Members of a pool that count how often one is looked at."""
+    """Members of a pool that count accesses."""
 
     def __init__(self, members: Sequence[Any]):
         self.members, self.seen = members, 0
@@ -64,12 +65,12 @@ class Looked(Sequence[Any]):
 
 @pytest.fixture
 def calls(monkeypatch) -> Counter[str]:
-    """Calls to Ray by what is asked, in the place of Ray."""
+    """Replace Ray, and count calls to it by kind."""
     found: Counter[str] = Counter()
 
     def free_nodes() -> list[Node]:
         found["free_nodes"] += 1
-        return [Node(f"{n:056x}", EACH, 0) for n in range(1024 // EACH)]  # as Ray writes them
+        return [Node(f"{n:056x}", EACH, 0) for n in range(1024 // EACH)]  # as formatted by Ray
 
     def addresses() -> dict[str, tuple[str, int]]:
         found["addresses"] += 1
@@ -104,7 +105,7 @@ def test_nodes_are_listed_once_for_actors_that_start_together(calls, tmp_path, a
         made.only("rollout")
         await made.start()
         seen = [calls.copy()]
-        made.refresh_nodes()  # a turn later, as after an iteration
+        made.refresh_nodes()  # one turn later, as after an iteration
         made.refresh_nodes()
         seen.append(calls.copy())
         await made.stop()
@@ -131,7 +132,7 @@ def test_used_resources_are_read_once_for_all_nodes():
     placer.place_all(["rollout"])
     placer._held = Held(placer._held)
     placer.refresh(nodes, [f"rollout-{n}" for n in range(64)])
-    assert Held.looks == 2  # who is on which node, whose node is lost; not for each of 8
+    assert Held.looks == 2  # the nodes of actors and the lost nodes, but not once for each of 8
 
 
 def test_a_new_actor_is_compared_with_one_existing_actor():
@@ -152,7 +153,7 @@ def test_a_new_actor_is_compared_with_one_existing_actor():
 
 @pytest.mark.parametrize("name", ["FileNotFoundError", "ValueError", "torch.OutOfMemoryError"])
 def test_the_error_line_of_a_constructor_is_found_in_rays_message(name):
-    """Ray's message has the frames around it, and one of them begins as an error of files does."""
+    """Ray's message has the frames around it, and one of them begins like an error of files."""
     message = f"{name}: model.path: the 'vae' of 'X' lacks 1 of its 74 weights"
     frames = f"""The actor died because of an error raised in its creation task, ray::RolloutActor
   File "/x/FileError.py", line 236, in _whole

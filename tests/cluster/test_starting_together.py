@@ -1,6 +1,4 @@
-"""Actors on GPUs load side by side; only the giving of GPUs has an order, and only where a node has
-several.
-"""
+"""Actors on GPUs load in parallel; GPUs are granted in order only on nodes with several."""
 
 import asyncio
 import json
@@ -23,7 +21,7 @@ from tests.cluster.gpus import LOADS_S, SHARES
 
 
 class Slow:
-    """A transport whose actors load until they are told to end; ``asked`` for, in order."""
+    """A transport whose actors load until they are told to end; ``asked`` records them in order."""
 
     def __init__(self) -> None:
         self.requested: list[str] = []
@@ -47,8 +45,9 @@ class Slow:
 
 @pytest.fixture
 def made(monkeypatch, tmp_path) -> Any:
-    """Services with the fractions of ``SHARES["two"]`` on a node with so many GPUs, and the names
-    of those that hold theirs, in the place of Ray.
+    """Return services with the fractions of ``SHARES["two"]`` on a node with a number of GPUs.
+
+    Instead of Ray, the test gives the names of actors that hold theirs.
     """
 
     def make(gpus: int) -> tuple[Any, Slow, set[str]]:
@@ -99,7 +98,7 @@ EVERYONE = {
 
 
 async def settle() -> None:
-    """Let everything go as far as it can."""
+    """Let all tasks run as far as they can."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -156,7 +155,7 @@ def test_a_failed_start_ends_the_waiting_of_the_others(made):
 
 @pytest.mark.slow
 def test_services_on_simulated_gpus_start_in_parallel():
-    """In a process without another Ray. One after the other four services took four times
+    """It runs in a process without another Ray. One after the other, four services took four times
     ``LOADS_S``.
     """
     made = subprocess.run(
@@ -165,5 +164,5 @@ def test_services_on_simulated_gpus_start_in_parallel():
     one, two = (json.loads(line) for line in made.stdout.splitlines())
     assert LOADS_S <= one["seconds"] < 3 * LOADS_S and LOADS_S <= two["seconds"] < 3 * LOADS_S
     assert one["shares"] == {"0": [0.04, 0.08, 0.08, 0.15, 0.15, 0.5]}
-    # rollout actors first, then reward actors: each on the fullest GPU that has room
+    # rollout actors first, then reward actors: each on the fullest GPU with room
     assert two["shares"] == {"0": [0.1, 0.3, 0.6], "1": [0.05, 0.3, 0.6]}

@@ -1,4 +1,4 @@
-"""The terminal's view of a running job, from a run as it is and from a hand-made state."""
+"""The display of a running job in a terminal, for a real run and for a synthetic state."""
 
 import asyncio
 import socket
@@ -59,7 +59,7 @@ def test_a_state_is_formatted_in_lines():
 
 
 class Watcher(Progress):
-    """Takes the run's state in the middle of its second iteration."""
+    """Records the run's state in the middle of its second iteration."""
 
     session: Any = None
     state: RunState | None = None
@@ -100,7 +100,7 @@ def test_a_run_reports_its_state(ray_here, tiny_sd3_dir, tmp_path):
     assert "rollout-0.0" in "\n".join(status_lines(state))
 
 
-# ---- the board, with runs that are only said to be
+# ---- the board, with simulated runs
 
 
 async def allow(sizes: dict[str, int]) -> tuple[bool, str]:
@@ -117,7 +117,9 @@ async def never(sizes: dict[str, int]) -> tuple[bool, str]:
 
 
 def with_runs(runs: dict[str, Any], work) -> Any:
-    """What ``work()`` returns, called in a thread beside runs on the board: (name, act) by key."""
+    """Return the result of ``work()``, called in a thread beside runs on the board: (name, act) by
+    key.
+    """
 
     async def all_of_it() -> Any:
         links = [
@@ -147,7 +149,7 @@ def message(error: type[Exception], work) -> str:
 
 @pytest.mark.parametrize("command", [["status"], ["scale", "--rollout", "2"]])
 def test_an_address_without_a_listener_is_refused_at_once(command, capsys, monkeypatch):
-    """Ray alone would try for minutes. A port that was just given back has no listener."""
+    """Ray alone would try for minutes. A port that was just released has no listener."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -162,7 +164,7 @@ def test_an_address_without_a_listener_is_refused_at_once(command, capsys, monke
 
 
 class Refusing(grpc.GenericRpcHandler):
-    """A head that answers every request with this code, and notes the requests."""
+    """A head that answers every request with this code, and records the requests."""
 
     def __init__(self, code: grpc.StatusCode):
         self.code, self.requested = code, []
@@ -186,7 +188,9 @@ def refusing(code: grpc.StatusCode) -> Iterator[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize("command", [["status"], ["scale", "--rollout", "2"]])
 def test_a_refused_token_is_reported_after_one_request(command, capsys, monkeypatch):
-    """Ray alone would ask twenty times, with a warning for each. Other refusals are left to it."""
+    """Ray alone would send twenty requests, with a warning for each. It handles other refusals
+    itself.
+    """
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with refusing(grpc.StatusCode.UNAUTHENTICATED) as (address, requested):
         assert main([*command, "--address", address]) == 2
@@ -257,12 +261,12 @@ def test_a_request_with_a_lost_answer_is_carried_out_once():
 
     assert asyncio.run(exchanges()) == (True, "so many")
     assert done == [{"rollout": 2}]
-    # what was asked of a board that died is not taken for what is asked of the next
+    # requests to a dead board are not confused with requests to the next one
     assert Board().request("a#1", {}) > there.request("a#1", {})
 
 
 def test_a_failure_of_the_board_is_an_event_and_the_run_continues(monkeypatch):
-    """A defect in telling the state, a board that is lost, one of another version."""
+    """Failures: an error in reporting the state, a lost board, and a board of another version."""
     events: list[tuple[str, Any]] = []
     lost_thrice = ["lost", "lost", "lost", "answers"]
     requested = iter(
@@ -318,7 +322,7 @@ def test_a_failure_of_the_board_is_an_event_and_the_run_continues(monkeypatch):
     lost = "RayActorError: The actor experienced an error before finishing this task."
     assert events == [
         ("board_failed", "KeyError: 'rollout'"),
-        ("board_failed", lost),  # three times in a row, told once; once alone is not told
+        ("board_failed", lost),  # reported after three times in a row, once
         ("board_failed", "TypeError: 'int' object is not iterable"),
         ("board_failed", "AttributeError: 'function' object has no attribute 'remote'"),
     ]

@@ -1,5 +1,6 @@
-"""A signal ends a run: after a checkpoint where there is something to save, at once where there is
-not, or when another comes.
+"""A signal ends a run: after a checkpoint if there is something to save, otherwise at once.
+
+A second signal ends it at once in any case.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ def signalled(*names: str) -> None:
 def stopped(
     work: Coroutine[Any, Any, None], stop: Stopping, save: Any, limit_s: float = 20.0
 ) -> str | None:
-    """What comes of ``save`` after ``work``, which is to be cancelled."""
+    """Return the result of ``save`` after ``work``, which is to be cancelled."""
 
     async def run() -> str | None:
         stop.listen()
@@ -51,9 +52,7 @@ def stopped(
 
 
 class Saving:
-    """A checkpoint that takes ``seconds``, tells when it is begun, and counts how often it was
-    begun and done.
-    """
+    """A checkpoint that takes ``seconds``, reports its start, and counts starts and ends."""
 
     def __init__(
         self, seconds: float, error: Exception | None = None, recorded: Any = lambda: None
@@ -136,7 +135,7 @@ def test_an_update_is_finished_first_unless_a_second_signal_comes(monkeypatch, a
         await asyncio.sleep(30)
 
     why = stopped(updating(), Stopping(lock), save)
-    # in the middle of an update there is nothing that could be saved
+    # in the middle of an update there is nothing to save
     assert (why, finished, save.begun) == (
         ("a second signal came", [], 0) if again else (None, [True], 1)
     )
@@ -165,7 +164,7 @@ def test_a_command_without_actors_stops_at_once():
 
 
 def test_a_run_stops_during_the_replacement_of_its_learner(undisturbed, tiny_sd3_dir, tmp_path):
-    """What the learner knew since its checkpoint is gone, so there is nothing to save, nor to wait
+    """The learner's state since its checkpoint is lost, so there is nothing to save or to wait
     for.
     """
 
@@ -184,7 +183,7 @@ def test_a_run_stops_during_the_replacement_of_its_learner(undisturbed, tiny_sd3
 
 
 class NeverLoaded:
-    """A scorer whose weights take for ever to load."""
+    """A scorer whose weights never finish loading."""
 
     def __init__(self) -> None:
         time.sleep(600)
@@ -205,7 +204,7 @@ def never_loaded(model: Path, root: Path) -> RunConfig:
 
 
 def assert_stopped_at_once(run: RunDirectory, seconds: float) -> None:
-    assert seconds < 60  # a scorer is loaded for 600
+    assert seconds < 60  # a scorer loads for 600 s
     assert run.events()[-1]["event"] == "run_stopped" and list(run.checkpoints.iterdir()) == []
 
 
@@ -227,7 +226,7 @@ def test_a_run_whose_actors_still_start_stops_at_once(ray_here, tiny_sd3_dir, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_command_whose_actors_still_start_stops_at_once(tiny_sd3_dir, tmp_path, name):
-    """The same in a process of its own, with a Ray of its own."""
+    """The same in a process of its own, with its own Ray."""
     config = never_loaded(tiny_sd3_dir, tmp_path)
     run = RunDirectory.of(config)
     process = start("train", str(write_toml(config, tmp_path)), stdout=DEVNULL, stderr=PIPE)
@@ -263,7 +262,7 @@ def test_a_second_signal_does_not_wait_for_a_learner_that_hangs(
     ray_here, tiny_sd3_dir, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(stop_signals, "ECHO_S", 0.5)
-    monkeypatch.setattr(hosts, "LEAVE_S", 1.0)  # of the learner that hangs
+    monkeypatch.setattr(hosts, "LEAVE_S", 1.0)  # of the hanging learner
     config = tiny_config(
         tiny_sd3_dir,
         tmp_path,
@@ -280,7 +279,7 @@ def test_a_second_signal_does_not_wait_for_a_learner_that_hangs(
             for each in run.events()
             if each["event"] == "actor_started" and each["kind"] == "learner"
         ]
-        os.kill(learner["pid"], signal.SIGSTOP)  # services.learner.deadline_s are 900
+        os.kill(learner["pid"], signal.SIGSTOP)  # services.learner.deadline_s is 900
         signal_again()
 
     def signal_again() -> None:

@@ -1,4 +1,4 @@
-"""``sol-rl submit``, ``status`` and ``scale`` that are refused: one line, exit code 2."""
+"""Refused calls of ``sol-rl submit``, ``status`` and ``scale``: one line, exit code 2."""
 
 import re
 import shlex
@@ -25,7 +25,7 @@ HERE = "http://head:8265"
 
 
 class Refusing:
-    """A dashboard that answers and takes no job."""
+    """A dashboard that answers, but accepts no job."""
 
     def __init__(self, error):
         self.error = error
@@ -108,7 +108,7 @@ def test_an_address_that_is_not_a_url_is_refused(monkeypatch, capsys, address):
 
 
 def test_the_address_option_takes_precedence_over_the_environment(monkeypatch, capsys):
-    """Ray's own client has it the other way round."""
+    """Ray's own client gives precedence to the environment."""
     given, other = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
     for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
         monkeypatch.setenv(name, other)
@@ -142,7 +142,7 @@ def test_status_and_scale_accept_a_dashboard_url(monkeypatch, way, arguments):
 
 @pytest.mark.parametrize("given", [[], ["quickstart", "--set", "run_root=/data"]])
 def test_the_doctor_job_gets_the_files_of_a_run(monkeypatch, given):
-    """Before any run is there."""
+    """Even before there is any run."""
     submitted = {}
 
     class Client:
@@ -239,15 +239,16 @@ def test_weights_in_the_tree_are_not_sent(tmp_path, monkeypatch):
     assert (tmp_path / "out" / "configs" / "presets" / "x").exists()
     with pytest.raises(ConfigError, match="lora.init_from = 'mine/checkpoints/x'"):
         jobs.check_files_of_job(load("quickstart", ["lora.init_from=mine/checkpoints/x"]))
-    jobs.check_files_of_job(load("quickstart", ["lora.init_from=configs/presets/x"]))  # travels
+    jobs.check_files_of_job(load("quickstart", ["lora.init_from=configs/presets/x"]))  # sent
 
 
 # ---- the image
 
 
 def test_the_images_base_can_build_transformer_engine():
-    """torch 2.13 is built for CUDA 13, so TransformerEngine takes its core for CUDA 13. Its binding
-    wants a compiler, and the headers of CUDA, cuDNN and Python.
+    """torch 2.13 is built for CUDA 13, so TransformerEngine gets its core for CUDA 13.
+
+    Its binding needs a compiler, and the headers of CUDA, cuDNN and Python.
     """
     text = (ROOT / "deploy" / "Dockerfile").read_text()
     (line,) = re.findall("^ARG BASE=.*$", text, re.MULTILINE)
@@ -263,7 +264,9 @@ def test_the_images_base_can_build_transformer_engine():
 
 @pytest.mark.parametrize("extras", ["", "ocr,gpu"])
 def test_the_images_commands_write_only_to_paths_of_its_user(tmp_path, extras):
-    """Those after USER, with a pip that shows what it is given. The image itself needs docker."""
+    """Commands after USER run with a pip that prints its arguments. The image itself needs
+    docker.
+    """
     home, copied, tools = tmp_path / "home", tmp_path / "sol-rl", tmp_path / "bin"
     for folder in (home, copied, tools):
         folder.mkdir()
@@ -290,7 +293,7 @@ def test_the_images_commands_write_only_to_paths_of_its_user(tmp_path, extras):
             entry.split("[")[0].split("=")[0]
             for entry in (home / "extras.txt").read_text().splitlines()
         ] == ["rapidocr-onnxruntime", "transformer-engine"]
-        # what the build wants, then the build
+        # what the build needs, then the build
         assert "--no-build-isolation" not in rest[0] and "wheel ninja" in rest[0]
         assert "--no-build-isolation" in rest[1]
     stray = subprocess.run(
@@ -308,7 +311,7 @@ def test_the_images_commands_write_only_to_paths_of_its_user(tmp_path, extras):
 
 
 def test_a_node_without_the_dependencies_is_reported(tmp_path):
-    """A Python that was not set up for this project, such as the one that Ray was started from."""
+    """Its Python was not set up for this project, such as the one from which Ray was started."""
     command = [sys.executable, "-S", "-m", "cluster", "doctor"]
     done = subprocess.run(
         command, cwd=ROOT, env={"HOME": str(tmp_path)}, capture_output=True, text=True
@@ -319,7 +322,7 @@ def test_a_node_without_the_dependencies_is_reported(tmp_path):
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", None])
 def test_a_listener_that_is_not_a_ray_head_is_refused(monkeypatch, capsys, answer):
-    """Ray would ask it for minutes. ``None``: it accepts the connection and says nothing."""
+    """Ray would query it for minutes. ``None``: it accepts the connection and sends nothing."""
     monkeypatch.setattr("cluster.jobs.live_runs.LISTENER_S", 0.5)
     monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was asked"))
     monkeypatch.setattr("ray.is_initialized", lambda: False)

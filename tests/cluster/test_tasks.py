@@ -1,4 +1,4 @@
-"""Several coroutines of which one fails."""
+"""Several coroutines, one of which fails."""
 
 import asyncio
 

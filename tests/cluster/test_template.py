@@ -1,4 +1,4 @@
-"""Actor processes that are forks of one process: what they share, and what is their own."""
+"""Actor processes forked from one process: what they share, and what is their own."""
 
 import json
 import os
@@ -35,7 +35,9 @@ print(json.dumps(told), flush=True)
 def launch(
     folder: Path, path: str, niceness: int = 0, **more: str
 ) -> tuple[dict[str, object], str]:
-    """What a worker tells that is started as Ray would start it, and its standard error."""
+    """Return the report of a worker that is started as Ray would start it, and its standard
+    error.
+    """
     (folder / "worker.py").write_text(WORKER)
     program = [sys.executable, "-IS", launcher.__file__, str(folder / "worker.py"), "--a", "b c"]
     with (folder / "out").open("w+") as out, (folder / "err").open("w+") as errors:
@@ -69,7 +71,7 @@ def test_a_fork_has_the_requested_process_properties(ray_here, tmp_path):
         "imported": ["diffusers", "peft", "ray"],
         "threads": 1,
         "parent": recorded["parent"],
-        # what nothing on a CPU needs takes no memory, where torch would import it to look
+        # libraries that CPUs do not need take no memory, though torch would import them
         "mapped": ["libjemalloc"] if allocator.variables() else [],
     }
     assert errors == "" and psutil.Process(recorded["parent"]).ppid() == made.pid
@@ -82,7 +84,7 @@ def test_without_a_template_the_launcher_starts_a_new_process(tmp_path):
 
 
 def test_the_template_ends_with_its_driver(tiny_sd3_dir, tmp_path, monkeypatch):
-    """A driver that is killed closes its end of the pipe, too. This one imports nothing first."""
+    """A killed driver closes its end of the pipe as well. This one imports nothing first."""
     monkeypatch.setattr(template, "__name__", bare_template.__name__)
     made = Template(tiny_config(tiny_sd3_dir, tmp_path, "template"))
     recorded, errors = launch(tmp_path, made.path)
@@ -96,7 +98,7 @@ def test_the_template_ends_with_its_driver(tiny_sd3_dir, tmp_path, monkeypatch):
 
 
 def cut_short(path: str, sent: bytes) -> None:
-    """A launcher that is killed when it has sent so much."""
+    """Kill a launcher when it has sent this much of its request."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         if sent:
@@ -104,7 +106,7 @@ def cut_short(path: str, sent: bytes) -> None:
 
 
 def descriptors(pid: int) -> int:
-    """How many a template holds while nobody asks it for anything."""
+    """Return the number of descriptors of an idle template."""
     looks = []
     for _ in range(40):
         looks.append(len(os.listdir(f"/proc/{pid}/fd")))
@@ -113,8 +115,9 @@ def descriptors(pid: int) -> int:
 
 
 def test_killed_launchers_do_not_affect_the_template(tiny_sd3_dir, tmp_path, monkeypatch):
-    """At any point of their request, and before its answer. Ray kills workers that it no longer
-    needs.
+    """They die at any point of their request, and before its answer.
+
+    Ray kills workers that it no longer needs.
     """
     monkeypatch.setattr(template, "__name__", bare_template.__name__)
     made = Template(tiny_config(tiny_sd3_dir, tmp_path, "killed"))
@@ -122,12 +125,12 @@ def test_killed_launchers_do_not_affect_the_template(tiny_sd3_dir, tmp_path, mon
     whole = len(body).to_bytes(launcher.LENGTH, "big") + body
     for each in (b"", whole[:2], whole[: launcher.LENGTH], whole[:-1], whole):
         cut_short(made.path, each)
-    for _ in range(2):  # the second one asks the template of its Ray, which the first one began
+    for _ in range(2):  # the second one asks the template of its Ray, which the first one started
         recorded, errors = launch(tmp_path, made.path)
         assert (recorded["imported"], errors) == (["ray"], "")
         cut_short(f"{os.path.dirname(made.path)}/0", whole[: launcher.LENGTH])
     own = psutil.Process(recorded["parent"])
-    # standard streams that were sent along are closed
+    # standard streams that were sent with it are closed
     before = descriptors(own.pid)
     cut_short(f"{os.path.dirname(made.path)}/0", whole[:-1])
     launch(tmp_path, made.path)
@@ -148,7 +151,7 @@ def main():
 
 
 def test_a_template_that_cannot_import_leaves_no_folder(tiny_sd3_dir, tmp_path, monkeypatch):
-    """Each actor then imports by itself, and says what is wrong."""
+    """Each actor then imports by itself, and reports what is wrong."""
     (tmp_path / "cannot_import.py").write_text(CANNOT)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(template, "__name__", "cannot_import")
@@ -160,7 +163,7 @@ def test_a_template_that_cannot_import_leaves_no_folder(tiny_sd3_dir, tmp_path, 
 
 
 def test_each_ray_instance_has_its_own_template(tiny_sd3_dir, tmp_path, monkeypatch):
-    """What Ray's variables say of an actor is read once, when Ray is imported."""
+    """Ray reads its variables about actors once, when it is imported."""
     monkeypatch.setattr(template, "__name__", bare_template.__name__)
     made = Template(tiny_config(tiny_sd3_dir, tmp_path, "rays"))
     with subprocess.Popen(["sleep", "600"]) as raylet:

@@ -1,5 +1,7 @@
-"""Ray's token authentication, tried on a real head: who has no token, or another, is refused; what
-stays open is known.
+"""Ray's token authentication on a real head: requests without the token, or with another, are
+refused.
+
+The remaining open addresses are known.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tests.cluster.runs import tiny_config, write_toml
 
 
 def status_of(url: str, token: str | None) -> int:
-    """HTTP status of a request with the token, or without one; 0 when nothing answers."""
+    """Return the HTTP status of a request with or without the token; 0 if nothing answers."""
     request = urllib.request.Request(
         url, headers={"Authorization": f"Bearer {token}"} if token else {}
     )
@@ -76,7 +78,7 @@ def test_a_head_with_a_token_refuses_missing_and_wrong_tokens(tiny_sd3_dir, tmp_
 
         (found,) = folder.glob("prom_metrics_service_discovery.json")
         targets = [target for group in json.loads(found.read_text()) for target in group["targets"]]
-        # open: docs/operations.md
+        # open, as docs/operations.md says
         assert targets
         assert all(status_of(f"http://{target}/metrics", None) == 200 for target in targets)
     finally:

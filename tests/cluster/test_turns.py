@@ -1,5 +1,7 @@
-"""Whose turn on the GPUs it is. Invariants: of rollout actors and learner one has left before the
-other comes, whatever is lost or cancelled on the way; nothing of a run depends on it.
+"""Turns on GPUs.
+
+Invariants: rollout actors and the learner are never on a GPU together, whatever is lost or
+cancelled; results do not depend on it.
 """
 
 import asyncio
@@ -28,7 +30,7 @@ BOTH = {"services__rollout__between_turns": "host", "services__learner__between_
 
 
 class Gpu:
-    """What is on it; more than one side at a time is a mistake."""
+    """The actors on a GPU; more than one side at a time is an error."""
 
     def __init__(self) -> None:
         self.here: set[tuple[str, int]] = set()
@@ -130,7 +132,7 @@ def test_the_learner_waits_until_all_requested_chunks_are_explored():
         await asyncio.gather(*exploring)
         assert stand.gpu.log == ["explore"] * 8 + ["update"]
         assert [fields["kind"] for _, fields in stand.events] == ["rollout", "learner"]
-        # the slower of two actors, each time: come, leave, come
+        # each time the slower of two actors: come, leave, come
         assert stand.turns.take_metrics() == {"memory/moved_s": 6.0, "memory/moved_bytes": 60}
         assert stand.turns.take_metrics() == {"memory/moved_s": 0, "memory/moved_bytes": 0}
 
@@ -155,7 +157,7 @@ def test_a_replaced_rollout_actor_moves_to_the_gpu_before_its_first_task():
         async with stand.turns.hold("rollout"):
             await stand.turns.ensure_on_gpu(member)
             stand.gpu.here.clear()
-            member.has_gpu = False  # as ``Member.kill`` leaves it
+            member.has_gpu = False  # in the state in which ``Member.kill`` leaves it
             await stand.turns.ensure_on_gpu(member)
         assert stand.gpu.here == {("rollout", 0)}
 
@@ -197,7 +199,8 @@ def test_losing_the_learner_at_the_end_of_its_turn_fails_waiting_explorations():
             await stand.ask("explore")
         assert stand.turns.holder is None and not stand.gpu.log.count("explore")
         stand.learner.perform_on = working
-        assert await stand.ask("explore") == "explore"  # what is not known is asked to leave again
+        # an actor of unknown state is asked to leave again
+        assert await stand.ask("explore") == "explore"
 
     run(scene)
 
@@ -299,11 +302,13 @@ def test_incompatible_settings_of_between_turns_are_refused(tiny_sd3_dir, tmp_pa
         tiny_config(tiny_sd3_dir, tmp_path, "refused", **BOTH, **changes)
 
 
-@pytest.mark.slow  # the same losses are in virtual time in ``tests.simulator.test_turns``
-@pytest.mark.timeout(900)  # two processes are started again
+@pytest.mark.slow  # ``tests.simulator.test_turns`` has the same losses in virtual time
+@pytest.mark.timeout(900)  # two processes are restarted
 def test_losses_during_turns_change_nothing(undisturbed, tiny_sd3_dir, tmp_path):
-    """A rollout actor dies in its turn, the learner in its own; both begin without the GPU again,
-    and no actor was asked for anything out of turn, which would have ended the run.
+    """A rollout actor dies in its turn, and the learner in its own; both start again without the
+    GPU.
+
+    No actor is called out of turn, which would end the run.
     """
     faults = Fault("rollout", "kill", 0, "explored"), Fault("learner", "kill", 1, "update")
     injector = FaultInjector(*faults)

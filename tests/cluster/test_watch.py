@@ -1,5 +1,5 @@
-"""Watching nodes, on sockets of this machine: one that takes connections, one that refuses them,
-one that answers nothing.
+"""Watching nodes, on sockets of this machine: one accepts connections, one refuses them, one is
+silent.
 """
 
 import asyncio
@@ -26,7 +26,9 @@ def listening(port: int = 0, queue: int = 100) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def swallowing() -> Iterator[tuple[str, int]]:
-    """Its queue is full, so the kernel answers to no further connection: as a cut cable does."""
+    """Open a socket whose queue is full: the kernel answers no further connection, as with a cut
+    cable.
+    """
     with ExitStack() as stack:
         address = stack.enter_context(listening(queue=0))
         for _ in range(4):
@@ -53,7 +55,7 @@ def test_nodes_that_refuse_or_swallow_connections_are_lost_and_others_are_not():
     async def main(silent: tuple[str, int], alive: tuple[str, int]) -> None:
         watch = await watched(refuses=refusing(), swallows=silent, answers=alive)
         assert await asyncio.wait_for(watch.gone("refuses"), 60) == "its node refuses connections"
-        assert watch.lost == {"refuses"}  # before the one that is silent
+        assert watch.lost == {"refuses"}  # before the silent one
         why = await asyncio.wait_for(watch.gone("swallows"), 60)
         assert why == "its node has not accepted a connection for 0.25 s"
         assert watch.lost == {"refuses", "swallows"} and not watch.gone("answers").done()
@@ -94,7 +96,7 @@ def test_a_node_that_ray_reports_dead_is_lost_and_no_longer_watched():
 
 @pytest.mark.parametrize(("failure", "count"), [(Reply.NONE, TRIES), (Reply.REFUSED, REFUSALS)])
 def test_only_consecutive_failures_count(monkeypatch, failure, count):
-    """A driver that slept, or a packet that was lost, is no loss of a node."""
+    """A driver that slept, or a lost packet, is no loss of a node."""
     answers = iter([*[failure] * (count - 1), Reply.TAKEN] * 5 + [failure] * count)
     lost_before: list[set[str]] = []  # each answer
     watches: list[NodeWatch] = []
@@ -111,7 +113,7 @@ def test_only_consecutive_failures_count(monkeypatch, failure, count):
         (watch,) = watches
         with pytest.raises(RuntimeError, match="StopAsyncIteration|StopIteration"):
             await asyncio.gather(watch.gone("node"), *watch._tasks.values())
-        # by the last of the failures in a row, and by none before it
+        # by the last of the consecutive failures, and by none before it
         assert lost_before == [set()] * (6 * count) + [{"node"}]
 
     asyncio.run(main())
@@ -127,16 +129,16 @@ def test_without_a_limit_nothing_is_watched():
 
 
 def test_a_watch_closed_during_a_pause_raises_nothing():
-    """A refusal is there at once, and the watch then pauses: it may be closed meanwhile."""
+    """A refusal arrives at once, and the watch then pauses: it may be closed meanwhile."""
     complaints: list[str] = []
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
-        watch = NodeWatch(5 * 60.0)  # a minute's pause
+        watch = NodeWatch(5 * 60.0)  # a pause of a minute
         watch.set_addresses({"node": refusing()})
         watch.gone("node")
-        for _ in range(100):  # turns of the loop, in which the refusal comes
+        for _ in range(100):  # turns of the event loop, in which the refusal arrives
             await asyncio.sleep(0)
         await watch.close()
         gc.collect()

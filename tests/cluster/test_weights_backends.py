@@ -1,4 +1,4 @@
-"""One precision backend per run, and time to compile; without Ray but for the last test."""
+"""One precision backend per run, and time for compilation; without Ray except for the last test."""
 
 import asyncio
 import concurrent.futures
@@ -29,7 +29,7 @@ from tests.cluster.runs import run_here, tiny_config
 
 
 def explorers(*backends: str | None, runs: tuple[str, ...] = ()) -> Any:
-    """A pool as far as publishing goes, whose actors acknowledge all that they are sent."""
+    """Return a pool for publishing, whose actors acknowledge all that they are sent."""
     members = [Member(i) for i in range(len(backends))]
     for i, (member, backend) in enumerate(zip(members, backends, strict=True)):
         info = ActorInfo(0, f"node{i}")
@@ -52,12 +52,12 @@ def explorers(*backends: str | None, runs: tuple[str, ...] = ()) -> Any:
 
 
 def chunk_of(version: int) -> ChunkKey:
-    """A chunk that names a policy version."""
+    """Return a chunk that names a policy version."""
     return ChunkKey(0, 0, 0, version)
 
 
 def checksum(version: int) -> str:
-    """Of the version that ``learner`` exports, which has no tensors."""
+    """Return the checksum of the version that ``learner`` exports, which has no tensors."""
     return assemble([], version, "nvfp4")[0].checksum
 
 
@@ -86,7 +86,7 @@ def test_the_chosen_backend_is_reported_once():
         channel = WeightChannel(lambda name, **fields: events.append((name, fields)))
         for version in range(3):
             await channel.publish(version, learner([]), explorers("fp8", "fp8"))
-        # moved to by the audit: not the run's own
+        # chosen by the audit: not the run's own
         await channel.publish(3, learner([]), explorers("fp8"), backend="bf16")
         assert channel.chosen == "fp8"
         return events
@@ -98,7 +98,7 @@ def test_the_chosen_backend_is_reported_once():
 
 
 def test_a_resumed_run_keeps_its_precision():
-    """Continued on better GPUs, ``auto`` would take another: every version must be ranked by the
+    """On better GPUs ``auto`` would choose another one, but every version must be ranked by the
     same arithmetic.
     """
 
@@ -157,7 +157,7 @@ def test_a_replacement_on_another_kind_of_gpu_is_refused():
     ("cold", "warm_up_s", "lost"), [(True, 30.0, False), (True, 0.0, True), (False, 30.0, True)]
 )
 def test_a_compiling_actor_has_a_longer_deadline(cold, warm_up_s, lost):
-    """A unit of half a second against a deadline of a tenth."""
+    """A task of half a second, with a deadline of a tenth."""
 
     async def run() -> int:
         service = Service(deadline_s=0.1, warm_up_s=warm_up_s)
@@ -189,7 +189,9 @@ def test_the_deadline_is_normal_after_the_first_task():
 
 
 def test_the_difference_between_versions_is_computed_once(monkeypatch):
-    """Not for each of a thousand: it goes through all tensors. A new one gets all there is."""
+    """It traverses all tensors, so it must not be repeated for a thousand actors. A new actor gets
+    all tensors.
+    """
     found: list[tuple[int | None, int]] = []
     real = Manifest.changed_since
 
@@ -208,13 +210,13 @@ def test_the_difference_between_versions_is_computed_once(monkeypatch):
         assert [m.weights.version for m in rollout.members] == [1] * 4
 
     asyncio.run(run())
-    # of each version the first is what is fetched from the learner
+    # the first of each version is fetched from the learner
     assert found == [(None, 0), (None, 0), (0, 1), (0, 1), (None, 1)]
 
 
 def test_with_explore_ahead_an_actor_loads_the_version_of_its_chunk():
-    """Two versions are held; publishing changes nobody's weights; the version before the last two
-    is gone.
+    """Two versions are held, publishing changes the weights of no actor, and older versions are
+    dropped.
     """
 
     async def run() -> None:
@@ -226,16 +228,16 @@ def test_with_explore_ahead_an_actor_loads_the_version_of_its_chunk():
         assert held() == [None, None]
         await load(first, chunk_of(0))
         await channel.publish(1, learner([]), rollout)
-        assert held() == [0, None]  # it may be at work with version 0
+        assert held() == [0, None]  # it may be using version 0
         await load(second, chunk_of(0))
         await load(first, chunk_of(1))
         assert held() == [1, 0]
-        await load(first, chunk_of(0))  # a chunk that was given out again
+        await load(first, chunk_of(0))  # a chunk that is retried
         assert held() == [0, 0]
         await channel.publish(2, learner([]), rollout)
         with pytest.raises(RunFailed, match="policy version 0 is not available; available: 1, 2"):
             await load(first, chunk_of(0))
-        # back at a checkpoint: what came after is forgotten
+        # back at a checkpoint: later versions are dropped
         await channel.publish(0, learner([]), rollout)
         current = channel.current
         assert current is not None and current.id.version == 0
@@ -246,8 +248,10 @@ def test_with_explore_ahead_an_actor_loads_the_version_of_its_chunk():
 
 
 def test_only_changed_shards_are_fetched_and_sent():
-    """Two shards that stay and two of which one changes: from the second version on one is fetched
-    and sent, except to an actor that is new or has weights that nobody remembers.
+    """Of two constant shards and two of which one changes, one is fetched and sent from the second
+    version on.
+
+    Actors that are new, or whose weights are unknown, get all of them.
     """
     constant = pack_section({"a": torch.arange(16, dtype=torch.uint8)}, 8)
     fetched: list[tuple[int, int]] = []
@@ -292,9 +296,7 @@ def test_only_changed_shards_are_fetched_and_sent():
 
 
 def test_loading_another_precision_has_a_longer_deadline():
-    """The same version in another precision is another thing; who builds its denoiser anew may take
-    as long as at the start.
-    """
+    """The actor builds its denoiser anew, so it may take as long as at the start."""
 
     async def run() -> None:
         channel, rollout = WeightChannel(lambda *args, **fields: None), explorers("emulated_nvfp4")
@@ -316,8 +318,9 @@ def test_only_backends_that_all_rollout_actors_support_are_chosen():
 
 
 def test_a_resumed_run_explores_with_its_first_backend(ray_here, tiny_sd3_dir, tmp_path):
-    """As when the first iteration ran on GPUs whose ``auto`` is FP8: the second explores in FP8
-    too, where ``auto`` would emulate NVFP4.
+    """The first iteration ran on GPUs whose ``auto`` is FP8: the second explores in FP8 too.
+
+    Here ``auto`` would emulate NVFP4.
     """
     changes = {"explore__backend": "auto", "services__rollout__actors": 1, "evaluate__prompts": 1}
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "elsewhere", iterations=1, **changes))

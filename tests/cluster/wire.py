@@ -1,10 +1,10 @@
-"""A network in one process, between namespaces of this machine: ``python -m tests.cluster.wire
-SOCKET NAME=ADDRESS ...``.
+"""A network in one process, between namespaces: ``python -m tests.cluster.wire SOCKET NAME=ADDRESS
+...``.
 
-Each namespace has an interface "wire" (a TUN device), whose packets come here, and go on to the
-namespace with the address they are for: late, not at all, or as fast as the line is, as the rules
-of their pair say. It does what ``tc netem`` does where the kernel has that, and the same on every
-Linux: which packets are lost is drawn from a seed. Rules are sent to SOCKET as JSON.
+Each namespace has an interface "wire" (a TUN device). Its packets arrive here and go on to the
+namespace of their address: late, not at all, or as fast as the line allows, according to the rules
+of their pair. This does what ``tc netem`` does where the kernel has that, but works on every Linux;
+a seed determines which packets are lost. Rules are sent to SOCKET as JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 SET_INTERFACE, TUN, PLAIN = 0x400454CA, 0x0001, 0x1000  # TUNSETIFF, IFF_TUN, IFF_NO_PI
 INTERFACE = "wire"
 LONGEST_QUEUE_S = 0.5
-"""What would wait longer for a slow line is dropped, as routers do."""
+"""Packets that would wait longer for a slow line are dropped, as by routers."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Line:
     chance: random.Random = field(default_factory=lambda: random.Random(0))
 
     def due(self, now: float, size: int) -> float | None:
-        """When a packet of ``size`` bytes arrives that was sent now; None: never."""
+        """Return when a packet of ``size`` bytes that is sent now arrives; None: never."""
         if self.cut or (self.loss and self.chance.random() < self.loss):
             return None
         if self.bytes_per_s:
@@ -54,7 +54,7 @@ class Line:
 
 
 def enter(name: str) -> None:
-    """This thread is in the namespace from now on."""
+    """Move this thread into the namespace."""
     with open(f"/var/run/netns/{name}") as file:
         _enter(file.fileno())
 
@@ -65,7 +65,7 @@ def _enter(namespace: int) -> None:
 
 
 def open_interface(name: str) -> int:
-    """The file whose reads and writes are the packets of the namespace's interface."""
+    """Return the file whose reads and writes are the packets of the namespace's interface."""
     enter(name)
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, SET_INTERFACE, struct.pack("16sH14x", INTERFACE.encode(), TUN | PLAIN))
@@ -73,7 +73,7 @@ def open_interface(name: str) -> int:
 
 
 def forward(devices: dict[str, int], places: dict[bytes, str], control: socket.socket) -> None:
-    """Packets from everywhere to everywhere, until ``control`` hears "end"."""
+    """Forward packets between all namespaces, until ``control`` receives "end"."""
     lines: defaultdict[tuple[str, str], Line] = defaultdict(Line)
     names = {device: name for name, device in devices.items()}
     waiting: list[tuple[float, int, int, bytes]] = []
@@ -105,7 +105,7 @@ def forward(devices: dict[str, int], places: dict[bytes, str], control: socket.s
             _, _, device, packet = heapq.heappop(waiting)
             try:
                 os.write(device, packet)
-            except OSError:  # its queue is full, or it is going: a packet is lost
+            except OSError:  # its queue is full, or it is closing: the packet is lost
                 continue
 
 
