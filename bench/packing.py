@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from configs.section import Tree
 from policy.precision.fp8 import Activations
+from policy.precision.history import AmaxHistory
 from policy.precision.torch_nvfp4 import pack_operand
 
 ROWS, COLUMNS = 1024, 3072
@@ -64,10 +66,13 @@ class Counting(TorchDispatchMode):
             self.operations += 1
             self.small += all(tensor.numel() <= 1 for tensor in inputs + outputs)
             self.read += sum(_bytes(tensor) for tensor in inputs if _memory(tensor) not in unread)
-            if name == "sol_rl::nvfp4_tiles":  # every program reads all partial results again
-                programs = outputs[1].numel() // 512
-                self.read += (programs - 1) * _bytes(inputs[1])
             self.written += sum(_bytes(tensor) for tensor in outputs)
+            if name.startswith("sol_rl::nvfp4_tiles"):
+                # every program reads all partial results again, and writes its own maximum
+                programs, records = outputs[1].numel() // 512, name.endswith("recording")
+                self.read += (programs - 1) * _bytes(inputs[1])
+                self.written += 4 * programs if records else 0
+                self.read -= _bytes(inputs[2]) if records else 0
         return result
 
 
@@ -95,22 +100,34 @@ def _bytes(tensor: Tensor) -> int:
 
 # ---- the formats
 
-FORMATS: dict[str, Callable[[Tensor], object]] = {
-    "fp8": lambda x: Activations().quantized(x),
-    "nvfp4": lambda x: pack_operand(x, False),
+Pack = Callable[[Tensor], object]
+"""A function that packs activations [M, K] before the product."""
+
+
+def by_previous_pass(device: torch.device) -> Pack:
+    """Return the packing to NVFP4 by the amax of the pass before."""
+    history = AmaxHistory(device)
+    history.known = True
+    return lambda x: pack_operand(x, False, history)
+
+
+FORMATS: dict[str, Callable[[torch.device], Pack]] = {
+    "fp8": lambda device: lambda x: Activations().quantized(x),
+    "nvfp4": lambda device: lambda x: pack_operand(x, False),
+    "nvfp4 previous_pass": by_previous_pass,
 }
-"""By wire format, the function that packs activations [M, K] before the product."""
+"""By wire format, and by ``explore.activation_amax`` if that is not the default."""
 
 
 def table() -> list[tuple[str, str, Counting]]:
     """Return (format, form, count) rows for bfloat16 [1024, 3072]; form is "eager" or "kernels"."""
     rows = []
-    for name, pack in FORMATS.items():
+    for name, made in FORMATS.items():
         x = torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16)
-        rows.append((name, "eager", count(lambda pack=pack, x=x: pack(x))))
+        rows.append((name, "eager", count(partial(made(x.device), x))))
         with FakeTensorMode():
             x = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16, device="cuda:0")
-            rows.append((name, "kernels", count(lambda pack=pack, x=x: pack(x))))
+            rows.append((name, "kernels", count(partial(made(x.device), x))))
     return rows
 
 
@@ -136,11 +153,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(as_json(), indent=1))
         return 0
     print(f"activations bfloat16 [{ROWS}, {COLUMNS}]; counted without a GPU, nothing is timed")
-    print(f"{'':16}{'kernels':>9}{'on a number':>13}{'read/element':>14}{'written':>9}{'both':>8}")
+    print(f"{'':28}{'kernels':>9}{'on a number':>13}{'read/element':>14}{'written':>9}{'both':>8}")
     elements = ROWS * COLUMNS
     for name, form, counted in table():
         print(
-            f"{name:8}{form:8}{counted.operations:9}{counted.small:13}"
+            f"{name:20}{form:8}{counted.operations:9}{counted.small:13}"
             f"{counted.read / elements:14.2f}{counted.written / elements:9.2f}{moved(counted):8.2f}"
         )
     print(HOW_TO_READ)

@@ -216,11 +216,12 @@ class Explore(Section):
         default=False,
         description="NVFP4 weights: keep the tensor scales of the first version, with headroom",
     )
-    activation_amax: Literal["power_of_two", "exact"] = Field(
+    activation_amax: Literal["power_of_two", "exact", "previous_pass"] = Field(
         default="power_of_two",
         description=(
             "tensor scale of NVFP4 activations; power_of_two: rounded up, so that images"
-            " of a batch do not affect each other"
+            " of a batch do not affect each other; previous_pass: that of the pass before,"
+            " so that packing reads the activations once"
         ),
     )
     compile: bool = Field(

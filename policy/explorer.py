@@ -14,6 +14,7 @@ from policy.lora import target_modules
 from policy.offload import Offload, frozen_tensors
 from policy.precision.backends import Backend
 from policy.precision.compiling import compile_failures, compiled
+from policy.precision.history import pass_counters
 from policy.precision.manifest import Manifest, WireError
 from policy.precision.swap import ModuleRow, quantize_plan, swap_linears
 from policy.precision.wire import unpack_into
@@ -59,6 +60,7 @@ class PackedPolicy:
             transformer, family, modules_to_not_convert, backend
         )
         self._layers = swap_linears(transformer, self.plan, backend, activation_amax)
+        self._counters = pass_counters(transformer)
         if not offload:
             transformer.to(self.device)
         self._denoiser = (
@@ -136,6 +138,8 @@ class PackedPolicy:
             raise ValueError(
                 f"conditioning of {len(cond)} rows: explore accepts one prompt at a time"
             )
+        for counter in self._counters:
+            counter.reset()
         with compile_failures("explore.compile"):
             denoiser = self.transformer if eager else self._denoiser
             inputs = (self.family, denoiser, cond.repeat(len(seeds)), seeds)

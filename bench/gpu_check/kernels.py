@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,10 +15,11 @@ from bench.packing import as_json
 from bench.timing import interleave
 from policy.device import synchronize
 from policy.precision import kernels
-from policy.precision.cost import FUSED
+from policy.precision.cost import FUSED, PREVIOUS_PASS
 from policy.precision.fp8 import quantize_rows, row_scales
+from policy.precision.history import AmaxHistory
 from policy.precision.layer import padded_rows, swizzled
-from policy.precision.nvfp4 import SPAN_INVERSE, pack_activation
+from policy.precision.nvfp4 import SPAN_INVERSE, expected_amax, pack_activation
 
 SHAPES = ((8 * 4608, 3072), (8 * 4608, 12288), (8 * 1024, 2240))
 """Activations of FLUX.1's blocks, its widest input, and SANA's, for 8 images of 1024 x 1024."""
@@ -27,6 +29,8 @@ FEW_ROWS = 500
 
 It is not a multiple of a tile.
 """
+BEFORE = 4.5
+"""Largest |x| of the previous pass."""
 REPEATS, CALLS = 10, 20
 """Repeats, and calls per repeat: timed together, so that launch overhead on the CPU is hidden."""
 
@@ -43,6 +47,24 @@ def nvfp4_reference(x: Tensor) -> tuple[Tensor, ...]:
     return packed.codes, swizzled(packed.scales), packed.amax * SPAN_INVERSE
 
 
+def previous_pass_reference(x: Tensor) -> tuple[Tensor, ...]:
+    """Return the expected result of ``previous_pass_kernel``."""
+    packed = pack_activation(padded_rows(x), amax=expected_amax(torch.tensor(BEFORE)))
+    return packed.codes, swizzled(packed.scales), packed.amax * SPAN_INVERSE
+
+
+def previous_pass_kernel(x: Tensor) -> tuple[Tensor, ...]:
+    """Return the result of ``kernels.nvfp4_pack_recording`` after a pass with amax ``BEFORE``."""
+    return kernels.nvfp4_pack_recording(x, *_history(x.device))
+
+
+@cache
+def _history(device: torch.device) -> tuple[Tensor, Tensor]:
+    history = AmaxHistory(device)
+    history.previous.fill_(torch.tensor(BEFORE).view(torch.int32))
+    return history.previous, history.current
+
+
 def fp8_kernel(x: Tensor) -> tuple[Tensor, ...]:
     """Return the result of ``kernels.fp8_pack``: codes as bytes, scales."""
     codes, scales = kernels.fp8_pack(x)
@@ -52,8 +74,11 @@ def fp8_kernel(x: Tensor) -> tuple[Tensor, ...]:
 PACKS: dict[str, tuple[Callable[[Tensor], tuple[Tensor, ...]], ...]] = {
     "fp8": (fp8_kernel, fp8_reference),
     "nvfp4": (kernels.nvfp4_pack, nvfp4_reference),
+    "nvfp4 previous_pass": (previous_pass_kernel, previous_pass_reference),
 }
-"""(the kernel, the eager functions that it replaces) by wire format."""
+"""(the kernel, the eager functions that it replaces) as in ``bench.packing.FORMATS``."""
+MOVED = {form: packing.bytes for form, packing in FUSED.items()}
+MOVED["nvfp4 previous_pass"] = PREVIOUS_PASS.bytes
 
 
 def measure(setting: Setting) -> Iterator[Item]:
@@ -121,14 +146,14 @@ def _time(form: str, x: Tensor) -> Finding:
         warm_up=3,
     )
     median = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
-    moved = x.numel() * FUSED[form].bytes
+    moved = x.numel() * MOVED[form]
     return Finding(
         f"{form} {list(x.shape)}, packing by kernels / copying the same tensor",
         median["kernel"] / median["copy"],
         "x",
         {"format": form, "kind": "time", "shape": f"{len(x)} x {x.shape[1]}"},
         {
-            "expected": FUSED[form].bytes / 4.0,  # a copy moves 4 bytes per bfloat16 element
+            "expected": MOVED[form] / 4.0,  # a copy moves 4 bytes per bfloat16 element
             "eager": median["eager"] / median["copy"],
             "GB/s": moved * CALLS / median["kernel"] / 1e9,
         },

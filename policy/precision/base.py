@@ -60,8 +60,9 @@ class Backend(ABC):
         """Return a function from a linear to its quantized layer with the buffers of ``pack``.
 
         Use one such function for all layers of a transformer; they may share memory.
-        ``activation_amax`` is "power_of_two" or "exact"; it applies to backends with one scale for
-        all activations of a layer.
+        ``activation_amax`` is "power_of_two", "exact" or "previous_pass"
+        (``policy.precision.history``); it applies to backends with one scale for all activations of
+        a layer.
         """
 
     def placeholder_replacements(self) -> Callable[[nn.Linear], QuantizedLinear]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from policy.precision import nvfp4
+from policy.precision.history import AmaxHistory, history_for
 from policy.precision.layer import LastInput, QuantizedLinear, flatten_rows
 from policy.precision.nvfp4 import BLOCK
 from policy.precision.packing import NVFP4Packing
@@ -45,18 +46,26 @@ class Workspace:
             self._tables[device] = (nvfp4.nibble_values(device), nvfp4.scale_values(device))
         return self._tables[device]
 
-    def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``nvfp4.quantize_activation`` of x [..., K]: U [rows, K] and amax [], float32."""
-        return self._last.get_or_compute(x, self._quantize)
+    def quantized(self, x: Tensor, history: AmaxHistory | None = None) -> tuple[Tensor, Tensor]:
+        """Return ``nvfp4.quantize_activation`` of x [..., K]: U [rows, K] and amax [], float32.
 
-    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        With the ``history`` of its layer, x is quantized by the amax that follows from that.
+        """
+        return self._last.get_or_compute(x, lambda x: self._quantize(x, history))
+
+    def _quantize(self, x: Tensor, history: AmaxHistory | None) -> tuple[Tensor, Tensor]:
         rows = flatten_rows(x).float()
-        plain = self.exact or torch.compiler.is_compiling() or x.device.type != "cpu"
-        if plain or not rows.is_contiguous() or not rows.numel():
+        if not rows.numel():
             return nvfp4.quantize_activation(rows, self.exact)
-        return self._quantize_on_cpu(rows)
+        plain = self.exact or torch.compiler.is_compiling() or x.device.type != "cpu"
+        if plain or not rows.is_contiguous():
+            amax = None if history is None else history.amax(rows.abs())
+            return nvfp4.quantize_activation(rows, self.exact, amax)
+        return self._quantize_on_cpu(rows, history)
 
-    def _quantize_on_cpu(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _quantize_on_cpu(
+        self, rows: Tensor, history: AmaxHistory | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Compute ``nvfp4.quantize_activation`` in eight passes over reused memory."""
         # reused, because on a CPU new memory pages cost more than the arithmetic
         count, width = rows.numel(), rows.shape[1]
@@ -69,16 +78,22 @@ class Workspace:
         # |x|: without the sign bit floats keep their order as integers
         torch.bitwise_and(blocks.view(torch.int32), 0x7FFFFFFF, out=scratch)
         largest = scratch.amax(-1, keepdim=True).view(torch.float32)
-        amax = _power_of_two_above(largest.max().item())
+        top, known = largest.max(), history is not None and history.known
+        own = top.item()
+        amax = _power_of_two_above(own) if history is None else history.amax(top).item()
         # outside of this range, and for 0 and NaN, the shortcuts below are not exact
-        if not 2.0**-100 < amax < 2.0**100:
-            return nvfp4.quantize_activation(rows)
+        if not 2.0**-100 < amax < 2.0**100 or not math.isfinite(own):
+            return nvfp4.quantize_activation(rows, amax=torch.tensor(amax) if known else None)
         # S_enc is 2688 / amax without rounding, S_enc * fp32(1/6) is 448 / amax, and no block
-        # exceeds 448
-        scales = nvfp4.round_to_mantissa_(largest.mul_(nvfp4.E4M3_MAX / amax), bits=3, lowest=-6)
+        # exceeds 448 unless the amax is that of another pass
+        scales = largest.mul_(nvfp4.E4M3_MAX / amax)
+        if known:
+            scales.clamp_(max=nvfp4.E4M3_MAX)
+        scales = nvfp4.round_to_mantissa_(scales, bits=3, lowest=-6)
         inverse = scales.mul(nvfp4.SPAN_INVERSE * amax).reciprocal_().clamp_(max=nvfp4.FLOAT_MAX)
         torch.mul(blocks, inverse, out=value)
-        nvfp4.round_e2m1_(value, scratch, saturate=bool(scales.min() < nvfp4.E4M3_SMALLEST_NORMAL))
+        saturate = known or bool(scales.min() < nvfp4.E4M3_SMALLEST_NORMAL)
+        nvfp4.round_e2m1_(value, scratch, saturate)
         value.mul_(scales)
         return value.view(-1, width), torch.tensor(amax)
 
@@ -99,8 +114,11 @@ class EmulatedNVFP4Linear(QuantizedLinear):
     scales: Tensor
     amax: Tensor
 
-    def __init__(self, linear: nn.Linear, workspace: Workspace) -> None:
+    def __init__(
+        self, linear: nn.Linear, workspace: Workspace, history: AmaxHistory | None = None
+    ) -> None:
         super().__init__(linear)
+        self.history = history
         self.add_buffer(linear, "codes", (self.out_features, self.in_features // 2), torch.uint8)
         self.add_buffer(
             linear, "scales", (self.out_features, self.in_features // BLOCK), torch.uint8
@@ -110,7 +128,7 @@ class EmulatedNVFP4Linear(QuantizedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return alpha (Ux Uw^T) + bias."""
-        operand, amax = self.workspace.quantized(x)
+        operand, amax = self.workspace.quantized(x, self.history)
         weight = nvfp4.decoded_operand(self.codes, self.scales, *self.workspace.tables(x.device))
         # both operands are small integers times powers of two: products are exact in float32, and
         # only the sums round, as they do in a tensor core
@@ -136,5 +154,5 @@ class EmulatedNVFP4(NVFP4Packing):
 
     def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantizedLinear]:
         """Return a function to layers that share one workspace."""
-        workspace = Workspace(exact=activation_amax == "exact")
-        return lambda linear: EmulatedNVFP4Linear(linear, workspace)
+        workspace, history = Workspace(activation_amax == "exact"), history_for(activation_amax)
+        return lambda linear: EmulatedNVFP4Linear(linear, workspace, history(linear))

@@ -43,7 +43,7 @@ class QuantizedLinear(nn.Module):
 
     def wire_targets(self) -> dict[str, Tensor]:
         """Return the tensors to fill, by the names that the backend's ``pack`` uses."""
-        return dict(self.named_buffers())
+        return dict(self.named_buffers(recurse=False))
 
     def finish_loading(self) -> None:
         """Convert newly loaded weights in ``wire_targets`` to the kernel's layout, in place."""

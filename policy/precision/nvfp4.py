@@ -34,6 +34,11 @@ SIXTH = torch.tensor(1.0 / 6.0, dtype=torch.float32).item()
 SPAN_INVERSE = torch.tensor(1.0 / SPAN, dtype=torch.float32).item()
 E4M3_SMALLEST_NORMAL = 2.0**-6
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+HEADROOM = 8.0
+"""Factor on the amax of the previous pass: by how much activations may grow between two passes."""
+EXPECTED = 2.0**12
+"""Amax for an input that was all zero in the previous pass."""
+LARGEST_POWER = 2.0**127
 SEARCH_OFFSETS = tuple(range(-4, 8))
 """Candidates of the scale search: offsets of E4M3 codes from that of the plain scale.
 
@@ -238,15 +243,37 @@ def activation_amax(largest: Tensor, exact: bool = False) -> Tensor:
     return torch.where(torch.isfinite(amax), amax, torch.nan) if exact else power_of_two_above(amax)
 
 
-def pack_activation(x: Tensor, exact: bool = False) -> Packed:
-    """Pack activations [M, K] like a weight, for kernels that take both operands packed."""
+def expected_amax(previous: Tensor) -> Tensor:
+    """Return the amax for activations whose largest |x| was ``previous`` one pass earlier.
+
+    It is a power of two with a headroom of ``HEADROOM``, ``EXPECTED`` if ``previous`` is 0, and NaN
+    if that is not finite. float32 [] like ``previous``.
+    """
+    power = (power_of_two_above(previous) * HEADROOM).clamp(max=LARGEST_POWER)
+    return torch.where(previous == 0, torch.full_like(power, EXPECTED), power)
+
+
+def _limits(largest: Tensor, exact: bool, amax: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return (block amax, tensor amax) of activations; a given amax may be smaller than a block."""
+    if amax is None:
+        return largest, activation_amax(largest, exact)
+    # infinity would saturate, and nobody would notice
+    return torch.where(torch.isfinite(largest), largest, torch.nan), amax
+
+
+def pack_activation(x: Tensor, exact: bool = False, amax: Tensor | None = None) -> Packed:
+    """Pack activations [M, K] like a weight, for kernels that take both operands packed.
+
+    ``amax`` is as in ``quantize_activation``.
+    """
     # values are not checked, because that would wait for the GPU
     values = x.float()
-    largest = block_amax(values)
-    return _pack(values, largest, activation_amax(largest, exact))
+    return _pack(values, *_limits(block_amax(values), exact, amax))
 
 
-def quantize_activation(x: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
+def quantize_activation(
+    x: Tensor, exact: bool = False, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return (U float32 [..., K], amax float32 []) of activations [..., K], K a multiple of 16.
 
     amax is rounded up to a power of two, because one amax is used for the whole batch and an exact
@@ -254,17 +281,16 @@ def quantize_activation(x: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]
     another image has larger values than it, and then the E4M3 scales change by a power of two as
     well: the values stay the same unless a block's amax is below amax / 2^15, where E4M3 is
     subnormal. A non-finite amax gives NaN. ``exact`` uses amax unrounded, to measure the cost of
-    rounding it.
+    rounding it. ``amax`` replaces that of x, float32 []; larger values saturate.
     """
-    values = x.float()
-    largest = block_amax(values)
-    amax = activation_amax(largest, exact)
+    values, given = x.float(), amax is not None
+    largest, amax = _limits(block_amax(values), exact, amax)
     s_enc = encoding_scale(amax)
     scales = block_scales(largest, s_enc).float()
     v = scaled(values, scales, s_enc)
     # as long as sf is normal, v exceeds 6 only by the rounding of sf to E4M3, at most 1/16, and
     # need not saturate; checked only where that needs no synchronization
-    checked = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    checked = not given and x.device.type == "cpu" and not torch.compiler.is_compiling()
     round_e2m1_(v, saturate=not checked or bool(scales.min() < E4M3_SMALLEST_NORMAL))
     return (v.unflatten(-1, (-1, BLOCK)) * scales.unsqueeze(-1)).flatten(-2), amax
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from policy.precision import kernels, nvfp4
+from policy.precision.history import AmaxHistory, history_for
 from policy.precision.layer import LastInput, QuantizedLinear, flatten_rows, padded_rows, swizzled
 from policy.precision.nvfp4 import BLOCK, SPAN_INVERSE
 from policy.precision.packing import NVFP4Packing
@@ -66,15 +67,20 @@ class Operand(NamedTuple):
     factor: Tensor
 
 
-def pack_operand(x: Tensor, exact: bool) -> Operand:
-    """Pack activations [..., K], K a multiple of 16.
+def pack_operand(x: Tensor, exact: bool, history: AmaxHistory | None = None) -> Operand:
+    """Pack activations [..., K], K a multiple of 16, by their own amax or that of a ``history``.
 
-    Uses two kernels if they are available, else many torch operations with the same result.
+    Uses two kernels if they are available, one if the history has an amax, else many torch
+    operations with the same result.
     """
     rows = flatten_rows(x)
     if kernels.missing(x.device) is None:
-        return Operand(*kernels.nvfp4_pack(rows, exact))
-    packed = nvfp4.pack_activation(padded_rows(rows), exact)
+        if history is None:
+            return Operand(*kernels.nvfp4_pack(rows, exact))
+        previous = history.previous if history.known else None
+        return Operand(*kernels.nvfp4_pack_recording(rows, previous, history.current))
+    amax = None if history is None or not rows.numel() else history.amax(rows.abs())
+    packed = nvfp4.pack_activation(padded_rows(rows), exact, amax)
     return Operand(packed.codes, swizzled(packed.scales), packed.amax * SPAN_INVERSE)
 
 
@@ -113,13 +119,15 @@ class TorchNVFP4Linear(NVFP4Weight):
     Activations are packed once for all layers that read them.
     """
 
-    def __init__(self, linear: nn.Linear, last: LastInput, exact: bool) -> None:
+    def __init__(
+        self, linear: nn.Linear, last: LastInput, exact: bool, history: AmaxHistory | None = None
+    ) -> None:
         super().__init__(linear)
-        self._last, self._exact = last, exact
+        self._last, self._exact, self.history = last, exact, history
 
     def forward(self, x: Tensor) -> Tensor:
         """Return alpha (Ux Uw^T) + bias."""
-        packed = self._last.get_or_compute(x, lambda x: pack_operand(x, self._exact))
+        packed = self._last.get_or_compute(x, lambda x: pack_operand(x, self._exact, self.history))
         y = scaled_mm(packed, self.codes, self.swizzled, self.factor, self.bias)
         # without the padding rows
         return self.shaped(y.narrow(0, 0, x.numel() // self.in_features), x)
@@ -160,5 +168,5 @@ class TorchNVFP4(NVFP4Packing):
 
     def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantizedLinear]:
         """Return a function to layers that share the packed input."""
-        last = LastInput()
-        return lambda linear: TorchNVFP4Linear(linear, last, activation_amax == "exact")
+        last, exact, history = LastInput(), activation_amax == "exact", history_for(activation_amax)
+        return lambda linear: TorchNVFP4Linear(linear, last, exact, history(linear))

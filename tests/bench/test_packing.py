@@ -61,10 +61,18 @@ def test_kernels_move_at_most_five_bytes_per_element():
     expected = 2 + 2 + 0.5 + 1 / 16 + partial + 4 / (1024 * 3072)
     assert found["nvfp4"]["bytes_per_element"] == pytest.approx(expected, abs=1e-4)
     assert max(form["bytes_per_element"] for form in found.values()) <= 5
+    one_read = found["nvfp4 previous_pass"]
+    partial = 8 * 48 * (256 * 4 + 4) / (1024 * 3072)  # each tile writes its maximum
+    expected = 2 + 0.5 + 1 / 16 + partial + 4 / (1024 * 3072)
+    assert one_read["kernels"] == 1
+    assert one_read["bytes_per_element"] == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_cost_model_uses_the_counted_bytes():
     found = as_json()
+    one_read = found.pop("nvfp4 previous_pass")
+    assert cost.PREVIOUS_PASS.kernels == one_read["kernels"]
+    assert cost.PREVIOUS_PASS.bytes == pytest.approx(one_read["bytes_per_element"], abs=0.01)
     for form, row in found.items():
         for packing, counted in ((cost.FUSED[form], row), (cost.EAGER[form], row["eager"])):
             assert packing.kernels == counted["kernels"]
@@ -78,4 +86,4 @@ def test_the_printed_plan_contains_its_findings(capsys):
     assert bench(["packing", "--json"]) == 0
     assert capsys.readouterr().out == message
     assert main([]) == 0
-    assert "nvfp4   kernels         2" in capsys.readouterr().out
+    assert "nvfp4               kernels         2" in capsys.readouterr().out

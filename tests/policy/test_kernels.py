@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from policy.precision import kernels
 from policy.precision.fp8 import quantize_rows, row_scales
+from policy.precision.history import AmaxHistory
 from policy.precision.layer import padded_rows, swizzled
 from policy.precision.nvfp4 import SPAN_INVERSE, pack_activation, power_of_two_above
 
@@ -116,6 +117,44 @@ def test_nvfp4_packing_of_ordinary_data(shape, exact):
 @pytest.mark.parametrize("name", DIFFICULT)
 def test_nvfp4_packing_of_difficult_data(name, exact):
     assert_nvfp4(difficult(name, 5, 80), exact)
+
+
+def assert_recording(x: torch.Tensor, before: torch.Tensor | None) -> None:
+    """Check the codes of x, packed by the amax of ``before`` or its own, and the recorded amax."""
+    histories = [AmaxHistory(torch.device(DEVICE)) for _ in range(2)]
+    for history in histories:
+        if before is not None:
+            history.known = True
+            history.previous[3] = before.abs().max().float().view(torch.int32)
+    kernel, eager = histories
+    previous = kernel.previous if kernel.known else None
+    packed = kernels.nvfp4_pack_recording(x.to(DEVICE), previous, kernel.current)
+    codes, scales, factor = (t.cpu() for t in packed)
+    expected = pack_activation(padded_rows(x), amax=eager.amax(x.abs()).cpu())
+    order = swizzled(expected.scales)
+    assert int(kernel.current.max()) == int(eager.current.max()) or not x.isfinite().all()
+    assert torch.equal(scales & 127, order & 127)
+    assert factor == expected.amax * SPAN_INVERSE or factor.isnan() and expected.amax.isnan()
+    if x.isfinite().all() and not factor.isnan():
+        assert torch.equal(codes, expected.codes)
+
+
+@pytest.mark.parametrize("name", DIFFICULT)
+@pytest.mark.parametrize("before", ["none", "ordinary", *DIFFICULT])
+def test_packing_by_the_amax_of_the_previous_pass(name, before):
+    rows = {"none": None, "ordinary": ordinary(2, 32)}
+    previous = rows[before] if before in rows else difficult(before, 5, 80)
+    assert_recording(difficult(name, 5, 80), previous)
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (129, 64), (300, 144)])
+def test_the_recorded_amax_is_that_of_all_tiles(shape):
+    x = ordinary(*shape)
+    x[-1, -1] = 100.0
+    assert_recording(x, ordinary(1, 16))
+    current = torch.zeros(kernels.PARTIALS, dtype=torch.int32, device=DEVICE)
+    kernels.nvfp4_pack_recording(x.to(DEVICE), None, current)
+    assert current.max().view(torch.float32) == 100.0
 
 
 def test_float32_activations_are_packed():
@@ -228,13 +267,14 @@ import triton
 from policy.precision.kernels import programs
 
 X = {"x": "*bf16", "partial": "*i32", "codes": "*u8", "scales": "*fp32", "factor": "*fp32",
-     "count": "i64", "rows": "i32", "padded": "i32", "columns": "i32"}
+     "current": "*i32", "count": "i64", "rows": "i32", "padded": "i32", "columns": "i32"}
 # these instructions keep NaN through the limits and the cast
 NEEDED = {"fp8_rows": ("max.NaN.f32", "min.NaN.f32", "cvt.rn.satfinite.e4m3x2.f32")}
 for name, constants, warps in (
     ("fp8_rows", {"WIDTH": 4096, "HARDWARE": True}, 4),
     ("partial_amax", {"BLOCK": 8192}, 8),
-    ("nvfp4_tiles", {"PARTIALS": 256, "EXACT": False}, 4),
+    ("nvfp4_tiles", {"PARTIALS": 256, "EXACT": False, "PREVIOUS": False, "SLOTS": 0}, 4),
+    ("nvfp4_tiles", {"PARTIALS": 256, "EXACT": False, "PREVIOUS": True, "SLOTS": 256}, 4),
 ):
     program = getattr(programs, name)
     names = program.arg_names
@@ -271,6 +311,6 @@ def test_kernels_compile_for_hopper_and_blackwell(tmp_path):
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.splitlines() == [
         f"{name} {capability} True [] 4 True"
-        for name in ("fp8_rows", "partial_amax", "nvfp4_tiles")
+        for name in ("fp8_rows", "partial_amax", "nvfp4_tiles", "nvfp4_tiles")
         for capability in (90, 100)
     ]

@@ -1,12 +1,14 @@
 """Triton kernels that pack activations to FP8 and NVFP4, one launch per pass over memory.
 
-    fp8_pack      1 launch    2 + 1 bytes per bfloat16 element, and 4 per row
-    nvfp4_pack    2 launches  2 for the amax of the tensor; then 2 + 0.5 + 1 / 16
+    fp8_pack              1 launch    2 + 1 bytes per bfloat16 element, and 4 per row
+    nvfp4_pack            2 launches  2 for the amax of the tensor; then 2 + 0.5 + 1 / 16
+    nvfp4_pack_recording  1 launch    2 + 0.5 + 1 / 16, by the amax of the previous pass
 
 NVFP4 has one amax for the whole tensor, which is known only after all of it has been read, so the
-tensor is read twice. The results are bit-identical to ``fp8.quantize_rows``,
-``nvfp4.pack_activation`` and ``layer.swizzled``, which run where these kernels are not available;
-only codes under a NaN scale may differ.
+tensor is read twice, unless the amax of the previous pass is used (``policy.precision.history``).
+The results are bit-identical to ``fp8.quantize_rows``, ``nvfp4.pack_activation`` and
+``layer.swizzled``, which run where these kernels are not available; only codes under a NaN scale
+may differ.
 
 Used on CUDA only; with TRITON_INTERPRET=1 they run on a CPU, for tests. On an H200 the bits have
 been verified (docs/gpu.md), those of NVFP4 too, although Hopper GPUs cannot multiply NVFP4. The
@@ -116,14 +118,7 @@ def _partial_shapes(x: Tensor) -> Tensor:
 @torch.library.custom_op("sol_rl::nvfp4_tiles", mutates_args=())
 def nvfp4_tiles(x: Tensor, partial: Tensor, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, scales in cuBLAS's order and factor of x [M, K], as ``nvfp4_pack``."""
-    codes, scales, factor = _nvfp4_shapes(x, partial, exact)
-    # at least one program, even without rows: it writes the factor
-    grid = (max(1, -(-len(codes) // 128)), -(-x.shape[1] // 64))
-    _programs(x.device).nvfp4_tiles[grid](
-        x, partial, codes, scales, factor, len(x), len(codes), x.shape[1],
-        PARTIALS=len(partial), EXACT=exact, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    return codes, scales, factor
+    return _tiles(x, partial, None, exact, previous=False)
 
 
 @nvfp4_tiles.register_fake
@@ -135,6 +130,39 @@ def _nvfp4_shapes(x: Tensor, partial: Tensor, exact: bool) -> tuple[Tensor, Tens
         torch.empty(tiles * 512, dtype=torch.uint8, device=x.device),
         torch.empty((), dtype=torch.float32, device=x.device),
     )
+
+
+@torch.library.custom_op("sol_rl::nvfp4_tiles_recording", mutates_args=("current",))
+def nvfp4_tiles_recording(
+    x: Tensor, partial: Tensor, current: Tensor, previous: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return as ``nvfp4_tiles``; raise ``current`` int32 [PARTIALS] to the bits of |x|.
+
+    With ``previous`` the amax in ``partial`` is that of the pass before.
+    """
+    return _tiles(x, partial, current, False, previous)
+
+
+@nvfp4_tiles_recording.register_fake
+def _recording_shapes(
+    x: Tensor, partial: Tensor, current: Tensor, previous: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _nvfp4_shapes(x, partial, False)
+
+
+def _tiles(
+    x: Tensor, partial: Tensor, current: Tensor | None, exact: bool, previous: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    codes, scales, factor = _nvfp4_shapes(x, partial, exact)
+    # at least one program, even without rows: it writes the factor
+    grid = (max(1, -(-len(codes) // 128)), -(-x.shape[1] // 64))
+    _programs(x.device).nvfp4_tiles[grid](
+        x, partial, codes, scales, factor, partial if current is None else current,
+        len(x), len(codes), x.shape[1],
+        PARTIALS=len(partial), EXACT=exact, PREVIOUS=previous,
+        SLOTS=0 if current is None else len(current), num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return codes, scales, factor
 
 
 # ---- functions for the layers
@@ -154,3 +182,16 @@ def nvfp4_pack(x: Tensor, exact: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """
     x = x.contiguous()
     return nvfp4_tiles(x, partial_amax(x), exact)
+
+
+def nvfp4_pack_recording(
+    x: Tensor, previous: Tensor | None, current: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pack as ``nvfp4_pack`` by the amax of the pass before, and record that of this one.
+
+    ``previous`` and ``current`` are those of ``history.AmaxHistory``; without ``previous`` the amax
+    of x is computed first. A block with a value that is not finite gets the scale NaN.
+    """
+    x = x.contiguous()
+    partial = partial_amax(x) if previous is None else previous
+    return nvfp4_tiles_recording(x, partial, current, previous is not None)

@@ -119,13 +119,21 @@ def partial_amax(x, partial, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def nvfp4_tiles(
-    x, partial, codes, scales, factor, rows, padded, columns,
-    PARTIALS: tl.constexpr, EXACT: tl.constexpr,
+    x, partial, codes, scales, factor, current, rows, padded, columns,
+    PARTIALS: tl.constexpr, EXACT: tl.constexpr, PREVIOUS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Pack one tile of 128 x 64 elements per program: codes, and 512 scales in cuBLAS's order."""
+    """Pack one tile of 128 x 64 elements per program: codes, and 512 scales in cuBLAS's order.
+
+    PREVIOUS: the amax is that of another input, see ``nvfp4.expected_amax``. If SLOTS is not 0, the
+    largest |x| is recorded in one of these elements of ``current``.
+    """
     # every program recomputes the tensor scale from a few hundred numbers, which stay in L2
     bits = tl.max(tl.load(partial + tl.arange(0, PARTIALS)), 0)
     top = bits if EXACT else power_of_two_above(bits)
+    if PREVIOUS:
+        # a headroom of 2^3, at most 2^127; 2^12 after an input that was all zero
+        wide = tl.minimum(top, 0x7D800000).to(tl.float32, bitcast=True) * 8.0
+        top = tl.where(bits == 0, 0x45800000, wide.to(tl.int32, bitcast=True))
     top = tl.where(bits < INFINITY, top, 0x7FC00000).to(tl.float32, bitcast=True)
     largest = tl.full((), LARGEST, tl.int32).to(tl.float32, bitcast=True)
     zero = top == 0.0
@@ -139,7 +147,13 @@ def nvfp4_tiles(
     inside = (row < rows) & (column < columns)
     v = as_float32(tl.load(x + row * columns + column, mask=inside, other=0.0))
     v = tl.reshape(v, (128, 4, 16))
-    block = tl.max(magnitude_bits(v), 2).to(tl.float32, bitcast=True)
+    seen = tl.max(magnitude_bits(v), 2)
+    if SLOTS:
+        program = tile_row * tl.num_programs(1) + tile_column
+        tl.atomic_max(current + program % SLOTS, tl.max(tl.max(seen, 1), 0))
+    if PREVIOUS:  # infinity would saturate
+        seen = tl.where(seen < INFINITY, seen, 0x7FC00000)
+    block = seen.to(tl.float32, bitcast=True)
     code = e4m3_code(magnitude_bits(block * (encode * 0.1666666716337204)))  # fp32(1 / 6)
     scale = e4m3_value(code)
     # a zero scale has the largest inverse; a division by zero must be avoided
