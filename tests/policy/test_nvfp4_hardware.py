@@ -12,11 +12,13 @@ from torch import nn
 from policy.precision import te_nvfp4
 from policy.precision.backends import BACKENDS
 from policy.precision.compiling import compiled
+from policy.precision.history import AmaxHistory, PassCounter
 from policy.precision.layer import LastInput, padded_rows, swizzled
 from policy.precision.nvfp4 import (
     SPAN_INVERSE,
     Packed,
     dequantize,
+    expected_amax,
     pack_activation,
     quantize_activation,
 )
@@ -144,9 +146,10 @@ def test_torch_accepts_the_arguments_of_the_product(bias):
         scaled_mm(x._replace(codes=x.codes[:, :24]), codes[:, :24], scales, factor)
 
 
-def test_complete_layer_passes_the_checks_of_torch():
+@pytest.mark.parametrize("history", [None, AmaxHistory(torch.device("meta"))])
+def test_complete_layer_passes_the_checks_of_torch(history):
     layer = TorchNVFP4Linear(
-        nn.Linear(64, 32, device="meta", dtype=torch.bfloat16), LastInput(), False
+        nn.Linear(64, 32, device="meta", dtype=torch.bfloat16), LastInput(), False, history
     )
     y = layer(torch.empty(3, 5, 64, device="meta", dtype=torch.bfloat16))
     assert y.shape == (3, 5, 32) and y.dtype == torch.bfloat16
@@ -159,6 +162,21 @@ def test_operand_equals_the_eager_packing():
     assert torch.equal(operand.codes, packed.codes) and operand.codes.shape == (32, 24)
     assert torch.equal(operand.scales, swizzled(packed.scales))
     assert operand.factor == packed.amax * SPAN_INVERSE
+
+
+def test_operand_of_the_previous_pass_equals_the_eager_packing():
+    x = torch.randn(2, 9, 48, generator=torch.Generator().manual_seed(0))
+    history = AmaxHistory(torch.device("cpu"))
+    first = pack_operand(x, False, history)
+    assert torch.equal(first.codes, pack_operand(x, False).codes)
+    history.previous.copy_(history.current)
+    history.known = True
+    operand = pack_operand(x / 2, False, history)
+    amax = expected_amax(x.abs().max())
+    packed = pack_activation(padded_rows(x.flatten(0, 1) / 2), amax=amax)
+    assert torch.equal(operand.codes, packed.codes)
+    assert torch.equal(operand.scales, swizzled(packed.scales))
+    assert operand.factor == amax * SPAN_INVERSE
 
 
 def engine(calls: list[torch.Tensor]) -> SimpleNamespace:
@@ -210,12 +228,12 @@ def test_recipe_disables_the_training_options():
 # ---- tests on a Blackwell GPU
 
 
-def layers_on_gpu(name: str) -> tuple[nn.Module, nn.Module]:
+def layers_on_gpu(name: str, amax: str = "exact") -> tuple[nn.Module, nn.Module]:
     """Return the layer of the backend and the emulated layer, with the same packed weight."""
     linear = nn.Linear(256, 128).to(CUDA, torch.bfloat16)
     layers = []
     for backend in (BACKENDS[name], BACKENDS["emulated_nvfp4"]):
-        layer = backend.replacements("exact")(linear)
+        layer = backend.replacements(amax)(linear)
         for part, tensor in backend.pack(linear.weight, True).items():
             layer.wire_targets()[part].copy_(tensor)
         layer.finish_loading()
@@ -232,10 +250,26 @@ def test_kernels_equal_the_emulation(name, rows):
     """
     layer, emulated = layers_on_gpu(name)
     x = torch.randn(rows, 256, device=CUDA, dtype=torch.bfloat16)
-    actual, expected = layer(x).double(), emulated(x).double()
-    assert (
-        (actual - expected).abs() <= 2.0**-7 * expected.abs() + 2.0**-7 * expected.abs().mean()
-    ).all()
+    assert_equal_up_to_rounding(layer(x), emulated(x))
+
+
+def assert_equal_up_to_rounding(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    difference, expected = (actual.double() - expected.double()).abs(), expected.double().abs()
+    assert (difference <= 2.0**-7 * expected + 2.0**-7 * expected.mean()).all()
+
+
+@pytest.mark.parametrize("name", [on_gpu(name) for name in HARDWARE])
+@torch.no_grad()
+def test_passes_by_the_amax_of_the_one_before_equal_the_emulation(name):
+    """The second pass is packed by one kernel, with the amax that the first one recorded."""
+    models = [nn.Sequential(layer) for layer in layers_on_gpu(name, "previous_pass")]
+    for model in models:
+        PassCounter(model)
+    for scale in (1.0, 3.0, 0.5):
+        x = torch.randn(48, 256, device=CUDA, dtype=torch.bfloat16) * scale
+        assert_equal_up_to_rounding(*(model(x) for model in models))
+        recorded = [int(model[0].history.current.max()) for model in models]
+        assert recorded[0] == recorded[1] == int(x.abs().max().float().view(torch.int32))
 
 
 @pytest.mark.parametrize("name", [on_gpu(name) for name in HARDWARE])
