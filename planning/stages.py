@@ -22,12 +22,21 @@ from policy.precision.cost import COMPILED, Step, seconds
 
 @dataclass(frozen=True)
 class Part:
-    """A number of calls of one kind of denoiser pass; ``quantized``: with quantized layers."""
+    """A number of calls of one kind of denoiser pass; ``quantized``: with quantized layers.
+
+    ``known`` is the share of them that pack activations by the amax of the previous pass.
+    """
 
     calls: float
     step: Step
     quantized: bool = False
     compiled: bool = False
+    known: float = 0.0
+
+    def seconds(self, device: Device) -> float:
+        """Return the seconds of all calls, one after the other."""
+        rates = device.rates(self.quantized)
+        return self.calls * seconds(self.step, rates, compiled=self.compiled, known=self.known)
 
 
 @dataclass(frozen=True)
@@ -60,12 +69,8 @@ class Stage:
 
     def seconds(self, device: Device) -> float:
         """Return the seconds of the stage, spread evenly over its GPUs."""
-        rates = {quantized: device.rates(quantized) for quantized in (False, True)}
-        busy = sum(
-            part.calls * seconds(part.step, rates[part.quantized], compiled=part.compiled)
-            for part in self.parts
-        )
-        bf16, fp32 = rates[False].decoding
+        busy = sum(part.seconds(device) for part in self.parts)
+        bf16, fp32 = device.rates().decoding
         decoding = self.decoding / (bf16 if self.narrow else fp32)
         return (busy + decoding * (COMPILED["decoder"] if self.compiled else 1.0)) / self.gpus
 
@@ -124,10 +129,12 @@ def _exploring(config: RunConfig, counts: Counts) -> Stage:
     calls = images * explore.steps / batch_of(config) * passes(explore.guidance)
     backend = BACKENDS.get(explore.backend)  # None: "auto", which quantizes
     quantized = backend is None or backend.quantizes
+    previous = config.explore.activation_amax == "previous_pass"
+    known = 1 - 1 / explore.steps if previous else 0.0
     area = pixels(config.explored_model) / pixels(config.model)
     gpu, full_decoder = on_gpus(config, rollout), config.explore.decoder == "full"
     return Stage(
-        [Part(calls, counts.step, quantized, config.explore.compile)],
+        [Part(calls, counts.step, quantized, config.explore.compile, known)],
         decoding=images * counts.proxy_flops * area,
         narrow=proxy_dtype(config, gpu) == torch.bfloat16,
         compiled=config.explore.compile and gpu and not (counts.decode_eager and full_decoder),

@@ -91,7 +91,7 @@ def rates_of(accelerator: Accelerator, form: str) -> Rates | None:
 class Packing:
     """Cost of packing one input: kernels, and bytes read and written per bfloat16 element."""
 
-    kernels: int
+    kernels: float
     bytes: float
 
 
@@ -126,10 +126,27 @@ class Step:
     heads: float = 0
 
 
-def seconds(step: Step, at: Rates, fused: bool = True, compiled: bool = False) -> float:
+def packing_of(form: str, fused: bool = True, known: float = 0.0) -> Packing:
+    """Return the mean cost of packing an input to ``form``.
+
+    Inputs are packed by kernels if ``fused`` is set, else by torch operations. ``known`` is the
+    share of passes in which NVFP4 uses the amax of the previous pass.
+    """
+    own = (FUSED if fused else EAGER).get(form, Packing(0, 0.0))
+    if form != "nvfp4" or not fused or not known:
+        return own
+    return Packing(
+        own.kernels + known * (PREVIOUS_PASS.kernels - own.kernels),
+        own.bytes + known * (PREVIOUS_PASS.bytes - own.bytes),
+    )
+
+
+def seconds(
+    step: Step, at: Rates, fused: bool = True, compiled: bool = False, known: float = 0.0
+) -> float:
     """Return the predicted seconds of a step in the format ``at.form``.
 
-    Inputs are packed by kernels if ``fused`` is set, else by torch operations.
+    ``fused`` and ``known`` are as in ``packing_of``; compiled steps pack by kernels.
     """
     products, other = step.flops - step.attention, step.bytes - step.small
     busy = step.heads / at.attention
@@ -139,7 +156,7 @@ def seconds(step: Step, at: Rates, fused: bool = True, compiled: bool = False) -
         busy += products / at.bf16
     else:
         busy += (products - step.quantized) / at.bf16 + step.quantized / at.quantized
-        packing = (FUSED if fused or compiled else EAGER).get(at.form, Packing(0, 0.0))
+        packing = packing_of(at.form, fused or compiled, known)
         busy += step.elements * packing.bytes / at.packing
         kernels += step.inputs * packing.kernels
     return max(busy, kernels * ISSUE)

@@ -77,6 +77,14 @@ def test_kernel_launches_limit_a_tiny_step():
     assert result == pytest.approx(750 * ISSUE)
 
 
+def test_packing_by_the_previous_pass_counts_by_its_share():
+    assert cost.packing_of("nvfp4", True, 1.0) == cost.PREVIOUS_PASS
+    mean = cost.packing_of("nvfp4", True, 0.75)
+    assert (mean.kernels, mean.bytes) == pytest.approx((1.25, 0.25 * 4.69 + 0.75 * 2.69))
+    assert cost.packing_of("fp8", True, 0.75) == FUSED["fp8"]
+    assert cost.packing_of("nvfp4", False, 0.75) == cost.EAGER["nvfp4"]
+
+
 def test_configured_share_applies_to_every_product():
     """A configured share of the peak applies to every format. TF32 has half the BF16 peak. The
     memory rate keeps its measured share.
