@@ -151,7 +151,9 @@ def backend_of(config: RunConfig, accelerator: str | None) -> tuple[Backend, str
     "auto" is resolved for the assumed accelerator; on CPUs it is the emulation. Raises ConfigError
     if "auto" cannot be resolved because the accelerator is not listed.
     """
-    name = config.plan.explore.backend if config.plan.explore else config.explore.backend
+    if config.plan.explore is None:
+        return BACKENDS["bf16"], "nothing is explored"
+    name = config.plan.explore.backend
     if name != "auto":
         return BACKENDS[name], "as configured"
     if not config.services.rollout.gpus:

@@ -127,6 +127,7 @@ def test_a_judge_on_a_server_gets_no_share_of_a_gpu():
     assert groups["reward"].actors == config.services.reward.actors
 
 
+@pytest.mark.slow
 def test_the_learner_is_sized_for_the_larger_format_of_mixed_gpus():
     """A learner with small passes holds most when it checks the packed version that it published.
 

@@ -116,6 +116,24 @@ def test_images_are_those_of_the_own_amax(family, adapted, cond, randomise, solv
         assert np.array_equal(found, expected) == (row == 0)
 
 
+def test_a_compiled_layer_records_the_same_amax(graphs):
+    linear = torch.nn.Linear(64, 16)
+    histories = [AmaxHistory(CPU), AmaxHistory(CPU)]
+    eager, layer = (EmulatedNVFP4Linear(linear, Workspace(), history) for history in histories)
+    for filled in (eager, layer):
+        for part, tensor in nvfp4_buffers(linear.weight).items():
+            filled.wire_targets()[part].copy_(tensor)
+    models = [torch.nn.Sequential(eager), torch.nn.Sequential(torch.compile(layer))]
+    for model in models:
+        PassCounter(model)
+    with torch.no_grad():
+        for scale in (1.0, 2.0, 8.0, 64.0):
+            assert torch.equal(*(model(activations(scale)) for model in models))
+            assert torch.equal(histories[0].current, histories[1].current)
+    assert len(graphs) == 2  # one for passes that measure, one for all others
+
+
+@pytest.mark.slow
 def test_a_compiled_denoiser_records_the_same_amax(family, adapted, cond, randomise, graphs):
     randomise(adapted, "current", 2)
     eager, compiled = (
