@@ -47,7 +47,7 @@ class SeedLedger:
         where = "within itself" if before == place else f"those of iteration {before[0]}"
         raise RunFailed(
             f"the seeds of iteration {place[0]}, prompt {place[1]}, repeat {where}: its images"
-            " would be the same again; this is a bug, please report it"
+            " would repeat too; this is a bug, please report it"
         )
 
 

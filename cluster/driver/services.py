@@ -230,11 +230,7 @@ class ActorServices:
         pool = next((pool for pool in self.pools if pool.kind == kind), None)
         if pool is None or kind not in SCALABLE:
             scalable = " and ".join(SCALABLE)
-            why = (
-                f"{kind}: cannot be scaled in this run; scalable are {scalable}, if the run has"
-                " them"
-            )
-            raise ConfigError([why])
+            raise ConfigError([f"{kind}: cannot be scaled in this run, only {scalable} can"])
         limits = self.config.services.of(kind)
         if size < limits.min_actors or (limits.max_actors is not None and size > limits.max_actors):
             fewest, most = limits.min_actors, limits.max_actors or "any number"

@@ -20,7 +20,7 @@ ECHO_S = 1.0
 
 `timeout`, shells and terminals signal both a process and its group.
 """
-AGAIN = "a second signal came"
+AGAIN = "a second signal arrived"
 Value = TypeVar("Value")
 
 
@@ -80,7 +80,7 @@ class Stopping:
     async def save(self, save: Coroutine[None, None, None], limit_s: float) -> str | None:
         """Run ``save``; return None, or the reason why there is no checkpoint.
 
-        Reasons are that it failed, took longer than ``limit_s`` seconds, or a second signal came.
+        It failed, took longer than ``limit_s`` seconds, or a second signal arrived.
         """
         if self._second_signal.is_set():  # maybe in the middle of an update: do not start to save
             save.close()  # Python warns of a coroutine that is never run

@@ -88,7 +88,7 @@ def test_a_second_signal_stops_waiting_for_the_checkpoint(monkeypatch):
         asyncio.get_running_loop().call_later(0.3, signalled, "SIGINT")
 
     stop, save, began = Stopping(asyncio.Lock()), Saving(30, recorded=later), time.monotonic()
-    assert stopped(signals_then_sleep("SIGTERM"), stop, save) == "a second signal came"
+    assert stopped(signals_then_sleep("SIGTERM"), stop, save) == "a second signal arrived"
     assert time.monotonic() - began < 10
     assert (save.begun, save.done, stop.signal) == (1, 0, "SIGINT")
 
@@ -137,7 +137,7 @@ def test_an_update_is_finished_first_unless_a_second_signal_comes(monkeypatch, a
     why = stopped(updating(), Stopping(lock), save)
     # in the middle of an update there is nothing to save
     assert (why, finished, save.begun) == (
-        ("a second signal came", [], 0) if again else (None, [True], 1)
+        ("a second signal arrived", [], 0) if again else (None, [True], 1)
     )
 
 
@@ -298,6 +298,6 @@ def test_a_second_signal_does_not_wait_for_a_learner_that_hangs(
         and errors.startswith("stopped by SIGTERM before iteration")
         and errors.count("\n") == 1
     ), errors
-    assert "without its checkpoint (a second signal came); continue with --resume" in errors
+    assert "without its checkpoint (a second signal arrived); continue with --resume" in errors
     assert [event["event"] for event in run.events()][-2:] == ["checkpoint_missed", "run_stopped"]
     assert not list(run.checkpoints.glob("step_*"))
