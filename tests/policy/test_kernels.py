@@ -130,7 +130,7 @@ def assert_recording(x: torch.Tensor, before: torch.Tensor | None) -> None:
     previous = kernel.previous if kernel.known else None
     packed = kernels.nvfp4_pack_recording(x.to(DEVICE), previous, kernel.current)
     codes, scales, factor = (t.cpu() for t in packed)
-    expected = pack_activation(padded_rows(x), amax=eager.amax(x.abs()).cpu())
+    expected = pack_activation(padded_rows(x), amax=eager.amax(x.to(DEVICE).abs()).cpu())
     order = swizzled(expected.scales)
     assert int(kernel.current.max()) == int(eager.current.max()) or not x.isfinite().all()
     assert torch.equal(scales & 127, order & 127)
@@ -155,6 +155,27 @@ def test_the_recorded_amax_is_that_of_all_tiles(shape):
     current = torch.zeros(kernels.PARTIALS, dtype=torch.int32, device=DEVICE)
     kernels.nvfp4_pack_recording(x.to(DEVICE), None, current)
     assert current.max().view(torch.float32) == 100.0
+
+
+def test_a_compiled_graph_records_into_the_same_tensor(graphs):
+    """Two calls in one graph raise the same tensor; torch replaces such writes while it traces."""
+
+    def twice(x: torch.Tensor, history: AmaxHistory) -> list[torch.Tensor]:
+        previous = history.previous if history.known else None
+        packed = (kernels.nvfp4_pack_recording(y, previous, history.current) for y in (x, x + 1))
+        return [part for parts in packed for part in parts]
+
+    x, histories = ordinary(17, 32).to(DEVICE), [AmaxHistory(torch.device(DEVICE)) for _ in "ab"]
+    for history in histories:
+        history.previous.fill_(torch.tensor(2.0).view(torch.int32))
+    with torch.no_grad():
+        for known in (False, True):
+            for history in histories:
+                history.known = known
+            results = torch.compile(twice)(x, histories[0]), twice(x, histories[1])
+            assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+            assert torch.equal(histories[0].current, histories[1].current)
+    assert int(histories[0].current.max()) > 0 and len(graphs) == 2
 
 
 def test_float32_activations_are_packed():
