@@ -82,7 +82,7 @@ def identity(run: RunData) -> Card | None:
         " reverse order: the difference in standard deviations. 0 means identical bits."
     )
     table = Table(("computed twice", "checks", "largest difference"), rows)
-    return Card("The same again", table=table, note=note)
+    return Card("Repeated computations", table=table, note=note)
 
 
 def _in_words(run: RunData) -> str:

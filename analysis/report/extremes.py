@@ -85,4 +85,4 @@ def kept_iterations_note(run: RunData, found: Sequence[IterationEnds]) -> str:
     done = len(run.iterations)
     if len(found) >= done:
         return ""
-    return f"Kept of {len(found)} of {done:,} iterations, evenly spread, and the newest."
+    return f"Images of {len(found)} of {done:,} iterations: the newest, and others evenly spread."
