@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,6 +35,7 @@ from tests.cluster import test_families_ring
 from tests.cluster.runs import tiny_config
 from tests.policy import test_families, test_families_training
 from tests.policy.conftest import LORA
+from tests.policy.test_explorer_options import explorer_of
 from tests.tiny_families import PROMPTS, SEEDS, Tiny, encode, stock_call, tiny_model
 from tests.tiny_wan import SCHEDULERS, make_tiny_wan
 
@@ -354,3 +356,19 @@ def test_plan_error_names_the_published_model():
         make_plan(load("wan22_a14b-sol_rl-hpsv2", more))
     (line,) = caught.value.lines
     assert "'base' with 'Wan-AI/Wan2.2-T2V-A14B-Diffusers', which has two transformers" in line
+
+
+def test_each_transformer_measures_the_amax_of_its_own_first_pass(tiny, randomise):
+    """The second transformer starts in the middle of a sampling, without a previous pass."""
+    transformer = tiny.family.load_transformer("cpu", torch.float32)
+    add_adapters(transformer, LORA, tiny.family)
+    randomise(transformer, "current", 4)
+    own, previous = (
+        explorer_of(tiny.family, transformer, "emulated_nvfp4", activation_amax=kind)
+        for kind in ("power_of_two", "previous_pass")
+    )
+    images, latents = own.explore(tiny.encoded.rows(0), SEEDS, 6, "euler")
+    found = previous.explore(tiny.encoded.rows(0), SEEDS, 6, "euler")
+    assert np.array_equal(found[0], images) and np.array_equal(found[1], latents)
+    passes = [counter._passes for counter in previous._counters]
+    assert sum(passes) == 6 and min(passes) >= 2
