@@ -85,7 +85,7 @@ class Ring:
             update = await self.services.learner.update(index, groups)
             updated_at = clock.now()
             self.progress.advanced("updated", sum(len(group.rewards) for group in groups))
-            audit = self._audit(it)
+            audit = self._audit(it)  # before publishing: it may change the next precision
             published = await self.publish(index + 1)
         times = it.times(regenerated_at, updated_at, clock.now())
         self.progress.advanced("published", 1)
@@ -125,7 +125,7 @@ class Ring:
         return candidates.training_group(p, it.conditioning[p])
 
     def _audit(self, it: Iteration) -> Metrics:
-        """Check the rank agreement; the precision of the next version may change."""
+        """Check the rank agreement of an iteration against the thresholds."""
         newest = self.services.weights.current
         if newest is None:
             return {}

@@ -244,7 +244,7 @@ def row(load: Load) -> dict[str, float]:
 
 
 def test_measurements_restart_after_the_pool_changed():
-    """Loads of another size say nothing about this size, whoever changed it."""
+    """Loads of another size say nothing about this size, for any cause of the change."""
     scaler = Autoscaler(RULE, LIMITS)
     assert [scaler.size_after(4, row(WAITS)) for _ in range(2)] == [4, 5]
     assert [scaler.size_after(5, row(WAITS)) for _ in range(2)] == [5, 6]  # patience again
