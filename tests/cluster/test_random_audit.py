@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from actors.selector import SelectorActor
+from cluster.driver.iteration import image_counts
+from configs.load import load
 from tests.cluster.local import play
 from tests.cluster.runs import tiny_config
 
@@ -25,6 +27,13 @@ def test_every_seed_is_audited_with_equal_probability(tiny_sd3_dir, tmp_path):
     assert np.abs(counts - 750).max() < 5 * 22
     rewards[5] = np.nan
     assert all(5 not in selector.select(0, prompt, rewards).audit for prompt in range(100))
+
+
+def test_image_counts_of_known_settings():
+    later = {"selected": 96, "regenerated": 4 * (24 + 3), "updated": 96}
+    assert image_counts(load("quickstart", ["audit.random_seeds=3"])) == (4, 4 * 96, later)
+    plain = {"selected": 96, "regenerated": 96, "updated": 96}
+    assert image_counts(load("quickstart", ["arm=diffusionnft"])) == (4, 4 * 24, plain)
 
 
 def test_auditing_the_whole_pool_equals_regenerating_it(tiny_sd3_dir, tmp_path):

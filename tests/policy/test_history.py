@@ -116,6 +116,17 @@ def test_images_are_those_of_the_own_amax(family, adapted, cond, randomise, solv
         assert np.array_equal(found, expected) == (row == 0)
 
 
+def test_a_sampling_does_not_depend_on_the_one_before(family, adapted, cond, randomise):
+    """The one before ends with an infinite input; the next one must not pack anything by it."""
+    randomise(adapted, "current", 2)
+    explorer = explorer_of(family, adapted, "emulated_nvfp4", activation_amax="previous_pass")
+    expected = explorer.explore(cond.rows(0), (5, 6), 3, "euler")[1]
+    for history in explorer.transformer.modules():
+        if isinstance(history, AmaxHistory):
+            history.current.fill_(torch.tensor(float("inf")).view(torch.int32))
+    assert np.array_equal(explorer.explore(cond.rows(0), (5, 6), 3, "euler")[1], expected)
+
+
 def test_a_compiled_layer_records_the_same_amax(graphs):
     linear = torch.nn.Linear(64, 16)
     histories = [AmaxHistory(CPU), AmaxHistory(CPU)]

@@ -125,7 +125,7 @@ def assert_recording(x: torch.Tensor, before: torch.Tensor | None) -> None:
     for history in histories:
         if before is not None:
             history.known = True
-            history.previous[3] = before.abs().max().float().view(torch.int32)
+            history.previous[-1] = before.abs().max().float().view(torch.int32)
     kernel, eager = histories
     previous = kernel.previous if kernel.known else None
     packed = kernels.nvfp4_pack_recording(x.to(DEVICE), previous, kernel.current)
@@ -155,6 +155,14 @@ def test_the_recorded_amax_is_that_of_all_tiles(shape):
     current = torch.zeros(kernels.PARTIALS, dtype=torch.int32, device=DEVICE)
     kernels.nvfp4_pack_recording(x.to(DEVICE), None, current)
     assert current.max().view(torch.float32) == 100.0
+
+
+def test_programs_that_share_an_element_keep_the_largest(monkeypatch):
+    """Nine tiles record into two elements, and the largest value is in the first tile."""
+    monkeypatch.setattr(kernels, "PARTIALS", 2)
+    x = ordinary(300, 144)
+    x[0, 0] = 100.0
+    assert_recording(x, ordinary(1, 16))
 
 
 def test_a_compiled_graph_records_into_the_same_tensor(graphs):
