@@ -196,7 +196,7 @@ class FaultInjector(Progress):
         elif fault.way == "memory":
             assert self.machine is not None
             self.machine.starve(pid)
-            member.handle.eat.remote()  # the run carries out the previous request
+            member.handle.eat.remote()  # the actor first ends earlier calls
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if fault.way == "kill" else signal.SIGSTOP)

@@ -38,9 +38,7 @@ def sharded(*overrides: str) -> Gathering:
 
 
 def test_link_speeds_of_known_gpus():
-    """Three quarters of NVLink's 450 GB/s; over PCIe, four GPUs share the way into and out of host
-    memory.
-    """
+    """Three quarters of NVLink's 450 GB/s; over PCIe 4, into host memory and out of it again."""
     assert peer_link("H200") == pytest.approx(337.5e9) and peer_link("B200") == 2 * 337.5e9
     assert peer_link("RTX 4090") == 12.5e9
 
