@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Echo:
-    """An actor that can be told to die, hang or raise.
+    """An actor that dies, hangs or raises on request.
 
     With a ``path`` it writes every task that it computes by ``work`` to that file.
     """

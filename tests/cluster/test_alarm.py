@@ -18,7 +18,7 @@ class Waits:
         return self.later.pop(0) if self.later else math.inf
 
 
-def virtually(coroutine):
+def in_virtual_time(coroutine):
     with asyncio.Runner(loop_factory=clock.VirtualLoop) as runner:
         return runner.run(coroutine)
 
@@ -33,7 +33,7 @@ def test_each_wait_is_checked_when_it_is_due():
         await asyncio.sleep(20.0)
         return [one.looks for one in waiting]
 
-    assert virtually(run()) == [
+    assert in_virtual_time(run()) == [
         [(5.0, 5.0)],
         [(2.0, 2.0), (7.0, 7.0), (8.0, 8.0)],
         [(9.0, 9.0)],
@@ -52,7 +52,7 @@ def test_a_wake_up_checks_all_waits_except_forgotten_ones():
         await asyncio.sleep(60.0)
         return stays.looks, goes.looks
 
-    assert virtually(run()) == ([(100.0, 2.0), (50.0, 50.0)], [])
+    assert in_virtual_time(run()) == ([(100.0, 2.0), (50.0, 50.0)], [])
 
 
 def test_a_thousand_waits_set_one_timer(monkeypatch):
@@ -71,4 +71,4 @@ def test_a_thousand_waits_set_one_timer(monkeypatch):
             alarm.forget(one)
         return timers
 
-    assert virtually(run()) == [100.0]
+    assert in_virtual_time(run()) == [100.0]

@@ -157,11 +157,11 @@ def test_conditioning_lost_in_the_object_store_is_encoded_again(
 
 
 def test_the_plan_counts_no_encoder_but_the_encoded_prompts(tiny_sd3_dir, tmp_path):
-    laid = GpuAssignment("B200", 1, {"learner": 1, "encoder": 1})
+    assignment = GpuAssignment("B200", 1, {"learner": 1, "encoder": 1})
     numbers = LayoutSpec("", {"learner": Group(1, 0.5), "encoder": Group(1, 0.1)})
     for size, held in ((3e9, 11.0), (30e9, 31.0)):  # one GB more for each process
         costs = Costs({}, {"B200": {"encoder": size}}, lambda _: 10e9, encoder_leaves=True)
-        assert costs.held_gb(laid, numbers) == held
+        assert costs.held_gb(assignment, numbers) == held
     once = {"prompts__encode_once": True}
     stores = [
         make_plan(tiny_config(tiny_sd3_dir, tmp_path, "p", iterations=9, **more)).store

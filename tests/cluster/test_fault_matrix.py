@@ -88,7 +88,7 @@ def test_faults_of_stateless_services_change_nothing(undisturbed, tiny_sd3_dir, 
     for recovery in recoveries(run.events()):
         assert recovery.noticed_s is not None
         assert recovery.noticed_s >= (DEADLINE_S - 1 if way == "stop" else 0)
-    # an actor may have answered all of its tasks just before it is hit: then nobody notices
+    # an actor that had answered all of its tasks just before the fault has nothing to retry
     assert units(run, "chunk_recovered") == units(run, "chunk_reissued")
     assert injector.left_over == []
 

@@ -60,7 +60,7 @@ def test_a_task_wakes_one_slot_of_a_thousand():
 
 
 class Worker:
-    """Slots that keep their tasks until they are told that these are done."""
+    """Slots that keep their tasks until their event is set."""
 
     def __init__(self):
         self.in_hand = []

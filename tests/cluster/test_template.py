@@ -21,14 +21,14 @@ from tests.cluster.runs import tiny_config
 
 WORKER = """
 import json, os, sys, threading
-told = {
+report = {
     "arguments": sys.argv[1:], "directory": os.getcwd(), "environment": dict(os.environ),
     "niceness": os.getpriority(os.PRIO_PROCESS, 0), "leads": os.getpgrp() == os.getpid(),
     "name": __name__, "imported": sorted({"diffusers", "peft", "ray"} & set(sys.modules)),
     "threads": len(os.listdir("/proc/self/task")), "parent": os.getppid(),
     "mapped": [n for n in ("libjemalloc", "libtriton") if n in open("/proc/self/maps").read()],
 }
-print(json.dumps(told), flush=True)
+print(json.dumps(report), flush=True)
 """
 
 
