@@ -2,15 +2,14 @@
 
 import gc
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 from hypothesis import settings
 
+from tests.graphs import captured_graphs
 from tests.tiny_flux import tiny_flux_dir, tiny_flux_kontext_dir
 from tests.tiny_flux2 import tiny_flux2_dir, tiny_flux2_klein_dir
 from tests.tiny_qwen_image import tiny_qwen_image_dir, tiny_qwen_image_edit_dir
@@ -87,34 +86,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture
-def graphs(monkeypatch) -> Iterator[list[int]]:
-    """Replace torch.compile by a backend that needs no compiler, and yield the number of operations
-    of each graph.
-
-    Graphs, those of gradients too, are captured and run operation by operation, with the bits of
-    eager passes.
-    """
-    from functools import partial
-
-    import torch
-    from torch._dynamo.backends.debugging import aot_eager
-    from torch._dynamo.utils import counters
-
-    found: list[int] = []
-
-    def backend(
-        graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: object
-    ) -> Callable[..., Any]:
-        found.append(sum(node.op != "placeholder" for node in graph.graph.nodes))
-        return aot_eager(graph, inputs) if torch.is_grad_enabled() else graph
-
-    monkeypatch.setenv("CXX", sys.executable)  # any existing program: it is never called
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    torch._dynamo.reset()
-    counters.clear()
-    yield found
-    assert not counters["graph_break"]
-    torch._dynamo.reset()
+def graphs() -> Iterator[list[int]]:
+    """Yield the number of operations of each graph, as ``captured_graphs``."""
+    with captured_graphs() as found:
+        yield found
 
 
 @pytest.fixture(scope="session")
