@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 
 import ray
@@ -84,16 +85,19 @@ class CachedEncoderClient(EncoderClient):
         An object is lost, for example, if Ray spilled it to a disk that is gone. Each group has
         ``within_s`` seconds to arrive.
         """
-        lost: list[Group] = []
-        for group, reference in self.known.items():
+        # several at once, as Ray may need a second for each; not all, whose tensors may not fit
+        at_once = asyncio.Semaphore(AT_ONCE)
+
+        async def forget(group: Group, reference: ObjectRef[Conditioning]) -> bool:
             try:
-                async with asyncio.timeout(within_s):
+                async with at_once, asyncio.timeout(within_s):
                     await reference
             except LOST:
-                lost.append(group)
-        for group in lost:
-            del self.known[group]
-        return len(lost)
+                del self.known[group]
+                return True
+            return False
+
+        return sum(await asyncio.gather(*starmap(forget, list(self.known.items()))))
 
     async def encode(
         self, what: int | str, groups: list[list[Prompt]]

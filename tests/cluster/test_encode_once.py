@@ -12,6 +12,7 @@ from ray.exceptions import ObjectLostError
 
 from cluster.driver import conditioning_cache
 from cluster.driver.conditioning_cache import CachedEncoderClient, group_key, groups_of
+from cluster.runtime import template
 from configs.prompts import Prompt
 from configs.sections import Model
 from planning.layouts.costs import Costs
@@ -119,7 +120,8 @@ class Losing(Progress):
     def advanced(self, stage: str, n: int = 1) -> None:
         super().advanced(stage, n)
         if stage == "scored" and self.iteration == 1 and self.session:
-            known, owner = self.session.services.encoder.known, ray.remote(Owner).remote()
+            known, as_fork = self.session.services.encoder.known, template.fork_runtime_env()
+            owner = ray.remote(Owner).options(runtime_env=as_fork).remote()
             for group, reference in known.items():
                 (known[group],) = ray.get(owner.own.remote(reference))
             ray.kill(owner)
@@ -133,7 +135,7 @@ def gone(reference: ray.ObjectRef[Any]) -> None:
     until = time.monotonic() + 30
     while time.monotonic() < until:
         try:
-            ray.get(reference, timeout=1)
+            ray.get(reference, timeout=0.2)
         except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError):
             return
         time.sleep(0.05)

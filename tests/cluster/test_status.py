@@ -216,24 +216,20 @@ def test_losing_the_board_during_a_request_is_one_line(ray_here, monkeypatch):
     assert why.startswith("the run's board was lost (") and why.endswith("see `sol-rl status`")
 
 
-def test_a_run_is_found_by_name(ray_here):
-    runs = {"a#1": ("a", allow), "b#1": ("b", refuse)}
-    assert with_runs(runs, lambda: scale("a", {"rollout": 3})) == "now 3"
-    assert (
-        with_runs(runs, lambda: message(ConfigError, lambda: scale("b", {"rollout": 9})))
-        == "rollout: too many"
-    )
-    assert (
-        with_runs(runs, lambda: message(ConfigError, lambda: scale(None, {"rollout": 9})))
-        == "--run is required, because several runs are active: a, b"
-    )
-    assert "no run 'c' on this cluster; active runs: a, b" in with_runs(
-        runs, lambda: message(ConfigError, lambda: run_states("c"))
-    )
-    assert with_runs(
-        {"a#1": ("a", never)},
-        lambda: message(RunFailed, lambda: scale("a", {"rollout": 2}, timeout_s=0.5)),
-    ).startswith("not done")
+def test_a_run_is_found_by_name(ray_here, monkeypatch):
+    monkeypatch.setattr("cluster.jobs.board.PERIOD_S", 0.2)
+    def work() -> None:
+        assert scale("a", {"rollout": 3}) == "now 3"
+        assert message(ConfigError, lambda: scale("b", {"rollout": 9})) == "rollout: too many"
+        assert message(ConfigError, lambda: scale(None, {"rollout": 9})) == (
+            "--run is required, because several runs are active: a, b, c"
+        )
+        unknown = message(ConfigError, lambda: run_states("d"))
+        assert "no run 'd' on this cluster; active runs: a, b, c" in unknown
+        late = message(RunFailed, lambda: scale("c", {"rollout": 2}, timeout_s=0.5))
+        assert late.startswith("not done")
+
+    with_runs({"a#1": ("a", allow), "b#1": ("b", refuse), "c#1": ("c", never)}, work)
     assert "no run on this cluster" in message(ConfigError, lambda: run_states(None))  # they left
 
 
