@@ -75,11 +75,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Raise UsageError if pytest-xdist ignores the groups.
 
-    Imported modules are also frozen: the garbage collector takes a third of a second to traverse
-    them, and never frees them.
+    Imported modules are also excluded from garbage collection, as in a driver: the collector takes
+    a third of a second to traverse them, and never frees them.
     """
+    from cluster.runtime.garbage import fewer_collections
+
     gc.collect()
-    gc.freeze()
+    collecting = fewer_collections()
+    collecting.__enter__()
+    session.config.add_cleanup(lambda: collecting.__exit__(None, None, None))
     dealt = getattr(session.config.option, "loadgroup", False)
     if dealt and not all("@" in item.nodeid for item in session.items):
         raise pytest.UsageError("pytest-xdist deals tests out one by one: see pyproject.toml")

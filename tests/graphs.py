@@ -3,12 +3,9 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:  # not imported by conftest.py, which first sets torch's environment variables
-    import torch
 
 
 @contextlib.contextmanager
@@ -19,6 +16,7 @@ def captured_graphs() -> Iterator[list[int]]:
     Graphs, those of gradients too, are captured and run operation by operation, with the bits of
     eager passes.
     """
+    # conftest.py imports this module, and sets torch's environment variables after its imports
     from functools import partial
 
     import torch

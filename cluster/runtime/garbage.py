@@ -16,14 +16,18 @@ THRESHOLDS = (50_000, 20, 100)
 
 @contextmanager
 def fewer_collections() -> Iterator[None]:
-    """Exclude existing objects from collection in the context, and collect others less often."""
-    before, frozen = gc.get_threshold(), gc.get_freeze_count()
-    if not frozen:  # otherwise ``unfreeze`` would also release what somebody else has frozen
-        gc.freeze()
+    """Exclude existing objects from collection in the context, and collect others less often.
+
+    Changes nothing within another such context.
+    """
+    before = gc.get_threshold()
+    if before == THRESHOLDS:
+        yield
+        return
+    gc.freeze()
     gc.set_threshold(*THRESHOLDS)
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        if not frozen:
-            gc.unfreeze()
+        gc.unfreeze()

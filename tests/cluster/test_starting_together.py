@@ -21,7 +21,7 @@ from tests.cluster.gpus import LOADS_S, SHARES
 
 
 class Slow:
-    """A transport whose actors load until ``loaded`` is called; ``requested`` records their order."""
+    """A transport whose actors load until ``loaded`` is called; ``requested`` has their order."""
 
     def __init__(self) -> None:
         self.requested: list[str] = []

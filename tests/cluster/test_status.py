@@ -218,6 +218,7 @@ def test_losing_the_board_during_a_request_is_one_line(ray_here, monkeypatch):
 
 def test_a_run_is_found_by_name(ray_here, monkeypatch):
     monkeypatch.setattr("cluster.jobs.board.PERIOD_S", 0.2)
+
     def work() -> None:
         assert scale("a", {"rollout": 3}) == "now 3"
         assert message(ConfigError, lambda: scale("b", {"rollout": 9})) == "rollout: too many"

@@ -1,5 +1,6 @@
 """A plan from the run of another layout on GPUs. The runs are simulated, and no GPU is used."""
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,8 @@ from simulator.services import Hardware
 from tests.simulator.test_simulator import DURATIONS, KEEP, config
 
 PRESET = "sana-sol_rl-hpsv2"
+FEWER = "prompts.per_iteration=16"
+"""A third of the preset's prompts: plans are simulated in a third of the time."""
 
 
 def record_run(
@@ -128,8 +131,9 @@ def slower(durations: Mapping[str, Durations], times: float) -> dict[str, Durati
     }
 
 
+@functools.cache
 def scenario_on(count: int, *overrides: str) -> Scenario:
-    plan = make_plan(load(PRESET, overrides), Assumptions(accelerator="H200", gpus=count))
+    plan = make_plan(load(PRESET, [FEWER, *overrides]), Assumptions(accelerator="H200", gpus=count))
     assert plan.scenarios is not None
     return plan.scenarios.mine
 
@@ -144,14 +148,17 @@ def slow_run(tmp_path_factory) -> RunDirectory:
     return record_run(path, mine.config, mine.assigned, result.timeline, result.iteration)
 
 
+def plan_command(rundir: RunDirectory, *arguments: str, overrides: Sequence[str] = ()) -> list[str]:
+    changes = [part for each in (FEWER, *overrides) for part in ("--set", each)]
+    return ["plan", PRESET, "--from", str(rundir.path), *arguments, *changes]
+
+
 @pytest.mark.parametrize(("gpus", "overrides"), [(4, ()), (8, ()), (8, ("layout.mode=split",))])
 def test_other_layouts_are_predicted_correctly(slow_run, gpus, overrides, capsys):
     """The plan does not know that calls are slower than predicted, except from the run."""
     expected = scenario_on(gpus, *overrides)
     expected = run(replace(expected, durations=slower(expected.durations, 1.5)), 3)
-    set_arguments = [part for each in overrides for part in ("--set", each)]
-    command = ["plan", PRESET, "--from", str(slow_run.path), "--gpus", str(gpus), *set_arguments]
-    assert main([*command, "--json"]) == 0
+    assert main(plan_command(slow_run, "--gpus", str(gpus), "--json", overrides=overrides)) == 0
     actual = json.loads(capsys.readouterr().out)
     assert actual["iteration_s"] == pytest.approx(expected.iteration, rel=0.03)
     assert actual["layout"]["gpus"] == gpus and actual["layout"]["kinds"] == {"H200": gpus}
@@ -162,7 +169,7 @@ def test_other_layouts_are_predicted_correctly(slow_run, gpus, overrides, capsys
 
 
 def test_plan_prints_the_source_of_its_durations(slow_run, capsys):
-    assert main(["plan", PRESET, "--from", str(slow_run.path), "--gpus", "8"]) == 0
+    assert main(plan_command(slow_run, "--gpus", "8")) == 0
     out = capsys.readouterr().out
     assert "layout      shared on 8 x H200: the fastest by prediction" in out
     assert (
@@ -183,7 +190,7 @@ def test_plan_prints_the_source_of_its_durations(slow_run, capsys):
 def test_settings_that_the_run_cannot_predict_are_refused_in_one_line(
     slow_run, capsys, arguments, message
 ):
-    assert main(["plan", PRESET, "--from", str(slow_run.path), *arguments]) == 2
+    assert main(plan_command(slow_run, *arguments)) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
@@ -211,7 +218,6 @@ def test_incomplete_or_mixed_events_are_refused(tmp_path):
 
 
 def test_run_with_a_shared_base_is_refused(slow_run, capsys):
-    arguments = ["--set", "services.learner.shard=base", "--set", "regenerate.compile=false"]
-    command = ["plan", PRESET, "--from", str(slow_run.path), "--gpus", "4", *arguments]
-    assert main(command) == 2
+    overrides = ("services.learner.shard=base", "regenerate.compile=false")
+    assert main(plan_command(slow_run, "--gpus", "4", overrides=overrides)) == 2
     assert capsys.readouterr().err.count("\n") == 1
