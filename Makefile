@@ -11,6 +11,10 @@ export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 
 setup: .venv/.ready
 
+# Compiled here because pip compiles only what it copies: with PYTHONDONTWRITEBYTECODE, which many images of containers set, every process
+# would compile these packages for more than two seconds.
+PACKAGES := $(sort $(dir $(wildcard */*.py)))
+
 # pip compares every package with the hashes in requirements/. torch is downloaded first, so that pip takes the build that it would take
 # without hashes: with them it prefers an index that states them. Builds for CUDA then lack libraries: those of cuda.txt.
 LOCKED := $(BIN)/python -m pip install $(QUIET) --require-hashes --no-deps
@@ -24,6 +28,7 @@ LOCKED := $(BIN)/python -m pip install $(QUIET) --require-hashes --no-deps
 	$(BIN)/python -m pip install $(QUIET) --no-deps --no-build-isolation -e .
 	$(BIN)/python -m pip check
 	$(BIN)/python tools/fit_torchvision.py
+	$(BIN)/python -m compileall -q -j 0 $(PACKAGES)
 	touch $@
 
 # The files in requirements/, from constraints.txt and the package index; ARGS="--wheel FILE" adds a build of torch from elsewhere.

@@ -22,10 +22,10 @@ from tests.rewards.server import Server, serving
 
 @pytest.fixture(scope="module")
 def served(ray_here) -> Iterator[tuple[Server, Harness]]:
-    """Start a server that scores by the mean, and actors that query it once per try, for 2 s."""
+    """Start a server that scores by the mean, and actors that query it once per try, for 1 s."""
     with serving() as server:
-        server.slow_s = 2.6
-        settings = {"url": server.url, "timeout_s": 2.0, "retries": 0}
+        server.slow_s = 1.6
+        settings = {"url": server.url, "timeout_s": 1.0, "retries": 0}
         with Harness(
             config([MEAN, {"name": "http", "settings": settings}], {"deadline_s": 20.0})
         ) as harness:
