@@ -12,7 +12,7 @@ from ray.exceptions import ObjectLostError
 
 from cluster.driver import conditioning_cache
 from cluster.driver.conditioning_cache import CachedEncoderClient, group_key, groups_of
-from cluster.runtime import template
+from cluster.runtime import clock, template
 from configs.prompts import Prompt
 from configs.sections import Model
 from planning.layouts.costs import Costs
@@ -103,6 +103,27 @@ def test_conditioning_lost_with_the_encoders_node_is_encoded_again(monkeypatch):
 def test_repeatedly_lost_conditioning_ends_the_run(monkeypatch, broken, why):
     with pytest.raises(RunFailed, match=f"encoded prompts were lost 3 times .* last: {why}"):
         filled(monkeypatch, Encoding(9, broken))
+
+
+@pytest.mark.parametrize(("lost", "rounds"), [(0, 0), (1, 1), (32, 1), (33, 2), (70, 3)])
+def test_lost_conditioning_is_looked_for_in_several_groups_at_once(lost, rounds):
+    """Each lost group is waited for in vain, 32 of them at a time. The last two groups arrived."""
+
+    async def forget() -> None:
+        groups = [[Prompt(f"{n}")] for n in range(lost + 2)]
+        known: dict[Any, Any] = {group_key(group): asyncio.Future() for group in groups}
+        arrived = [group_key(group) for group in groups[lost:]]
+        for key in arrived:
+            known[key].set_result("conditioning")
+        pool: Any = None
+        once = CachedEncoderClient(pool, Model(path="x"), known)
+        began = clock.now()
+        assert await once.forget_lost(within_s=7.0) == lost
+        assert clock.now() - began == pytest.approx(7.0 * rounds)
+        assert list(once.known) == arrived
+
+    with asyncio.Runner(loop_factory=clock.VirtualLoop) as runner:
+        runner.run(forget())
 
 
 class Owner:
