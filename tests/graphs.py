@@ -36,6 +36,8 @@ def captured_graphs() -> Iterator[list[int]]:
         patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
         torch._dynamo.reset()
         counters.clear()
-        yield found
-        assert not counters["graph_break"]
-        torch._dynamo.reset()
+        try:
+            yield found
+            assert not counters["graph_break"]
+        finally:
+            torch._dynamo.reset()

@@ -14,6 +14,7 @@ from ray.exceptions import ObjectLostError
 
 from actors.clients import EncoderClient
 from cluster.runtime.pool import ActorPool
+from cluster.runtime.tasks import run_together
 from configs.prompts import Prompt, prompts_of_iteration
 from configs.schema import RunConfig
 from policy.types import Conditioning
@@ -22,7 +23,9 @@ from records.errors import RunFailed, error_summary
 PromptKey = tuple[str, Path | None]
 """The parts of a prompt that are encoded: its text, and the file of the image that it edits."""
 AT_ONCE = 32
-"""Groups of prompts per call; the encoder's deadline applies to each call."""
+"""Groups of prompts per call, and groups waited for together; the encoder's deadline applies to
+each.
+"""
 Group = tuple[PromptKey, ...]
 Start = Callable[[], Awaitable[None]]
 LOST = (ObjectLostError, TimeoutError)
@@ -97,7 +100,7 @@ class CachedEncoderClient(EncoderClient):
                 return True
             return False
 
-        return sum(await asyncio.gather(*starmap(forget, list(self.known.items()))))
+        return sum(await run_together(*starmap(forget, list(self.known.items()))))
 
     async def encode(
         self, what: int | str, groups: list[list[Prompt]]

@@ -26,7 +26,7 @@ from tests.simulator.test_simulator import DURATIONS, KEEP, config
 
 PRESET = "sana-sol_rl-hpsv2"
 FEWER = "prompts.per_iteration=16"
-"""A third of the preset's prompts: plans are simulated in a third of the time."""
+"""A third of the preset's prompts, so that a third of the calls are simulated."""
 
 
 def record_run(
