@@ -92,11 +92,12 @@ class RolloutClient:
         priority: tuple[int, ...] = (),
     ) -> Explored:
         """Generate images of one prompt's seeds with the policy version named in ``request``."""
-        task: Task[float] = Task(request.key, priority)  # a third of the time of Task[float](...)
-        _, images, samples = await self.pool.call_parts(
+        # annotated rather than Task[float | None](...), which takes three times as long
+        task: Task[float | None] = Task(request.key, priority)
+        saturated, images, samples = await self.pool.call_parts(
             task, 3, RolloutActor.explore, request, resolved(conditioning)
         )
-        return Explored(images, samples)
+        return Explored(images, samples, saturated)
 
 
 @dataclass(frozen=True)

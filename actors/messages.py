@@ -86,6 +86,9 @@ class Explored:
 
     images: ObjectRef[Images]
     samples: ObjectRef[Samples]  # [B, ...] each; empty unless ``return_latents``
+    # share of the activations, per layer and pass, that exceeded the amax of the previous pass, by
+    # which they were packed; None if each is packed by its own
+    saturated: float | None = None
 
 
 @dataclass(frozen=True)

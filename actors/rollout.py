@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -110,8 +109,8 @@ class RolloutActor:
 
     def explore(
         self, request: ExploreChunk, conditioning: Conditioning
-    ) -> tuple[float, Images, Samples]:
-        """Generate the images of a chunk; return (seconds, images, samples).
+    ) -> tuple[float | None, Images, Samples]:
+        """Generate the images of a chunk; return (``Explored.saturated``, images, samples).
 
         Samples contain "latents" float32 [B, *latent] if requested, else nothing.
 
@@ -119,7 +118,6 @@ class RolloutActor:
             RuntimeError: the loaded weights are not the version that the chunk requires.
         """
         explorer = self._explorer_of(request.key.version, str(request.key))
-        start = time.perf_counter()
         path = explored_paths(self._run, request.solver, request.key.iteration)
         images, latents = explorer.explore(
             conditioning,
@@ -131,7 +129,7 @@ class RolloutActor:
             start=request.start,
         )
         samples = {"latents": latents} if request.return_latents else {}
-        return time.perf_counter() - start, images, samples
+        return explorer.saturated, images, samples
 
     def probe(self, request: Probe, conditioning: Conditioning) -> ProbeResult:
         """Generate latents of the first seed, to be compared with those of the learner.

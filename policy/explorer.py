@@ -67,6 +67,9 @@ class PackedPolicy:
             compiled(transformer, self.device, "explore.compile") if compile else transformer
         )
         self._loaded: Manifest | None = None
+        self.saturated: float | None = None
+        """Share of the last sampling's activations, per layer and pass, that exceeded the amax they
+        were packed by; None if each is packed by its own."""
 
     @property
     def version(self) -> int | None:
@@ -149,6 +152,9 @@ class PackedPolicy:
                 )
             else:
                 latents = sample_ends(*inputs, path, steps, start, guided)
+        counts = [counter.end() for counter in self._counters]
+        packed = sum(inputs for _, inputs in counts)
+        self.saturated = sum(found for found, _ in counts) / packed if packed else None
         if not bool(torch.isfinite(latents).all()):
             raise RuntimeError(
                 f"policy version {self.version} produced latents that are not finite: lower"

@@ -67,6 +67,10 @@ METRICS: dict[str, Metric] = {
     "explore/reward_best": Metric("mean proxy reward of the best half of the selection"),
     "explore/reward_worst": Metric("mean proxy reward of the worst half of the selection"),
     "explore/contrast": Metric("explore/reward_best minus explore/reward_worst"),
+    "explore/saturated": Metric(
+        "share of the activations, per layer and step, that exceeded the amax of the previous pass,"
+        ' by which they were packed (explore.activation_amax = "previous_pass")'
+    ),
     "audit/kendall_tau": Metric(
         "rank agreement of proxy and full rewards, selected seeds (extremes)"
     ),

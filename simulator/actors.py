@@ -122,9 +122,9 @@ class Rollout(TakesTurns):
         return TimedAnswer(self.durations.load.at(1), loaded)
 
     def explore(self, request: ExploreChunk, conditioning: object) -> TimedAnswer:
-        """Return the seconds, and tokens for images and samples."""
+        """Return no saturated activations, and tokens for images and samples."""
         seconds = self.durations.explore.at(len(request.seeds))
-        return TimedAnswer(seconds, (seconds, TOKEN, TOKEN))
+        return TimedAnswer(seconds, (None, TOKEN, TOKEN))
 
     def probe(self, request: Probe, conditioning: object) -> TimedAnswer:
         """Return the same result as the learner's probe."""

@@ -219,6 +219,8 @@ class Exploration:
             except InputsLost:
                 continue
             it.advanced("scored", len(seeds))
+            if explored.saturated is not None:
+                it.saturated[p, number] = explored.saturated
             # a reference pins memory on some node: return it only if the images are needed again
             shown = self._extremes is not None and self._extremes.wants(p)
             needed = shown or it.scoring.compares

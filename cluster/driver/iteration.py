@@ -84,6 +84,8 @@ class Iteration:
     start: float = 0.0  # time when its turn began
     explored_at: float = 0.0
     candidates: dict[int, Candidates] = field(default_factory=dict[int, Candidates])
+    # by prompt and chunk, see ``Explored.saturated``
+    saturated: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
     audits: dict[int, Agreement] = field(default_factory=dict[int, Agreement])
     random_audits: dict[int, Agreement] = field(default_factory=dict[int, Agreement])
     done: Counter[str] = field(default_factory=Counter[str])  # items by stage, for the progress
@@ -147,6 +149,11 @@ class Iteration:
         """
         return _means("audit/", self.audits) | _means("audit/random_", self.random_audits)
 
+    def saturation(self) -> dict[str, float]:
+        """Return the share of saturated activations as a metric, or nothing if none is known."""
+        shares = [share for _, share in sorted(self.saturated.items())]
+        return {"explore/saturated": float(np.mean(shares))} if shares else {}
+
     def metrics(self, keep: int) -> Metrics:
         """Return the metrics of scoring, exploration and audit.
 
@@ -175,6 +182,7 @@ class Iteration:
         return {
             "explore/version": self.version,
             **({"explore/backend": self.backend} if self.backend else {}),
+            **self.saturation(),
             "explore/reward_mean": float(np.mean([values.mean() for values in ranked])),
             "explore/reward_best": best,
             "explore/reward_worst": worst,

@@ -1,5 +1,7 @@
 """Monitor of rank agreement: warn, or explore in a finer precision, when it falls too low.
 
+It also reports activations that saturate, which can lower it.
+
 A decision after iteration i applies from the policy version that its update publishes, i + 1, on:
 a chunk names a version, and a version is packed for one precision, so that results do not depend
 on which actor explores which chunk and when.
@@ -38,6 +40,7 @@ class RankMonitor:
         Decisions are reported to ``event`` as fields and to ``note`` as text.
         """
         self._settings, self._finest, self._event, self._note = settings, finest, event, note
+        self._saturation_noted = False
         self.restore({})
 
     def restore(self, state: MonitorState) -> None:
@@ -80,6 +83,19 @@ class RankMonitor:
             self.below = 0
             self._act(index, failing or {}, explored, available)
         return counted
+
+    def observe_saturation(self, index: int, share: float) -> None:
+        """Report activations of iteration ``index`` that were clipped, if ``share`` is not 0."""
+        if not share:
+            return
+        self._event("activations_saturated", iteration=index, share=share)
+        if not self._saturation_noted:  # the event and the metric say it of each iteration
+            self._note(
+                f"iteration {index}: {share:.2%} of the quantized layers' inputs outgrew the range"
+                " that the step before had predicted, and were clipped: if the rank agreement"
+                ' falls, set explore.activation_amax = "power_of_two"'
+            )
+        self._saturation_noted = True
 
     def _failing(self, agreement: Mapping[str, float]) -> dict[str, float] | None:
         """Return the metrics below their thresholds, or None if none of them was measured."""

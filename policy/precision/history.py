@@ -4,7 +4,7 @@ An amax of the input itself is known only after all of it was read, and packing 
 In a sampling the input hardly changes from one step to the next: with the amax of the pass before
 and some headroom, packing reads the input once, in one kernel. The amax is a power of two, so a
 headroom of a power of two changes no value unless a block's amax is below 2^-12 of the tensor's,
-where E4M3 is subnormal. An input that grows by more than the headroom saturates.
+where E4M3 is subnormal. An input that grows by more than the headroom saturates, which is counted.
 
 Only the first pass of a sampling measures its own amax, so that results depend on the sampling
 alone and not on what the actor computed before. Known as delayed scaling (FP8 recipes of
@@ -64,14 +64,43 @@ class PassCounter:
     def __init__(self, transformer: nn.Module) -> None:
         self._histories = [part for part in transformer.modules() if isinstance(part, AmaxHistory)]
         self._passes = 0
+        self._counts: list[Tensor] = []  # of each compared pass: int64 [2], see ``end``
         if self._histories:
             transformer.register_forward_pre_hook(self._advance)
 
     def reset(self) -> None:
         """Start a sampling, whose first pass measures the amax of its inputs."""
-        self._passes = 0
+        self._passes, self._counts = 0, []
+
+    def end(self) -> tuple[int, int]:
+        """Return how many inputs of a sampling saturated, and were packed by an earlier amax.
+
+        Called once, after its last pass. Inputs are counted per pass and layer, an input of several
+        layers once if they share it; one that is all zero is not counted.
+        """
+        self._compare()
+        if not self._counts:
+            return 0, 0
+        saturated, packed = torch.stack(self._counts).sum(0).tolist()
+        return saturated, packed
+
+    def _compare(self) -> None:
+        """Compare the inputs of the last pass with the amax that they were packed by."""
+        if self._passes < 2:  # nothing, or by its own
+            return
+        current, previous = (
+            torch.stack([getattr(history, name) for history in self._histories])
+            .amax(1)
+            .view(torch.float32)
+            for name in ("current", "previous")
+        )
+        # not read here: that would wait for the GPU in every pass
+        self._counts.append(
+            torch.stack([(current > expected_amax(previous)).sum(), (current > 0).sum()])
+        )
 
     def _advance(self, *_: object) -> None:
+        self._compare()
         # read anew in each pass: weights and buffers may have left the GPU in between
         current = [history.current for history in self._histories]
         if self._passes:

@@ -15,6 +15,7 @@ from actors.messages import ChunkKey, ExploreChunk
 from actors.rollout import RolloutActor
 from cluster.driver.rank_monitor import SIGNS, TAU, RankMonitor
 from configs.running import Audit
+from policy.precision import nvfp4
 from tests.cluster.local import Played, play
 from tests.cluster.runs import run_here, tiny_config
 from tests.learner.tiny import tiny_groups, tiny_trainer
@@ -133,6 +134,18 @@ def test_a_checkpoint_restores_the_whole_state_of_the_monitor():
     assert other.monitor.state == {"backend": None, "backend_before": None, "below": 0}
 
 
+def test_saturated_activations_are_reported_in_every_iteration_and_noted_once():
+    recorded = RecordingMonitor()
+    for index, share in enumerate((0.0, 0.25, 0.5)):
+        recorded.monitor.observe_saturation(index, share)
+    assert recorded.events == [
+        ("activations_saturated", {"iteration": 1, "share": 0.25}),
+        ("activations_saturated", {"iteration": 2, "share": 0.5}),
+    ]
+    (note,) = recorded.notes
+    assert "iteration 1: 25.00%" in note and "power_of_two" in note
+
+
 def test_an_explorer_rebuilds_its_denoiser_for_another_precision(tiny_sd3_dir):
     """It loads weights of one precision after those of another, and returns to the configured one.
 
@@ -189,6 +202,19 @@ def moved(tiny_sd3_dir, tmp_path_factory) -> Played:
 
 def backends(played: Played) -> list[str]:
     return [row["explore/backend"] for row in played.rows.values()]
+
+
+@pytest.mark.parametrize(("headroom", "share"), [(8.0, 0.0), (2.0**-10, 1.0)])
+def test_a_run_reports_activations_that_outgrow_the_previous_pass(
+    tiny_sd3_dir, tmp_path, monkeypatch, headroom, share
+):
+    """The share is that of all chunks: two prompts with two chunks each."""
+    monkeypatch.setattr(nvfp4, "HEADROOM", headroom)
+    settings = {"explore__activation_amax": "previous_pass", "explore__chunk_size": 4}
+    run = play(tiny_config(tiny_sd3_dir, tmp_path, "clipped", **settings, iterations=1), tmp_path)
+    assert run.rows[0]["explore/saturated"] == share
+    events = [event for event in run.events if event["event"] == "activations_saturated"]
+    assert [event["share"] for event in events] == [share] * (share > 0)
 
 
 def test_the_next_iteration_is_explored_in_the_finer_precision(tiny_sd3_dir, tmp_path):

@@ -102,6 +102,46 @@ def test_the_amax_of_a_pass_is_used_in_the_next_one():
     assert layer.history is not None and not layer.history.known
 
 
+def test_inputs_that_outgrow_the_headroom_are_counted():
+    """The input of the first layer grows, that of the second is clamped to at most 1.
+
+    The largest value, 3.93, is rounded up to 4; with the headroom of 8 it may be 32 a pass later.
+    """
+    linear = torch.nn.Linear(64, 64, bias=False)
+    layers = [EmulatedNVFP4Linear(linear, Workspace(), AmaxHistory(CPU)) for _ in range(2)]
+    model = torch.nn.ModuleList(layers)
+    model.forward = lambda x: (layers[0](x), layers[1](x.clamp(-1, 1)))
+    counter = PassCounter(model)
+    for scales, saturated in [
+        ((1.0,), (0, 0)),  # packed by its own amax
+        ((1.0, 8.0), (0, 2)),
+        ((1.0, 9.0), (1, 2)),
+        ((1.0, 9.0, 9.0, 300.0), (2, 6)),
+    ]:
+        counter.reset()
+        for scale in scales:
+            model(activations(scale))
+        assert counter.end() == saturated
+
+
+def test_an_explorer_knows_the_share_of_saturated_activations(
+    family, adapted, cond, randomise, monkeypatch
+):
+    randomise(adapted, "current", 2)
+    own, previous = (
+        explorer_of(family, adapted, "emulated_nvfp4", activation_amax=kind)
+        for kind in ("power_of_two", "previous_pass")
+    )
+    for explorer in (own, previous):
+        explorer.explore(cond.rows(0), (5, 6), 3, "euler")
+    assert (own.saturated, previous.saturated) == (None, 0.0)
+    monkeypatch.setattr(nvfp4, "HEADROOM", 2.0**-10)  # less than inputs vary between two steps
+    previous.explore(cond.rows(0), (5, 6), 3, "euler")
+    assert previous.saturated == 1.0
+    previous.explore(cond.rows(0), (5, 6), 1, "euler")
+    assert previous.saturated is None  # the only pass of a sampling measures its own
+
+
 @pytest.mark.parametrize("solver", ["euler", "dpmpp_2m"])
 def test_images_are_those_of_the_own_amax(family, adapted, cond, randomise, solver):
     """Bit for bit, in repeated samplings and after those of another prompt too."""

@@ -263,13 +263,13 @@ def assert_equal_up_to_rounding(actual: torch.Tensor, expected: torch.Tensor) ->
 def test_passes_by_the_amax_of_the_one_before_equal_the_emulation(name):
     """The second pass is packed by one kernel, with the amax that the first one recorded."""
     models = [nn.Sequential(layer) for layer in layers_on_gpu(name, "previous_pass")]
-    for model in models:
-        PassCounter(model)
-    for scale in (1.0, 3.0, 0.5):
+    counters = [PassCounter(model) for model in models]
+    for scale in (1.0, 3.0, 0.5, 40.0):  # the last one outgrows the headroom of 8
         x = torch.randn(48, 256, device=CUDA, dtype=torch.bfloat16) * scale
         assert_equal_up_to_rounding(*(model(x) for model in models))
         recorded = [int(model[0].history.current.max()) for model in models]
         assert recorded[0] == recorded[1] == int(x.abs().max().float().view(torch.int32))
+    assert [counter.end() for counter in counters] == [(1, 3), (1, 3)]
 
 
 @pytest.mark.parametrize("name", [on_gpu(name) for name in HARDWARE])
