@@ -24,8 +24,17 @@ def run(options: argparse.Namespace) -> int:
         return code
     from cluster.jobs.live_runs import address_of, connected, run_states
     from cluster.jobs.status_text import status_lines
+    from records.errors import RunFailed
 
     with connected(address_of(options.address)):
         for state in run_states(options.run).values():
-            print("\n".join(status_lines(state)))
+            try:
+                lines = status_lines(state)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise RunFailed(
+                    f"run {state['run']!r} describes its state otherwise than this version of"
+                    f" Sol-RL expects ({type(error).__name__}: {error}): ask with the version that"
+                    " the run uses"
+                ) from None
+            print("\n".join(lines))
     return DONE

@@ -1,4 +1,7 @@
-"""Atomic files and directories: written under another name, flushed to the disk, and renamed."""
+"""Atomic files and directories: written under another name, flushed to the disk, and renamed.
+
+Lines are appended as a whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +67,24 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: object) -> None:
     """Write ``value`` as JSON atomically."""
     write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def append(path: Path, lines: str) -> None:
+    """Append ``lines``; if they do not fit on the disk, the file stays as it was.
+
+    Otherwise the next line would continue the incomplete one, and readers would skip both. A kill
+    at this moment may still leave an incomplete last line.
+    """
+    data = lines.encode()
+    with path.open("ab", buffering=0) as file:  # unbuffered: a later flush would fail unseen
+        size = file.seek(0, os.SEEK_END)
+        written = 0
+        try:
+            while written < len(data):  # a full disk accepts a part before it fails
+                written += file.write(data[written:])
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def temporary_path(path: Path) -> Path:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, SupportsFloat
 from configs.load import ConfigError, parse
 from configs.prompts import digests
 from configs.schema import RunConfig
-from records import extremes, lock, timeline
+from records import atomic, extremes, lock, timeline
 from records.atomic import write_json, write_text
 from records.errors import RunFailed
 
@@ -263,9 +263,7 @@ def versions() -> dict[str, str]:
 
 
 def _append(path: Path, row: Mapping[str, object]) -> None:
-    # closed after each row, so that a kill loses no complete row
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row, default=str) + "\n")
+    atomic.append(path, json.dumps(row, default=str) + "\n")
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:

@@ -164,10 +164,9 @@ class Timeline:
         held, self._held, self._written = self._held, [], time.monotonic()
         if self.problem is not None or not held:
             return
-        lines = (json.dumps(span._asdict()) for span in held)
+        lines = "".join(json.dumps(span._asdict()) + "\n" for span in held)
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(line + "\n" for line in lines)
+            atomic.append(self._path, lines)
         except OSError as error:
             self.problem = (
                 f"{self._path}: {error.strerror or error}; the timeline ends here, training"

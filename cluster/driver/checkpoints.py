@@ -12,7 +12,14 @@ from typing import TypedDict, cast
 from cluster.driver.rank_monitor import MonitorState, RankMonitor
 from cluster.driver.services import ActorServices
 from configs.section import Tree
-from learner.checkpoint import STATE, CheckpointError, latest_checkpoint, read, step_directory
+from learner.checkpoint import (
+    STATE,
+    CheckpointError,
+    latest_checkpoint,
+    read,
+    step_directory,
+    step_of,
+)
 from records.rundir import Row, RunDirectory, finite_or_none
 
 NUMBER, WORD = (int, float), (str, type(None))
@@ -137,7 +144,15 @@ def read_driver_state(path: Path) -> DriverState:
             f"checkpoint {str(path)!r}: its {STATE} does not contain the position of the run:"
             " resume from an earlier checkpoint"
         )
-    return cast(DriverState, extra)
+    state = cast(DriverState, extra)
+    iteration = state.get("iteration", step_of(path))
+    # a directory renamed by hand: iterations would be repeated or skipped without an error
+    if iteration != step_of(path):
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} is of iteration {iteration} by its {STATE}: give it back its"
+            f" name, {step_directory(path.parent, iteration).name}"
+        )
+    return state
 
 
 def _has_valid_types(extra: Tree) -> bool:

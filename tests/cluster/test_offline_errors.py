@@ -11,6 +11,7 @@ import pytest
 
 from cli.main import main
 from cluster.driver import offline, train
+from cluster.driver.checkpoints import read_driver_state
 from learner.trainer import Trainer
 from records.errors import InputsLost, StateLost
 from records.rundir import RunDirectory
@@ -155,6 +156,18 @@ def test_invalid_prompt_digests_are_one_line(trained, tmp_path, nothing_starts, 
     config = write_toml(trained.configuration(), tmp_path)
     assert main(["train", str(config), "--resume"]) == 2
     assert "config.json: 'prompts' does not contain the digests" in message(capsys)
+
+
+def test_a_renamed_checkpoint_is_refused(trained, tmp_path, nothing_starts, capsys):
+    saved = trained.checkpoints / "step_000002"
+    Trainer(trained.configuration()).save(saved, {"iteration": 2})
+    assert read_driver_state(saved)["iteration"] == 2
+    saved.rename(trained.checkpoints / "step_000007")
+    config = write_toml(trained.configuration(), tmp_path)
+    assert main(["train", str(config), "--resume"]) == 3
+    assert message(capsys).endswith(
+        "step_000007' is of iteration 2 by its state.json: give it back its name, step_000002"
+    )
 
 
 @pytest.mark.parametrize("closed", ["", "step_000002"])

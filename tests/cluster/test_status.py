@@ -58,6 +58,15 @@ def test_a_state_is_formatted_in_lines():
     ]
 
 
+def test_a_state_of_another_version_is_one_line(monkeypatch, capsys):
+    older = {key: value for key, value in STATE.items() if key != "restored"}
+    monkeypatch.setattr("cluster.jobs.live_runs.run_states", lambda name: {"mine#1": older})
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    assert main(["status", "--address", "127.0.0.1:6379"]) == 3
+    error = capsys.readouterr().err.strip()
+    assert "\n" not in error and "run 'mine'" in error and "KeyError: 'restored'" in error
+
+
 class Watcher(Progress):
     """Records the run's state in the middle of its second iteration."""
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,27 @@ def test_a_failed_replacement_keeps_the_old_file(tmp_path: Path, error: type[Bas
         raise error
     assert file.read_text() == (folder / "one").read_text() == "old"
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
+
+
+@contextlib.contextmanager
+def files_limited_to(size: int) -> Iterator[None]:
+    """Let writes behind ``size`` bytes fail; the kernel writes what fits, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_lines_that_do_not_fit_leave_nothing_behind(tmp_path: Path):
+    file = tmp_path / "a.jsonl"
+    atomic.append(file, '{"é": 1}\n')
+    with files_limited_to(20), pytest.raises(OSError, match="too large"):
+        atomic.append(file, '{"b": 2}\n{"c": 3}\n')
+    assert file.read_text() == '{"é": 1}\n'
+    atomic.append(file, '{"d": 4}\n')
+    assert file.read_text() == '{"é": 1}\n{"d": 4}\n'
 
 
 def test_a_directory_is_replaced_completely(tmp_path: Path):

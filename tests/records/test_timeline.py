@@ -115,10 +115,10 @@ def test_the_lines_of_a_second_are_written_together(tmp_path, monkeypatch):
         now[0] += 0.06
         spans.append(span("score", number, number + 1.0))
         timeline.record(spans[-1])
-    assert opened == ["a"] * 3
+    assert opened == ["ab"] * 3
     timeline.write()
     timeline.write()
-    assert opened == ["a"] * 4 and read_spans(tmp_path / "timeline.jsonl") == spans
+    assert opened == ["ab"] * 4 and read_spans(tmp_path / "timeline.jsonl") == spans
 
 
 def test_a_full_disk_ends_the_timeline_and_nothing_else(tmp_path):
