@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -125,6 +125,14 @@ async def never(sizes: dict[str, int]) -> tuple[bool, str]:
     return True, ""
 
 
+async def on_board() -> set[str]:
+    """Return the keys of the runs on the board; none while that of an earlier test is ending."""
+    with suppress(RayActorError):
+        there = await asyncio.to_thread(board)
+        return set(await there.runs.remote())
+    return set()
+
+
 def with_runs(runs: dict[str, Any], work) -> Any:
     """Return the result of ``work()``, called in a thread beside runs on the board: (name, act) by
     key.
@@ -137,8 +145,7 @@ def with_runs(runs: dict[str, Any], work) -> Any:
         ]
         tasks = [asyncio.create_task(link.live()) for link in links]
         try:
-            there = await asyncio.to_thread(board)
-            while not set(runs) <= set(await there.runs.remote()):
+            while not set(runs) <= await on_board():
                 await asyncio.sleep(0.05)
             return await asyncio.to_thread(work)
         finally:
