@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -125,12 +125,20 @@ async def never(sizes: dict[str, int]) -> tuple[bool, str]:
     return True, ""
 
 
-async def on_board() -> set[str]:
-    """Return the keys of the runs on the board; none while that of an earlier test is ending."""
-    with suppress(RayActorError):
-        there = await asyncio.to_thread(board)
-        return set(await there.runs.remote())
-    return set()
+async def board_with(keys: set[str]) -> Any:
+    """Wait until the runs are on the board and return it: only its creator's handle keeps it alive.
+
+    The board of an earlier test may still be ending.
+    """
+    there = None
+    while True:
+        try:
+            there = there or await asyncio.to_thread(board)
+            if keys <= set(await there.runs.remote()):
+                return there
+        except RayActorError:
+            there = None
+        await asyncio.sleep(0.05)
 
 
 def with_runs(runs: dict[str, Any], work) -> Any:
@@ -145,8 +153,7 @@ def with_runs(runs: dict[str, Any], work) -> Any:
         ]
         tasks = [asyncio.create_task(link.live()) for link in links]
         try:
-            while not set(runs) <= await on_board():
-                await asyncio.sleep(0.05)
+            _kept = await board_with(set(runs))
             return await asyncio.to_thread(work)
         finally:
             for task in tasks:
