@@ -162,3 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     print(HOW_TO_READ)
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -133,3 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{model:12} {row['pass']:13} {numbers}", flush=True)
     print(json.dumps(results, indent=1) if options.json else HOW_TO_READ)
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

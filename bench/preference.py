@@ -54,3 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         print("  ".join(cells))
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

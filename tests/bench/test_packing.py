@@ -1,6 +1,9 @@
 """Operations and bytes of small functions by hand; the table; the cost model against it."""
 
 import json
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,3 +90,22 @@ def test_the_printed_plan_contains_its_findings(capsys):
     assert capsys.readouterr().out == message
     assert main([]) == 0
     assert "nvfp4               kernels         2" in capsys.readouterr().out
+
+
+def test_the_module_is_a_command_of_its_own(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench.packing", "--json"])
+    monkeypatch.delitem(sys.modules, "bench.packing")  # of which ``runpy`` would warn
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("bench.packing", run_name="__main__")
+    assert end.value.code == 0 and json.loads(capsys.readouterr().out) == as_json()
+
+
+def test_no_module_with_a_command_line_ends_silently_when_it_is_run():
+    root = Path(__file__).parent.parent.parent
+    files = [file for room in ("bench", "tools") for file in (root / room).rglob("*.py")]
+    silent = [
+        file.name
+        for file in files
+        if "\ndef main(" in (text := file.read_text()) and '__name__ == "__main__"' not in text
+    ]
+    assert len(files) > 80 and not silent
