@@ -1,13 +1,11 @@
 """Write ``planning/layouts/counted.json``, the model counts that ``sol-rl plan`` uses for presets.
 
-    python -m tools.count_models [MODEL ...]
-
 Run it again when the counted quantities, a preset or an architecture changes. It takes minutes.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Sequence
 
 from configs.load import EDITORS, MODELS, REFERENCE, load, rewards_of
@@ -22,20 +20,26 @@ ONE_GPU = ("sd35_medium-sol_rl-24gb", "z_image-sol_rl-24gb")
 """Presets that are single files, for models other than the default model."""
 
 
-def main(models: Sequence[str]) -> None:
-    """Count ``models`` in every format that arms explore in on GPUs; keep the rows of other models.
-
-    Without arguments, count the models of all presets and drop all existing rows.
-    """
-    rows = kept_rows() if models else {}
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Count models in every format that arms explore in on GPUs; write the rows of each at once."""
+    parser = argparse.ArgumentParser(prog="python -m tools.count_models", description=__doc__)
     reference = (f"reference-{name}" for name in REFERENCE)
-    for model in models or (*MODELS, *EDITORS, *reference, *ONE_GPU):
+    every = (*MODELS, *EDITORS, *reference, *ONE_GPU)
+    parser.add_argument(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help="keep the rows of all other models (default: count all and keep no row)",
+    )
+    models = parser.parse_args(arguments).models
+    if unknown := set(models) - set(every):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; available: {', '.join(every)}")
+    rows = kept_rows() if models else {}
+    for model in models or every:
         several = [f"{model}-{arm}-{rewards_of(model)[-1]}" for arm in ARMS]
         configs = [load(name) for name in ([model] if model in ONE_GPU else several)]
-        with open_architecture(configs[0]) as (
-            family,
-            _,
-        ):  # one, so that what they share is counted once
+        # one family for both arms, so that what they share is counted once
+        with open_architecture(configs[0]) as (family, _):
             for config in configs:
                 for name in FORMATS:
                     rows[key_of(config, name)] = count(config, family, BACKENDS[name])
@@ -44,4 +48,4 @@ def main(models: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
