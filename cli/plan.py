@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from planning.plan import Plan
     from records.rundir import RunDirectory
     from simulator.run import Simulated
+    from simulator.speedups import Faster
 HELP = (
     "dry run: placement, memory, bytes per broadcast, operations and simulated seconds; loads no"
     " weights"
@@ -59,6 +60,11 @@ ASSUMED = (
     ("node_cpus", int, 96, "N", "CPUs per assumed node"),
 )
 """Fields of ``planning.assumptions.Assumptions``: name, type, default, unit, help."""
+FASTER = (
+    "",
+    "faster      by prediction, with these settings, each on top of those before; docs/gpu.md says"
+    " what a GPU has confirmed",
+)
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
@@ -84,6 +90,11 @@ def declare(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument(
         "--out", metavar="FILE.html", help="file for the timeline of a simulated iteration"
+    )
+    sub.add_argument(
+        "--faster",
+        action="store_true",
+        help="also try settings that may shorten an iteration; takes up to minutes",
     )
     sub.add_argument("--json", action="store_true", help="print the prediction as one JSON object")
     for name, kind, default, unit, text in ASSUMED:
@@ -111,9 +122,12 @@ def run(options: argparse.Namespace) -> int:
     numbers = {name: getattr(options, name) for name in names}
     assumed = Assumptions(accelerator=options.accelerator, **numbers)
     if options.from_run is not None:
+        if options.faster:
+            raise ConfigError("--faster: a run did not measure other settings: leave out --from")
         return _from_run(options, config, assumed, nodes)
     from planning.layouts.choose import DoesNotFit
     from planning.savings import savings_lines
+    from simulator.speedups import speedups
 
     try:
         plan = make_plan(config, assumed, nodes)
@@ -122,7 +136,21 @@ def run(options: argparse.Namespace) -> int:
         for line in chain(error.lines, savings_lines(config, assumed, nodes)):
             say(line)
         return USER_ERROR
-    return _print(options, plan, step_lines(plan.config))
+    if options.faster:
+        return _print_faster(options, plan, speedups(config, plan, assumed, nodes))
+    pointer = ["", "faster      --faster tries settings that may shorten an iteration"]
+    return _print(options, plan, [*step_lines(plan.config), *(pointer if plan.outlook else [])])
+
+
+def _print_faster(options: argparse.Namespace, plan: Plan, tried: Iterable[Faster]) -> int:
+    from planning.steps import step_lines
+
+    if options.json:
+        return _print(options, plan, fields={"faster": [each.as_json for each in tried]})
+    _print(options, plan, [*step_lines(plan.config), *FASTER])
+    for each in tried:  # printed one by one: each takes up to a minute
+        print(each.line, flush=True)
+    return DONE
 
 
 def _from_run(

@@ -105,12 +105,18 @@ def changed(config: RunConfig, settings: dict[str, str]) -> RunConfig:
     return parse(tree)
 
 
-def lowers(config: RunConfig, setting: str) -> bool:
-    """Return True if ``key=value`` saves memory: it has no effect if a number is already as low."""
-    key, _, text = setting.partition("=")
+def value_of(config: RunConfig, key: str) -> object:
+    """Return the value of ``key``, such as ``optimizer.lr``."""
     value: object = config
     for name in key.split("."):
         value = getattr(value, name)
+    return value
+
+
+def lowers(config: RunConfig, setting: str) -> bool:
+    """Return True if ``key=value`` saves memory: it has no effect if a number is already as low."""
+    key, _, text = setting.partition("=")
+    value = value_of(config, key)
     if text in ("true", "false"):
         return value is (text == "false")
     if key == "lora.base":
