@@ -167,6 +167,17 @@ def passes(results: Results) -> Verdict:
     return decide(findings, lambda each: each.value <= MOST[each.labels["form"]])
 
 
+def compiled_training(results: Results) -> Verdict:
+    """Check the gradients of compiled training, and its gain where one is predicted."""
+    return decide(
+        results.findings("compiled"),
+        lambda each: (
+            each.beside["apart"] <= GRADIENT
+            and each.value >= (1 - PREDICTION) * each.beside.get("predicted", 0.0)
+        ),
+    )
+
+
 def gradients(results: Results) -> Verdict:
     """Check the learner's gradients; no claim is made about torch's own choice of attention."""
     findings = results.findings("gradients", form="as trained")
@@ -254,6 +265,10 @@ CLAIMS: dict[str, Check] = {
         "regenerating takes at most 10 % and training at most 25 % longer than the passes of the"
         " bare model"
     ): passes,
+    (
+        "compiled training (`optimizer.compile`) has the eager gradients up to rounding and is as"
+        " fast as `sol-rl plan` predicts"
+    ): compiled_training,
     "decoding proxies in BF16 or with a tiny decoder ranks as well and is faster": decoding,
     "seconds of `sol-rl plan`": needs(RUN),
     "exploring in 4 or 8 bits makes an iteration shorter": needs(RUN),

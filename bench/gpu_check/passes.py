@@ -113,10 +113,10 @@ def _passes(setting: Setting, case: Case, _: str) -> Iterator[Finding]:
     runs: dict[str, Run] = {
         "bare, to sample": _sampling(case, bare, inputs),
         # merged once per call
-        "regenerating": _within(partial(merged, adapted, "old"), _sampling(case, adapted, inputs)),
-        "bare, to train": _training(case, bare, inputs),
-        "training": _within(
-            partial(use_adapter, adapted, "current"), _training(case, adapted, inputs)
+        "regenerating": within(partial(merged, adapted, "old"), _sampling(case, adapted, inputs)),
+        "bare, to train": training(case, bare, inputs),
+        "training": within(
+            partial(use_adapter, adapted, "current"), training(case, adapted, inputs)
         ),
     }
     times = interleave(runs, REPEATS if setting.gpu else CPU_REPEATS, warm_up=setting.warm_up)
@@ -147,7 +147,7 @@ def _sampling(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
     return run
 
 
-def _training(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
+def training(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
     """Return a function that makes a forward and a backward pass.
 
     The input requires a gradient, so that the bare denoiser, which is frozen, has a backward pass.
@@ -165,7 +165,7 @@ def _training(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
     return run
 
 
-def _within(weights: Callable[[], AbstractContextManager[object]], passes: Run) -> Run:
+def within(weights: Callable[[], AbstractContextManager[object]], passes: Run) -> Run:
     """Return a function that runs ``passes`` within the context ``weights``."""
 
     def run() -> None:

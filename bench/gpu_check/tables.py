@@ -56,6 +56,10 @@ COLUMNS: dict[str, dict[str, Text]] = {
         "times as fast": value,
     },
     "lora": {**ARCHITECTURE, **FORM, "/ bare": value, "bare, s": beside("bare seconds")},
+    "compiled": {
+        **ARCHITECTURE, "eager, s": beside("eager seconds"), "times as fast": value,
+        "predicted": beside("predicted"), "gradient off": beside("apart"),
+    },
     "weights": {"what": what, "measured": value, "": lambda each: each.unit, "GB": beside("GB")},
     "turns": {
         "what": what, "measured": value, "": lambda each: each.unit,

@@ -18,8 +18,9 @@ from unittest import mock
 import pytest
 import torch
 
+from bench.architectures import case_of
 from bench.gpu_check import __main__ as command
-from bench.gpu_check import gpu_tests, iteration, running
+from bench.gpu_check import compiled_training, gpu_tests, iteration, running
 from bench.gpu_check.claims import CLAIMS, verdict
 from bench.gpu_check.findings import Finding, Item, LeftOut, Outcome, Results, from_tree
 from bench.gpu_check.iteration import config_of, no_room, weight_bytes
@@ -30,6 +31,7 @@ from bench.gpu_check.shapes import FORMATS
 from policy.families import FAMILIES
 from policy.families.architectures import published, published_names
 from policy.precision.backends import BACKENDS
+from policy.precision.cost import COMPILED
 from tests.graphs import captured_graphs
 
 ROOT = Path(__file__).parent.parent.parent
@@ -101,7 +103,7 @@ def test_without_a_gpu_every_section_runs_its_cpu_part(checked):
 
 def test_findings_of_a_cpu_are_correct(checked):
     """No bits differ, no shape is refused, and a version and the weights have the bytes of the
-    plan.
+    plan. Graphs that are only captured have the eager gradients.
     """
     found = json.loads((checked[0] / "gpu.json").read_text())
     values = {
@@ -112,6 +114,8 @@ def test_findings_of_a_cpu_are_correct(checked):
     assert values["kernels", "bits"] == 0
     assert values["weights", "bytes"] == values["memory", "weights"] == 1
     assert values["turns", "bits"] == 0
+    (trained,) = (each for each in found["sections"] if each["section"] == "compiled")
+    assert [one["beside"]["apart"] for one in trained["findings"]] == [0]
     (iterations,) = (each for each in found["sections"] if each["section"] == "iteration")
     ran = [one["labels"]["architecture"].split(" ")[0] for one in iterations["findings"]]
     assert ran == [*PAPERS, *CLIPS] and iterations["left_out"] == []
@@ -232,6 +236,30 @@ def test_learner_passes_are_compared_with_their_goals(regenerating, training, ve
     values = {"regenerating": regenerating, "training": training}
     found = [("lora", Finding(form, value, "x", {"form": form})) for form, value in values.items()]
     assert message(results("NVIDIA H100", "9.0", *found), "regenerating takes") == verdict_
+
+
+@pytest.mark.parametrize(
+    ("gain", "beside", "verdict_"),
+    [
+        (1.28, {"apart": 0.05, "predicted": 1.5}, "confirmed"),
+        (1.27, {"apart": 0.0, "predicted": 1.5}, "refuted"),
+        (1.6, {"apart": 0.051, "predicted": 1.5}, "refuted"),
+        (1.0, {"apart": 0.01}, "confirmed"),
+    ],
+)
+def test_compiled_training_is_compared_with_eager_gradients_and_the_plan(gain, beside, verdict_):
+    found = Finding("sana-1.6b, training compiled", gain, "x eager", {}, beside)
+    assert message(results("NVIDIA H100", "9.0", ("compiled", found)), "compiled tr") == verdict_
+
+
+def test_the_predicted_gain_of_compiled_training_is_that_of_fewer_bytes_and_kernels(monkeypatch):
+    """SANA at 64 x 64 pixels takes as long as its kernels need to be issued."""
+    with case_of("sana-1.6b", 64, False) as case:
+        assert compiled_training._predicted(case) == {}
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+        found = compiled_training._predicted(case)
+    assert found == {"predicted": pytest.approx(1 / COMPILED["kernels"])}
 
 
 @pytest.mark.parametrize(
