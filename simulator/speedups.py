@@ -51,7 +51,7 @@ SPEEDUPS = (
     ),
     Speedup("explore_ahead=1", "seeds are ranked by a policy that is one update old"),
 )
-"""Those that change results least come first."""
+"""In the order in which they are tried; the last ones change more than rounding."""
 
 
 @dataclass(frozen=True)
