@@ -23,8 +23,11 @@ from policy.precision.accelerators import accelerator_of
 from policy.precision.compiling import compiled, compiler_missing
 from policy.precision.cost import rates_of, seconds
 
-LEAST_S = 60.0
-"""Minimum remaining seconds to start compiling a forward and a backward pass."""
+LEAST_S = 25.0
+"""Minimum remaining seconds to start compiling a forward and a backward pass.
+
+In ten minutes for all sections there is time for the smaller architectures only.
+"""
 
 
 def measure(setting: Setting) -> Iterator[Item]:

@@ -37,7 +37,7 @@ SECTIONS = {
     "steps": Section("A step in every backend", 7, steps.measure),
     "decode": Section("Decoding", 1.5, passes.decode),
     "lora": Section("Passes of a learner", 3, passes.lora),
-    "compiled": Section("Compiled training", 2, compiled_training.measure),
+    "compiled": Section("Compiled training", 4, compiled_training.measure),
     "weights": Section("A version of the size of FLUX.1", 2, weights.measure),
     "turns": Section("Weights that leave a GPU between turns", 1.5, turns.measure),
     "memory": Section("Memory against the plan", 3, peaks.measure),

@@ -252,6 +252,12 @@ def test_compiled_training_is_compared_with_eager_gradients_and_the_plan(gain, b
     assert message(results("NVIDIA H100", "9.0", ("compiled", found)), "compiled tr") == verdict_
 
 
+def test_in_ten_minutes_two_models_can_be_compiled_for_training():
+    """If every section takes the time that it is given."""
+    share = SECTIONS["compiled"].share / sum(each.share for each in SECTIONS.values())
+    assert share * 600 > 2 * compiled_training.LEAST_S
+
+
 def test_the_predicted_gain_of_compiled_training_is_that_of_fewer_bytes_and_kernels(monkeypatch):
     """SANA at 64 x 64 pixels takes as long as its kernels need to be issued."""
     with case_of("sana-1.6b", 64, False) as case:
