@@ -92,7 +92,7 @@ class RolloutClient:
         priority: tuple[int, ...] = (),
     ) -> Explored:
         """Generate images of one prompt's seeds with the policy version named in ``request``."""
-        # annotated rather than Task[float | None](...), which takes three times as long
+        # annotated rather than Task[float | None](...), which takes four times as long
         task: Task[float | None] = Task(request.key, priority)
         saturated, images, samples = await self.pool.call_parts(
             task, 3, RolloutActor.explore, request, resolved(conditioning)

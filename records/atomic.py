@@ -1,6 +1,6 @@
 """Atomic files and directories: written under another name, flushed to the disk, and renamed.
 
-Lines are appended as a whole or not at all.
+Lines that do not fit on the disk are not appended in part.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from typing import Any, Protocol, SupportsFloat
 from configs.load import ConfigError, parse
 from configs.prompts import digests
 from configs.schema import RunConfig
-from records import atomic, extremes, lock, timeline
-from records.atomic import write_json, write_text
+from records import extremes, lock, timeline
+from records.atomic import append, write_json, write_text
 from records.errors import RunFailed
 
 Row = dict[str, Any]  # one line of a JSON-lines file
@@ -263,7 +263,7 @@ def versions() -> dict[str, str]:
 
 
 def _append(path: Path, row: Mapping[str, object]) -> None:
-    atomic.append(path, json.dumps(row, default=str) + "\n")
+    append(path, json.dumps(row, default=str) + "\n")
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "models",
         nargs="*",
         metavar="MODEL",
-        help="keep the rows of all other models (default: count all and keep no row)",
+        help="models to count; rows of others are kept (default: all, and no row is kept)",
     )
     models = parser.parse_args(arguments).models
     if unknown := set(models) - set(every):

@@ -146,7 +146,7 @@ def read_driver_state(path: Path) -> DriverState:
         )
     state = cast(DriverState, extra)
     iteration = state.get("iteration", step_of(path))
-    # a directory renamed by hand: iterations would be repeated or skipped without an error
+    # renamed by hand to a higher step it would stay the newest, and every return would end here
     if iteration != step_of(path):
         raise CheckpointError(
             f"checkpoint {str(path)!r} is of iteration {iteration} by its {STATE}: give it back its"

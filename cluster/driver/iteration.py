@@ -149,10 +149,11 @@ class Iteration:
         """
         return _means("audit/", self.audits) | _means("audit/random_", self.random_audits)
 
-    def saturation(self) -> dict[str, float]:
-        """Return the share of saturated activations as a metric, or nothing if none is known."""
+    @property
+    def saturation(self) -> float | None:
+        """Mean share of saturated activations over the chunks, None if none is known."""
         shares = [share for _, share in sorted(self.saturated.items())]
-        return {"explore/saturated": float(np.mean(shares))} if shares else {}
+        return float(np.mean(shares)) if shares else None
 
     def metrics(self, keep: int) -> Metrics:
         """Return the metrics of scoring, exploration and audit.
@@ -171,7 +172,7 @@ class Iteration:
     def _explore_metrics(self, keep: int) -> Metrics:
         if not self.candidates:
             return {}
-        half = keep // 2
+        half, saturation = keep // 2, self.saturation
         rewards = [
             prompt_candidates.scored.rewards
             for _, prompt_candidates in sorted(self.candidates.items())
@@ -182,7 +183,7 @@ class Iteration:
         return {
             "explore/version": self.version,
             **({"explore/backend": self.backend} if self.backend else {}),
-            **self.saturation(),
+            **({"explore/saturated": saturation} if saturation is not None else {}),
             "explore/reward_mean": float(np.mean([values.mean() for values in ranked])),
             "explore/reward_best": best,
             "explore/reward_worst": worst,

@@ -126,7 +126,7 @@ class Ring:
 
     def _audit(self, it: Iteration) -> Metrics:
         """Check the rank agreement of an iteration against the thresholds."""
-        self.monitor.observe_saturation(it.index, it.saturation().get("explore/saturated", 0.0))
+        self.monitor.observe_saturation(it.index, it.saturation)
         newest = self.services.weights.current
         if newest is None:
             return {}

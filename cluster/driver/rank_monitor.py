@@ -84,8 +84,8 @@ class RankMonitor:
             self._act(index, failing or {}, explored, available)
         return counted
 
-    def observe_saturation(self, index: int, share: float) -> None:
-        """Report activations of iteration ``index`` that were clipped, if ``share`` is not 0."""
+    def observe_saturation(self, index: int, share: float | None) -> None:
+        """Report that a ``share`` of the activations of iteration ``index`` was clipped, if any."""
         if not share:
             return
         self._event("activations_saturated", iteration=index, share=share)
