@@ -82,13 +82,15 @@ def test_faults_of_stateless_services_change_nothing(undisturbed, tiny_sd3_dir, 
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, way, **changes), progress=injector)
     assert {fault.kind for fault in injector.done} == set(STATELESS) == set(died(run))
     assert_as_if_nothing_had_been(run, undisturbed)
-    retries = sum(event["event"] == "chunk_reissued" for event in run.events())
-    assert run.metrics()[3]["rollout/reissued"] == retries >= 4
+    retries = [event["kind"] for event in run.events() if event["event"] == "chunk_reissued"]
+    assert run.metrics()[3]["rollout/reissued"] == len(retries)
+    # an actor that had answered all of its tasks just before the fault has nothing to retry; only
+    # the rollout actor surely works at its moment, with most tasks of the iteration still to come
+    assert "rollout" in retries
     assert run.metrics()[3]["actors/lost"] == len(died(run))
     for recovery in recoveries(run.events()):
         assert recovery.noticed_s is not None
         assert recovery.noticed_s >= (DEADLINE_S - 1 if way == "stop" else 0)
-    # an actor that had answered all of its tasks just before the fault has nothing to retry
     assert units(run, "chunk_recovered") == units(run, "chunk_reissued")
     assert injector.left_over == []
 
