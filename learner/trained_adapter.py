@@ -93,22 +93,12 @@ class TrainedAdapter:
             raise NonFiniteTraining("a weight after the step is not finite", name)
         return norm.item()
 
-    def require_change(self, before: dict[str, Tensor], norm: float, learning_rate: float) -> None:
-        """Raise NothingLearned if no weight changed although the gradient was not zero.
-
-        ``before`` is a ``state()`` and ``norm`` the norm of the last gradient. Nothing else would
-        report such a run.
-        """
-        same = (
+    def changed_since(self, before: dict[str, Tensor]) -> bool:
+        """Return True if a weight differs from ``before``, a ``state()``."""
+        return not all(
             torch.equal(parameter.detach().cpu(), before[f"weight/{name}"])
             for name, parameter in self.parameters.items()
         )
-        if learning_rate and all(same):
-            raise NothingLearned(
-                f"the optimizer changed no weight although the gradient's norm is {norm:.3g}: at"
-                f" optimizer.lr = {learning_rate:g} a step is lost to rounding, or was skipped;"
-                " raise it"
-            )
 
     def state(self) -> dict[str, Tensor]:
         """Return a copy of weights and optimizer state on the CPU.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -83,7 +83,7 @@ class Updater:
             # before the check below: if one replica raised there, the others would wait for its
             # sums
             all_sums = self.replicas.all_gather(sums)
-            self._require_learned(samples, norms, before, learning_rate)
+            self._require_learned(samples, norms, before, learning_rate, sums)
         except BaseException:
             # also if interrupted: otherwise the weights could not be reproduced
             self.trained.load_state(before)
@@ -104,18 +104,35 @@ class Updater:
         norms: Sequence[float],
         before: dict[str, Tensor],
         learning_rate: float,
+        sums: Mapping[str, float],
     ) -> None:
         """Raise NothingLearned if the steps changed no weight although they should have.
 
-        ``norms`` are those of the steps' gradients, ``before`` is the state before the steps.
+        ``norms`` are those of the steps' gradients, ``before`` is the state before the steps and
+        ``sums`` are the sums of metrics over the points. Nothing else would report such a run.
         """
         if any(norms):
-            self.trained.require_change(before, norms[-1], learning_rate)
+            if learning_rate and not self.trained.changed_since(before):
+                raise NothingLearned(
+                    "the optimizer changed no weight although the gradient's norm is"
+                    f" {norms[-1]:.3g}: at optimizer.lr = {learning_rate:g} a step is lost to"
+                    " rounding, or was skipped; raise it"
+                )
+            return
         # only for a single replica: advantages may be zero here but not in other replicas
-        elif bool(samples.advantages.any()) and self.replicas.size == 1:
+        if self.replicas.size > 1 or not bool(samples.advantages.any()):
+            return
+        if not sums.get("loss/clip_share"):
             raise NothingLearned(
                 "every gradient is zero although advantages are not: the loss does not depend on"
                 " the adapter"
+            )
+        # clipped ratios have no gradient; the moments of earlier steps may still move the weights
+        if learning_rate and not self.trained.changed_since(before):
+            raise NothingLearned(
+                "every gradient is zero, and no weight changed: the ratios of all samples are"
+                " outside of objective.ratio_clip; raise it, or lower optimizer.lr or the decay of"
+                " old_policy"
             )
 
     def gradient(self, samples: TrainingSamples, sigmas: Tensor) -> Tensor:

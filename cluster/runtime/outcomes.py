@@ -66,8 +66,8 @@ class Outcomes:
         if pending.attempts < self._max_attempts:
             self.retry(pending, member, why)
             return
-        what = f"{self._kind}: {pending.task.key} failed {pending.attempts} times"
-        pending.fail(RunFailed(f"{what}, last: {why}"))
+        times = f" {pending.attempts} times, last" if pending.attempts > 1 else ""
+        pending.fail(RunFailed(f"{self._kind}: {pending.task.key} failed{times}: {why}"))
 
     def retry(self, pending: PendingTask, member: Member, why: str) -> None:
         """Put the task back into the queue."""

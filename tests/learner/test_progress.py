@@ -3,6 +3,7 @@ refused with one line, and weights stay unchanged.
 """
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from configs.training import Lora
@@ -17,18 +18,44 @@ def state(trainer: Trainer) -> str:
     return trainer.checksum()
 
 
-def test_gradients_of_zero_are_refused(tiny_sd3_dir, monkeypatch):
-    trainer = tiny_trainer(tiny_sd3_dir)
-    before, groups = state(trainer), tiny_groups()
+def make_gradients_zero(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, **more: float) -> None:
+    """Multiply the objective's loss by zero. ``more``: further metrics under ``loss/``."""
     loss = trainer.objective.loss
+    extra = {f"loss/{name}": torch.tensor(value) for name, value in more.items()}
 
     def zero_loss(*args):
         value, metrics = loss(*args)
-        return value * 0, metrics
+        return value * 0, metrics | extra
 
     monkeypatch.setattr(trainer.objective, "loss", zero_loss)
+
+
+def test_gradients_of_zero_are_refused(tiny_sd3_dir, monkeypatch):
+    trainer = tiny_trainer(tiny_sd3_dir)
+    before, groups = state(trainer), tiny_groups()
+    make_gradients_zero(trainer, monkeypatch)
     with pytest.raises(NothingLearned, match="every gradient is zero although advantages are not"):
         trainer.update(0, groups)
+    assert state(trainer) == before
+
+
+def test_an_iteration_of_clipped_ratios_trains_on_by_its_moments(tiny_sd3_dir, monkeypatch):
+    """Clipped ratios have no gradient. One such iteration must not end a run."""
+    trainer = tiny_trainer(tiny_sd3_dir, optimizer={"lr": 1e-2, "weight_decay": 0.0})
+    trainer.update(0, tiny_groups())
+    before = state(trainer)
+    make_gradients_zero(trainer, monkeypatch, clip_share=1.0)
+    metrics = trainer.update(1, tiny_groups())
+    assert metrics["grad_norm"] == 0.0 and metrics["loss/clip_share"] == 1.0
+    assert state(trainer) != before
+
+
+def test_clipped_ratios_that_leave_all_weights_unchanged_are_refused(tiny_sd3_dir, monkeypatch):
+    trainer = tiny_trainer(tiny_sd3_dir, optimizer={"lr": 1e-2, "weight_decay": 0.0})
+    before = state(trainer)
+    make_gradients_zero(trainer, monkeypatch, clip_share=1.0)
+    with pytest.raises(NothingLearned, match=r"outside of objective.ratio_clip; raise it"):
+        trainer.update(0, tiny_groups())
     assert state(trainer) == before
 
 
