@@ -25,8 +25,6 @@ from policy.sharding import whole
 
 FrozenFormat = Literal["int8", "nf4"]
 BLOCK, BLOCKS = 64, 256  # weights per scale, and scales per second-level scale
-RULES = BACKENDS["emulated_nvfp4"]
-"""The backend whose rules select the layers to pack, whatever the format of exploring is."""
 
 
 class _Product(torch.autograd.Function):
@@ -89,13 +87,23 @@ def plain_weight(module: nn.Module) -> Tensor:
 def frozen_rows(
     transformer: nn.Module, family: Family, patterns: Sequence[str] = ()
 ) -> list[ModuleRow]:
-    """Return the layers to pack: the linears that ``RULES`` would quantize for exploring.
+    """Return the layers to pack: the linears that every quantizing backend would quantize.
 
-    ``patterns`` are as in ``explore.modules_to_not_convert``.
+    Rollout actors load all other layers from the model's own files, so they would not explore with
+    the packed weights of a layer that they do not quantize. ``patterns`` are as in
+    ``explore.modules_to_not_convert``.
     """
     modules = dict(transformer.named_modules())
-    plan = quantize_plan(transformer, family, patterns, RULES)
-    return [row for row in plan if row.quantized and isinstance(modules[row.name], nn.Linear)]
+    plans = [
+        quantize_plan(transformer, family, patterns, backend)
+        for backend in BACKENDS.values()
+        if backend.quantizes
+    ]
+    return [
+        rows[0]
+        for rows in zip(*plans, strict=True)
+        if all(row.quantized for row in rows) and isinstance(modules[rows[0].name], nn.Linear)
+    ]
 
 
 def freeze(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -233,7 +235,7 @@ class WeightedScorer:
             except Exception as error:
                 if type(error).__name__ == "OutOfMemoryError":  # torch's; a retry would fail too
                     raise
-                failures.append(f"scorer {label!r} raised {error_summary(error)}")
+                failures.append(f"scorer {label!r} raised {error_summary(error)}{_place_of(error)}")
                 scores[label] = np.full(len(images), np.nan, np.float32)
                 continue
             work[label] = len(requested.images), time.perf_counter() - start
@@ -255,6 +257,19 @@ class WeightedScorer:
         if attempt.failures:
             raise ScorerError(attempt.failures[0])
         return Combined(self.combination(attempt.scores), attempt.scores, attempt.parts)
+
+
+def _place_of(error: Exception) -> str:
+    """Return the line of a scorer's own code that raised ``error``, for example " (mine.py:12)".
+
+    Empty for errors that say what is wrong in the user's words, and where no such line is known.
+    """
+    # the first frame is the call of the scorer
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [frame for frame in frames if "site-packages" not in Path(frame.filename).parts]
+    if isinstance(error, ScorerError) or not own:
+        return ""
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})"
 
 
 def _parts_of(scorer: Scorer, count: int) -> tuple[dict[str, np.ndarray], str | None]:

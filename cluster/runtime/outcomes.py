@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
+from ray.exceptions import RayError
+
 from actors.calls import Answer
-from cluster.runtime.member import Member
+from cluster.runtime.member import ActorLost, Member
 from cluster.runtime.queue import PendingTask, TaskQueue
+from cluster.runtime.starting import cause, frames_of
 from configs.services import Service
 from records.errors import RunFailed, StateLost
 from records.rundir import Event
+
+RECORDED = 16
+"""Number of different errors of one pool whose tracebacks are recorded."""
 
 
 class Outcomes:
@@ -21,6 +27,7 @@ class Outcomes:
         self._max_attempts = 1 if stateful else service.max_attempts
         self.queue = TaskQueue()
         self.reissued = 0
+        self._recorded: set[str] = set()
         self.failure: RunFailed | StateLost | None = None
         # for callers that wait for a loss without having a task in the pool (``LearnerGroup``)
         self.failed = asyncio.Event()
@@ -57,6 +64,24 @@ class Outcomes:
             if pending.retries:
                 fields = {"actor": member.index, "retries": pending.retries}
                 self._event("chunk_recovered", kind=self._kind, unit=str(task.key), **fields)
+
+    def raised(self, pending: PendingTask, member: Member, error: RayError) -> None:
+        """Count what a task's method raised as a failure of the task."""
+        self.count_failure(pending, member, self.explain(member, pending.task.key, error))
+
+    def explain(self, member: Member, work: object, error: ActorLost | RayError) -> str:
+        """Return why a call failed, and record the traceback of what its method raised.
+
+        Each message is recorded once, and ``RECORDED`` at most: a scorer may fail for every image.
+        """
+        if isinstance(error, ActorLost):
+            return str(error)
+        why, frames = cause(error), frames_of(error)
+        if frames and why not in self._recorded and len(self._recorded) < RECORDED:
+            self._recorded.add(why)
+            where = {"kind": self._kind, "actor": member.index, "unit": str(work)}
+            self._event("actor_raised", **where, why=why, traceback=frames)
+        return why
 
     def count_failure(self, pending: PendingTask, member: Member, why: str) -> None:
         """Retry the task, or fail it with RunFailed if it has used its attempts."""

@@ -169,7 +169,7 @@ class ActorPool(Caller):
                     if member.handle is not None:
                         await do(member)
             except (ActorLost, RayError) as loss:
-                why = str(loss) if isinstance(loss, ActorLost) else cause(loss)
+                why = self._outcomes.explain(member, "a call to all actors", loss)
                 self._replacements.start(self._replace(member, incarnation, why))
 
         # ``one`` does not raise for a loss, so that ``do`` still runs for the other actors
@@ -249,7 +249,7 @@ class ActorPool(Caller):
             if isinstance(getattr(error, "cause", None), OutOfMemoryError):
                 pending.fail(RunFailed(cause(error)))  # it needs as much memory elsewhere
                 return
-            self._outcomes.count_failure(pending, member, cause(error))
+            self._outcomes.raised(pending, member, error)
         else:
             self._outcomes.answered(pending, member, value)
 

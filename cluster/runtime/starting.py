@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import TypeAlias, cast
 
@@ -15,6 +16,7 @@ from cluster.runtime.member import NodeLost
 from cluster.runtime.transport import Handle, Transport
 from planning.placement import NoRoom
 from records.errors import RunFailed, error_summary
+from records.rundir import Event
 
 Spawn: TypeAlias = Callable[[str], Handle]  # from an actor's name; raises NoRoom
 LOST_STARTS = 4
@@ -34,6 +36,8 @@ DIED = (RayActorError, OutOfMemoryError)
 """What Ray raises for a call to a dead actor; the second if Ray itself killed the actor because its
 node was low on memory.
 """
+FRAMES = 8000
+COLOR = re.compile(r"\x1b\[[0-9;]*m")
 READY = Call("ready", (), {})
 
 
@@ -43,20 +47,21 @@ async def start_actor(
     name: str,
     who: str,
     deadline_s: float,
-    waits: Callable[[str], None],
+    event: Event,
     gone: Callable[[], asyncio.Future[str]],
 ) -> tuple[Handle, ActorInfo]:
     """Start an actor; return its handle and its description of itself.
 
-    ``waits`` is called once with the reason if the actor has to wait for room on a node or for
-    memory. ``gone`` is called after the actor was placed.
+    ``event`` is called once with "actor_waits" if the actor has to wait for room on a node or for
+    memory, and with "actor_raised" if its constructor raised. ``gone`` is called after the actor
+    was placed.
 
     Raises:
         RunFailed: the constructor raised (with its message), the actor died repeatedly, or it was
             not placed or not ready within ``deadline_s`` seconds. Ray itself would leave an actor
             pending for ever.
     """
-    start = _Start(transport, who, deadline_s, waits)
+    start = _Start(transport, who, deadline_s, event)
     while True:
         failures = start.lost + start.low
         try:
@@ -82,10 +87,8 @@ async def start_actor(
 class _Start:
     """Failed attempts to start one actor: each is followed by a pause, or raises RunFailed."""
 
-    def __init__(
-        self, transport: Transport, who: str, deadline_s: float, waits: Callable[[str], None]
-    ):
-        self.transport, self.who, self.deadline_s, self.waits = transport, who, deadline_s, waits
+    def __init__(self, transport: Transport, who: str, deadline_s: float, event: Event):
+        self.transport, self.who, self.deadline_s, self.event = transport, who, deadline_s, event
         self.deadline = clock.now() + deadline_s
         self.lost = self.low = 0
         self._told = False
@@ -117,6 +120,8 @@ class _Start:
             raised = getattr(error, "actor_init_failed", False)
             if not raised and self.lost < LOST_STARTS and not self._late:
                 return await asyncio.sleep(PAUSE_S)
+        if frames := frames_of(error):
+            self.event("actor_raised", unit="start", why=cause(error), traceback=frames)
         raise RunFailed(f"{self.who} did not start: {cause(error)}") from None
 
     @property
@@ -125,7 +130,7 @@ class _Start:
 
     async def _wait(self, why: str, pause_s: float) -> None:
         if not self._told:
-            self.waits(why)
+            self.event("actor_waits", why=why)
         self._told = True
         await asyncio.sleep(pause_s)
 
@@ -164,3 +169,12 @@ def cause(error: BaseException) -> str:
         if "Error" in line.split(":")[0] and not line.startswith(('File "', "ray::"))
     ]
     return (raised or lines or [type(error).__name__])[-1][:500]
+
+
+def frames_of(error: BaseException) -> str | None:
+    """Return the traceback in the actor that a Ray error carries, at most ``FRAMES`` characters.
+
+    None if the actor raised nothing: it died, or an object was lost.
+    """
+    text = COLOR.sub("", str(error))
+    return text[-FRAMES:] if 'File "' in text else None

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 
 from actors.messages import ActorInfo
 from cluster.runtime.member import Member
@@ -239,7 +240,7 @@ class Supervisor:
             f"{self.name(member)}.{member.incarnation}",
             who,
             self.start_deadline_s,
-            lambda why: self.event("actor_waits", kind=self.kind, actor=member.index, why=why),
+            partial(self.event, kind=self.kind, actor=member.index),
             lambda: self.gone(self.name(member), None),
         )
         # the first actors of a run are compared with each other when the run first uses them

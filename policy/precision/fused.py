@@ -110,11 +110,13 @@ def fuse_linears(
     first, sizes = linears[0], [linear.out_features for linear in linears]
     joined = nn.Linear(first.in_features, sum(sizes), bias=False, device="meta")
     shape = (joined.out_features, joined.in_features)
+    # not as ``new_empty`` of a weight, which fails for the packed ones of ``policy.frozen``
+    like = {"dtype": first.weight.dtype, "device": first.weight.device}
     # has a shape and a device but no memory: the layer reads nothing else of this weight
-    joined.weight = nn.Parameter(first.weight.new_empty(1).expand(shape), requires_grad=False)
+    joined.weight = nn.Parameter(torch.empty(1, **like).expand(shape), requires_grad=False)
     if any(linear.bias is not None for linear in linears):
         biases = [
-            first.weight.new_zeros(n) if linear.bias is None else linear.bias
+            torch.zeros(n, **like) if linear.bias is None else linear.bias
             for n, linear in zip(sizes, linears, strict=True)
         ]
         joined.bias = nn.Parameter(

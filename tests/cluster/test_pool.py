@@ -159,6 +159,11 @@ def test_an_exception_is_retried_and_then_reported(ray_here):
     with pytest.raises(RunFailed, match="KeyError: 'broken'"):
         harness.run(lambda pool: pool.call(Task("f"), Echo.fail))
     assert "actor_died" not in harness.names()
+    # once, although the actor raised twice
+    (raised,) = [fields for name, fields in harness.events if name == "actor_raised"]
+    assert (raised["unit"], raised["why"]) == ("f", "KeyError: 'broken'")
+    assert 'raise KeyError("broken")' in raised["traceback"]
+    assert "echo.py" in raised["traceback"] and "\x1b" not in raised["traceback"]
 
 
 def test_an_actor_past_its_restarts_is_benched_and_without_any_the_run_ends(ray_here):
@@ -173,6 +178,8 @@ def test_the_error_of_a_constructor_is_reported(ray_here):
     harness.broken = True
     with pytest.raises(RunFailed, match="no such weights: give another path"):
         harness.run(lambda pool: pool.call(Task("d"), Echo.double, 1))
+    (raised,) = [fields for name, fields in harness.events if name == "actor_raised"]
+    assert raised["unit"] == "start" and "in __init__" in raised["traceback"]
 
 
 def test_a_rejected_answer_is_retried_on_another_actor(ray_here):
@@ -284,6 +291,8 @@ def test_an_actor_that_raises_in_a_call_to_all_is_replaced(ray_here):
     assert harness.run(work) == 6
     ((_, died),) = [event for event in harness.events if event[0] == "actor_died"]
     assert died["actor"] == 0 and "KeyError: 'broken'" in died["why"]
+    (raised,) = [fields for name, fields in harness.events if name == "actor_raised"]
+    assert raised["unit"] == "a call to all actors" and "in fail" in raised["traceback"]
 
 
 def test_an_error_in_the_driver_ends_the_run(ray_here):

@@ -21,7 +21,8 @@ from policy.frozen import FrozenLinear, freeze, frozen_rows, packed_bytes, plain
 from policy.lora import add_adapters, trainable, use_adapter
 from policy.merging import merged, merged_weight
 from policy.pass_cost import held_bytes
-from policy.precision.swap import weight_modules
+from policy.precision.backends import BACKENDS
+from policy.precision.swap import quantize_plan, weight_modules
 from tests.tiny_families import tiny_model
 
 # torchao is not imported here, because it would import torch's compiler in every process that
@@ -119,6 +120,18 @@ def test_adapter_gradients_match_those_of_an_unpacked_base(family, packing, dtyp
         if expected is None or not expected.abs().max():
             continue
         assert (gradient - expected).norm() <= bound * expected.norm(), name
+
+
+@pytest.mark.parametrize("name", [name for name, each in BACKENDS.items() if each.quantizes])
+def test_every_packed_layer_is_published_whatever_explores(tiny_sana_video_dir, name):
+    """The tiny SANA-Video has layers whose sizes only the emulation takes."""
+    family = family_for(tiny_model("sana_video", tiny_sana_video_dir))
+    transformer = family.load_transformer("cpu", torch.float32)
+    frozen = {row.name for row in frozen_rows(transformer, family)}
+    plan = quantize_plan(transformer, family, (), BACKENDS[name])
+    assert frozen and frozen <= {row.name for row in plan if row.quantized}
+    emulated = quantize_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
+    assert {row.name for row in emulated if row.quantized} - frozen
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

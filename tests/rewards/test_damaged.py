@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from configs.rewards import Scorer as ScorerConfig
 from policy.families.files import SHAPES_DIRECTORY
-from rewards import ScorerSetupError, build, check_settings, model_bytes
+from rewards import ScorerError, ScorerSetupError, build, check_settings, model_bytes
 from rewards.combine import WeightedScorer
 from rewards.paired import cosine
 from tests.rewards.detectors import make_detector
@@ -148,10 +148,23 @@ def test_the_cosine_of_a_zero_vector_is_not_a_score():
     assert found[0] == pytest.approx(0.96) and torch.isnan(found[1])
 
 
-def test_an_exception_of_a_scorer_is_one_line():
-    def scorer(images, prompts, metadata):
+def test_an_exception_of_a_scorer_is_one_line_with_its_place():
+    """The place is in the scorer's own code, not in the library that it calls."""
+
+    def raises(images, prompts, metadata):
         raise ValueError("first\nsecond")
 
-    made = WeightedScorer({"x": scorer}, {"x": 1.0})
-    attempt = made.attempt(np.zeros((1, 3, 2, 2), np.uint8), [""], [{}])
-    assert attempt.failures == ("scorer 'x' raised ValueError: first",)
+    def calls_a_library(images, prompts, metadata):
+        return np.stack([])
+
+    def explains(images, prompts, metadata):
+        raise ScorerError("the server is away")
+
+    scorers = {"x": raises, "y": calls_a_library, "z": explains}
+    made = WeightedScorer(scorers, dict.fromkeys(scorers, 1.0))
+    x, y, z = made.attempt(np.zeros((1, 3, 2, 2), np.uint8), [""], [{}]).failures
+    line = raises.__code__.co_firstlineno + 1
+    assert x == f"scorer 'x' raised ValueError: first (test_damaged.py:{line})"
+    line = calls_a_library.__code__.co_firstlineno + 1
+    assert y.endswith(f"need at least one array to stack (test_damaged.py:{line})")
+    assert z == "scorer 'z' raised ScorerError: the server is away"
