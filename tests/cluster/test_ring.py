@@ -7,6 +7,7 @@ run as configured.
 import json
 import os
 import signal
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def test_a_run_writes_all_its_files(undisturbed):
     assert names.count("version_published") == 4 and names.count("actor_started") == 6
     assert (undisturbed.path / "report.html").stat().st_size > 10_000
     config = json.loads(undisturbed.config_file.read_text())
-    assert config["config"]["seed"] == 7 and config["versions"]["torch"] == torch.__version__
+    assert config["config"]["seed"] == 7 and config["versions"]["torch"] == version("torch")
 
 
 def test_training_changes_the_lora(undisturbed):
