@@ -8,7 +8,7 @@ BIN := .venv/bin
 export RAY_USAGE_STATS_ENABLED = 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 
-.PHONY: setup lock quickstart cluster-demo compare-small search-small compare-time test test-slow coverage lint types arrows check gpu-check rehearsal bench parity soak partitions fuzz audit shapes-model shapes-clip shapes-decoder shapes-video clean
+.PHONY: setup lock quickstart cluster-demo compare-small search-small compare-time test test-slow coverage lint types arrows check gpu-check rehearsal bench parity soak combinations partitions fuzz audit shapes-model shapes-clip shapes-decoder shapes-video clean
 
 setup: .venv/.ready
 
@@ -100,6 +100,10 @@ parity: setup
 # Tiny runs with one or two random faults in each, compared with undisturbed ones: ARGS="--runs 1000 --seed 0". docs/reliability.md
 soak: setup
 	$(BIN)/python -m tools.soak $(ARGS)
+
+# Tiny runs with random settings; each is repeated with other actors and a killed one. docs/reliability.md
+combinations: setup
+	$(BIN)/python -m tools.combinations $(ARGS)
 
 # Ray nodes in network namespaces with addresses of their own: delay, loss, partitions, a node that comes back. As root. docs/reliability.md
 partitions: setup

@@ -46,9 +46,10 @@ def outcome(run: RunDirectory, step: int) -> dict[str, str]:
     of metrics, each of which counts its tasks once.
     """
     lora = b"".join(name.encode() + data for name, data in adapters(run, step).items())
+    selections = run.selections_file
     parts = {
         "lora": lora,
-        "selections": run.selections_file.read_bytes(),
+        "selections": selections.read_bytes() if selections.exists() else b"",  # none explored
         "metrics": json.dumps(lasting(run.metrics())).encode(),
     }
     return {name: hashlib.sha256(data).hexdigest() for name, data in parts.items()}

@@ -1,0 +1,59 @@
+"""Random settings from the schema, and a run with some of them."""
+
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from configs.objectives import SETTINGS
+from tests.cluster.runs import tiny_config
+from tools.combinations import __main__ as combinations
+from tools.combinations.draw import LEFT_OUT, drawn, is_valid, options
+
+
+def test_settings_of_every_table_are_drawn():
+    values = {name: options(name) for name in SETTINGS}
+    flow, nft = values["flow_grpo"], values["diffusion_nft"]
+    assert flow["objective.window.schedule"][-1] == "random" and "objective.beta" not in flow
+    assert nft["objective.beta"] == [0.25, 0.5, 1.0, 2.0, 3.0, 5.0]
+    assert flow["selection.keep"] == [2, 3, 5] and flow["services.learner.replicas"] == [1, 2, 3, 5]
+    assert flow["lora.base"] == ["full", "int8", "nf4"]
+    # at least one setting of every table that is not left out
+    tables = {key.partition(".")[0] for key in flow}
+    assert {"model", "guidance", "explore", "evaluate", "optimizer", "audit", "publish"} <= tables
+    assert not {key for key in flow if key in LEFT_OUT}
+
+
+def test_drawn_settings_are_valid_and_depend_on_the_seed_only(tiny_sd3_dir, tmp_path):
+    config = tiny_config(tiny_sd3_dir, tmp_path, "base", **combinations.SMALL)
+    base = json.loads(json.dumps(config.model_dump(exclude_unset=True)))
+    found = [drawn(random.Random(seed), base) for seed in range(40)]
+    assert found[:5] == [drawn(random.Random(seed), base) for seed in range(5)]
+    assert all(is_valid({**base, "objective": {}}, settings) for settings in found)
+    names = Counter(json.loads(settings[0].partition("=")[2]) for settings in found)
+    assert set(names) == set(SETTINGS)
+    keys = {setting.partition("=")[0] for settings in found for setting in settings}
+    assert len(keys) > 80
+    assert not is_valid(base, ["selection.keep=3"])  # odd, for best and worst
+    assert not is_valid(base, ["model.fps=2"])  # refused by the model, not by the configuration
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_with_random_settings_repeats(ray_here, tmp_path, monkeypatch):
+    monkeypatch.setattr(combinations, "FAMILIES", ("sd3",))
+    tried = combinations.Combinations(tmp_path, 0)
+    assert tried.try_one(0) is None
+    assert not any((tmp_path / "runs").iterdir())
+
+
+def test_a_run_that_differs_is_named_with_its_settings(tiny_sd3_dir, tmp_path, monkeypatch):
+    made = iter([{"lora": "a", "metrics": "b"}, {"lora": "c", "metrics": "b"}])
+    monkeypatch.setattr("tests.cluster.outcomes.outcome", lambda run, step: next(made))
+    monkeypatch.setattr("tests.cluster.runs.run_here", lambda config, progress: None)
+    monkeypatch.setattr(combinations, "FAMILIES", ("sd3",))
+    monkeypatch.setattr(combinations, "injector", lambda rng, before: before)
+    why = combinations.Combinations(tmp_path, 0).try_one(0)
+    assert why is not None and why.startswith("lora differ; sd3: objective.name=")
+    assert "services.rollout.actors=" in why and why.endswith("; no fault")

@@ -1,0 +1,163 @@
+"""Command line of ``make combinations``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import os
+import random
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tools.combinations
+from configs.load import apply, parse
+from configs.schema import RunConfig
+from configs.section import Tree
+from records.rundir import RunDirectory
+from tools.combinations.draw import drawn
+
+FAMILIES = ("sd3", "flux", "sana", "qwen_image", "z_image", "flux2", "wan", "sana_video")
+"""Families of the tiny models; those that edit images share the code of two of them."""
+SMALL = {
+    "iterations": 2,
+    "explore__pool_size": 4,
+    "explore__chunk_size": 2,
+    "selection__keep": 2,
+    "evaluate__prompts": 1,
+    "evaluate__noises": 2,
+    "optimizer__batch_size": 4,
+    "optimizer__lr": 1e-3,
+    "logging__grid_prompts": 1,
+}
+LONGEST_DELAY_S = 0.2
+
+
+class Combinations:
+    """Runs with random settings, on the Ray cluster that this process is connected to."""
+
+    def __init__(self, out: Path, seed: int):
+        self.out, self.seed = out, seed
+        self.models = {name: self._model(name) for name in FAMILIES}
+
+    def _model(self, family: str) -> Path:
+        path = self.out / "models" / family
+        if not (path / "model_index.json").exists():
+            getattr(importlib.import_module(f"tests.tiny_{family}"), f"make_tiny_{family}")(path)
+        return path
+
+    def try_one(self, index: int) -> str | None:
+        """Try run ``index`` of the seed; return None, or what went wrong and with what settings."""
+        from tests.cluster.faults import FaultInjector
+        from tests.cluster.outcomes import outcome
+        from tests.cluster.runs import run_here
+
+        rng = random.Random(f"{self.seed} {index}")
+        base = self._base(rng.choice(FAMILIES))
+        settings = drawn(rng, base)
+        results, faults = [], FaultInjector()
+        others: list[str] = []
+        try:
+            for name in ("first", "second"):
+                config = configured(base, f"{index:04d}-{name}", [*settings, *others])
+                shutil.rmtree(RunDirectory.of(config).path, ignore_errors=True)
+                run = run_here(config, progress=faults)
+                results.append(outcome(run, config.iterations))
+                others, faults = other_actors(rng), injector(rng, faults)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}; {described(base, settings, faults, others)}"
+        parts = [part for part in results[0] if results[0][part] != results[1][part]]
+        if parts:
+            return f"{', '.join(parts)} differ; {described(base, settings, faults, others)}"
+        for name in ("first", "second"):
+            shutil.rmtree(self.out / "runs" / f"{index:04d}-{name}", ignore_errors=True)
+        return None
+
+    def _base(self, family: str) -> Tree:
+        from tests.cluster.runs import tiny_config
+        from tests.tiny_families import SETTINGS
+
+        path = self.models[family]
+        tree = tiny_config(path, self.out, "base", **SMALL).model_dump(exclude_unset=True)
+        tree["model"] = {"family": family, "path": str(path), **SETTINGS[family]}
+        return json.loads(json.dumps(tree))
+
+
+def configured(base: Tree, name: str, settings: Sequence[str]) -> RunConfig:
+    """Return the configuration ``base`` with a name and settings."""
+    tree = json.loads(json.dumps({**base, "name": name, "objective": {}}))
+    apply(tree, *settings)
+    return parse(tree)
+
+
+def other_actors(rng: random.Random) -> list[str]:
+    """Return random numbers of actors and of tasks, which must not change results."""
+    return [
+        f"services.rollout.actors={rng.choice((1, 3))}",
+        f"services.rollout.in_flight={rng.choice((1, 3))}",
+        f"services.reward.actors={rng.choice((1, 2))}",
+    ]
+
+
+def injector(rng: random.Random, undisturbed: Any) -> Any:
+    """Return an injector that kills a random actor at a random moment of the undisturbed run."""
+    from tests.cluster.faults import Fault, FaultInjector
+
+    iteration, moment = rng.choice(sorted(key for key in undisturbed.seen if key[0] >= 0))
+    count = 1 + rng.randrange(undisturbed.seen[iteration, moment])
+    delay = round(rng.uniform(0, LONGEST_DELAY_S), 3)
+    kind = rng.choice([pool.kind for pool in undisturbed.session.services.pools])
+    return FaultInjector(Fault(kind, "kill", iteration, moment, count, delay_s=delay))
+
+
+def described(base: Tree, settings: Sequence[str], faults: Any, others: Sequence[str]) -> str:
+    """Return the settings and faults of a run as one line."""
+    family, faulty = base["model"]["family"], ", ".join(map(str, faults.faults)) or "no fault"
+    return f"{family}: {' '.join([*settings, *others])}; {faulty}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try the runs and print a line for each that went wrong; return 1 if any did."""
+    options = _parser().parse_args(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import ray
+
+    from cluster.runtime import template
+    from tests.cluster.hosts import end_idle
+    from tests.cluster.runs import tiny_config
+
+    out = Path(options.out or f"runs/combinations-{options.seed}").absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    combinations = Combinations(out, options.seed)
+    template.start(tiny_config(combinations.models["sd3"], out, "template"))
+    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
+    ray.init("local", num_cpus=32, logging_level=logging.ERROR, **quiet)
+    wrong = 0
+    for index in range(options.first, options.runs):
+        why = combinations.try_one(index)
+        wrong += why is not None
+        print(f"{index:4}  {why or 'same results'}", flush=True)
+        end_idle()
+    print(f"{wrong} of {options.runs - options.first} runs went wrong")
+    ray.shutdown()
+    return 1 if wrong else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="make combinations", description=(tools.combinations.__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--runs", type=int, default=20, help="runs 0 to RUNS - 1")
+    parser.add_argument("--first", type=int, default=0, metavar="I", help="runs I to RUNS - 1")
+    parser.add_argument("--seed", type=int, default=0, help="of settings and faults")
+    parser.add_argument("--out", metavar="DIR", help="directory (default: runs/combinations-SEED)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

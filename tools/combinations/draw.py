@@ -1,0 +1,131 @@
+"""Random choice of the settings of a run, from the schema of the configuration."""
+
+from __future__ import annotations
+
+import json
+import random
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+import annotated_types
+from pydantic.fields import FieldInfo
+
+from configs.load import ConfigError, apply, parse
+from configs.objectives import SETTINGS
+from configs.schema import RunConfig
+from configs.section import Section, Tree
+from planning.preflight import check_model
+
+LEFT_OUT = (
+    # given by the tool and the tiny models
+    *("name", "run_root", "iterations", "model.family", "model.height", "model.width"),
+    *("model.frames", "model.guidance", "model.max_sequence_length", "objective.name"),
+    *("explore.height", "explore.width", "explore.frames", "explore.decoder", "rewards.frames"),
+    *("evaluate.prompts", "optimizer.lr"),
+    # compiling takes minutes
+    *("explore.compile", "regenerate.compile", "optimizer.compile"),
+    # end a run, or say where and how long actors work
+    *("stop", "layout", "services.start_deadline_s", "services.wait_for_nodes_s"),
+    *("services.node_silence_s", "services.autoscale"),
+    *("logging.prometheus_port", "logging.report_every_s", "logging.wandb"),
+)
+"""Settings, or tables, that are not drawn."""
+OF_SERVICES = ("share", "shard", "between_turns", "replicas")
+"""Settings of a service that are drawn. The others say where and how long actors work."""
+BACKENDS = ("emulated_nvfp4", "fp8", "bf16", "fp32")
+"""Values of ``explore.backend`` that run on a CPU."""
+NUMBERS = (0, 0.25, 0.5, 1, 2, 3, 5)
+"""Values of numeric settings, of which those within a setting's limits are drawn."""
+FEWEST, MOST = 6, 24
+"""Numbers of settings that are tried for a run."""
+
+
+def drawn(rng: random.Random, base: Tree) -> list[str]:
+    """Return random overrides ``key=value`` with which ``base`` is a valid configuration.
+
+    They are drawn one after the other; one that contradicts those before it is left out.
+    """
+    name = rng.choice(sorted(SETTINGS))
+    kept = [f"objective.name={json.dumps(name)}"]
+    tree = {**base, "objective": {}}
+    values = options(name)
+    for key in rng.sample(sorted(values), rng.randint(FEWEST, min(MOST, len(values)))):
+        override = f"{key}={json.dumps(rng.choice(values[key]))}"
+        if is_valid(tree, [*kept, override]):
+            kept.append(override)
+    return kept
+
+
+def is_valid(base: Tree, overrides: Sequence[str]) -> bool:
+    """Return True if ``sol-rl train`` would start with ``base`` and ``overrides``."""
+    tree = json.loads(json.dumps(base))
+    try:
+        apply(tree, *overrides)
+        check_model(parse(tree))
+    except ConfigError:
+        return False
+    return True
+
+
+def options(objective: str) -> dict[str, list[Any]]:
+    """Return the values of each setting, by its dotted key, for runs with an objective."""
+    tables = {name: field for name, field in RunConfig.model_fields.items() if name != "objective"}
+    found = dict(_of_table("", tables))
+    found |= _of_table("objective.", SETTINGS[objective].model_fields)
+    found["explore.backend"] = list(BACKENDS)
+    return {
+        key: values
+        for key, values in found.items()
+        if len(values) > 1 and not any(f"{key}.".startswith(f"{each}.") for each in LEFT_OUT)
+    }
+
+
+def _of_table(prefix: str, fields: Mapping[str, FieldInfo]) -> Iterator[tuple[str, list[Any]]]:
+    for name, field in fields.items():
+        key = f"{prefix}{name}"
+        if key.startswith("services.") and key.count(".") > 1 and name not in OF_SERVICES:
+            continue
+        for kind in _alternatives(field.annotation):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                yield from _of_table(f"{key}.", kind.model_fields)
+        yield key, _values(field)
+
+
+def _values(field: FieldInfo) -> list[Any]:
+    """Return values of a setting that is a choice, a switch or a number; none of others."""
+    values: list[Any] = []
+    for kind in _alternatives(field.annotation):
+        if get_origin(kind) is Literal:
+            values += [value for value in get_args(kind) if value not in values]
+        elif kind is bool:
+            values += [True, False]
+        elif kind in (int, float):
+            values += [kind(n) for n in NUMBERS if kind(n) == n and _is_within(n, field)]
+    return values
+
+
+def _is_within(number: float, field: FieldInfo) -> bool:
+    """Return True if a number is within the limits of a setting."""
+    for limit in field.metadata:
+        if isinstance(limit, annotated_types.Ge) and number < limit.ge:  # pyright: ignore
+            return False
+        if isinstance(limit, annotated_types.Gt) and number <= limit.gt:  # pyright: ignore
+            return False
+        if isinstance(limit, annotated_types.Le) and number > limit.le:  # pyright: ignore
+            return False
+        if isinstance(limit, annotated_types.Lt) and number >= limit.lt:  # pyright: ignore
+            return False
+        if isinstance(limit, annotated_types.MultipleOf):
+            return False  # a size in pixels
+    return True
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    """Return the members of a union, or the type itself."""
+    if get_origin(annotation) in (typing.Union, types.UnionType):
+        return [kind for each in get_args(annotation) for kind in _alternatives(each)]
+    if get_origin(annotation) is typing.Annotated:
+        return _alternatives(get_args(annotation)[0])
+    return [annotation]
