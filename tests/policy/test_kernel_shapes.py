@@ -17,7 +17,7 @@ def test_faults_are_detected(backend, monkeypatch):
     """
     good = ((4, 64), (64, 1), 48, False)
     assert fault(BACKENDS[backend], good) is None
-    assert "divisible by 16" in str(fault(BACKENDS[backend], ((4, 96), (96, 1), 40, False)))
+    assert "multiple of 16" in str(fault(BACKENDS[backend], ((4, 96), (96, 1), 40, False)))
     assert fault(BACKENDS[backend], ((4, 64), (128, 1), 48, False)) is not None
     monkeypatch.setattr(kernels, "missing", lambda device: "left out")
     assert fault(BACKENDS[backend], good) is not None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from policy.device import torch_release
 from policy.precision import te_nvfp4
 from policy.precision.backends import BACKENDS
 from policy.precision.compiling import compiled
@@ -139,6 +140,8 @@ def test_torch_accepts_the_arguments_of_the_product(bias):
     added = None if bias is None else torch.empty(32, dtype=bias, device="meta")
     y = scaled_mm(x, codes, scales, factor, added)
     assert y.shape == (48, 32) and y.dtype == torch.bfloat16
+    if torch_release() >= (2, 14):  # checks these on a GPU only
+        return
     with pytest.raises(RuntimeError, match="(?i)scale"):
         scaled_mm(x, codes, scales[: 128 * 3], factor, added)
     # K = 48, which the backend therefore refuses
