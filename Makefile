@@ -101,7 +101,7 @@ parity: setup
 soak: setup
 	$(BIN)/python -m tools.soak $(ARGS)
 
-# Tiny runs with random settings; each is repeated with other actors and a killed one. docs/reliability.md
+# Tiny runs with random settings; each is repeated with other actors, and a killed one or a resume. docs/reliability.md
 combinations: setup
 	$(BIN)/python -m tools.combinations $(ARGS)
 

@@ -51,7 +51,7 @@ def test_a_run_with_random_settings_repeats(ray_here, tmp_path, monkeypatch):
 def test_a_run_that_differs_is_named_with_its_settings(tiny_sd3_dir, tmp_path, monkeypatch):
     made = iter([{"lora": "a", "metrics": "b"}, {"lora": "c", "metrics": "b"}])
     monkeypatch.setattr("tests.cluster.outcomes.outcome", lambda run, step: next(made))
-    monkeypatch.setattr("tests.cluster.runs.run_here", lambda config, progress: None)
+    monkeypatch.setattr(combinations, "trained", lambda config, faults: None)
     monkeypatch.setattr(combinations, "FAMILIES", ("sd3",))
     monkeypatch.setattr(combinations, "injector", lambda rng, before: before)
     why = combinations.Combinations(tmp_path, 0).try_one(0)

@@ -1,6 +1,6 @@
 """``make combinations``: tiny runs with random settings of every table, each run twice.
 
-The second run has other numbers of actors and one actor that is killed. Both must give the same
-weights, selections and metrics. Settings come from the schema, so that a new one is tried without
-being listed anywhere.
+The second run has other numbers of actors, and either an actor that is killed or a SIGTERM, after
+which it is resumed. Both must give the same weights, selections and metrics. Settings come from the
+schema, so that a new one is tried without being listed anywhere.
 """

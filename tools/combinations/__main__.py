@@ -9,17 +9,22 @@ import logging
 import os
 import random
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tools.combinations
 from configs.load import apply, parse
 from configs.schema import RunConfig
 from configs.section import Tree
+from records.errors import Stopped
 from records.rundir import RunDirectory
 from tools.combinations.draw import drawn
+
+if TYPE_CHECKING:
+    from tests.cluster.faults import FaultInjector
 
 FAMILIES = ("sd3", "flux", "sana", "qwen_image", "z_image", "flux2", "wan", "sana_video")
 """Families of the tiny models; those that edit images share the code of two of them."""
@@ -54,7 +59,6 @@ class Combinations:
         """Try run ``index`` of the seed; return None, or what went wrong and with what settings."""
         from tests.cluster.faults import FaultInjector
         from tests.cluster.outcomes import outcome
-        from tests.cluster.runs import run_here
 
         rng = random.Random(f"{self.seed} {index}")
         base = self._base(rng.choice(FAMILIES))
@@ -65,10 +69,9 @@ class Combinations:
             for name in ("first", "second"):
                 config = configured(base, f"{index:04d}-{name}", [*settings, *others])
                 shutil.rmtree(RunDirectory.of(config).path, ignore_errors=True)
-                run = run_here(config, progress=faults)
-                results.append(outcome(run, config.iterations))
+                results.append(outcome(trained(config, faults), config.iterations))
                 others, faults = other_actors(rng), injector(rng, faults)
-        except Exception as error:
+        except Exception as error:  # what no command caught: the report is the line
             return f"{type(error).__name__}: {error}; {described(base, settings, faults, others)}"
         parts = [part for part in results[0] if results[0][part] != results[1][part]]
         if parts:
@@ -94,6 +97,18 @@ def configured(base: Tree, name: str, settings: Sequence[str]) -> RunConfig:
     return parse(tree)
 
 
+def trained(config: RunConfig, faults: FaultInjector) -> RunDirectory:
+    """Train a run to its end; resume it if ``faults`` stopped it."""
+    from tests.cluster.runs import run_here
+
+    try:
+        return run_here(config, progress=faults)
+    except Stopped:
+        if not faults.done:  # somebody else stopped it
+            raise
+        return run_here(config, resume=True)
+
+
 def other_actors(rng: random.Random) -> list[str]:
     """Return random numbers of actors and of tasks, which must not change results."""
     return [
@@ -103,18 +118,32 @@ def other_actors(rng: random.Random) -> list[str]:
     ]
 
 
-def injector(rng: random.Random, undisturbed: Any) -> Any:
-    """Return an injector that kills a random actor at a random moment of the undisturbed run."""
+def injector(rng: random.Random, undisturbed: FaultInjector) -> FaultInjector:
+    """Return an injector that disturbs a run at a random moment of the undisturbed one.
+
+    It kills a random actor or, in one run of three, stops the run by SIGTERM.
+    """
     from tests.cluster.faults import Fault, FaultInjector
 
     iteration, moment = rng.choice(sorted(key for key in undisturbed.seen if key[0] >= 0))
     count = 1 + rng.randrange(undisturbed.seen[iteration, moment])
     delay = round(rng.uniform(0, LONGEST_DELAY_S), 3)
-    kind = rng.choice([pool.kind for pool in undisturbed.session.services.pools])
-    return FaultInjector(Fault(kind, "kill", iteration, moment, count, delay_s=delay))
+    kinds = [pool.kind for pool in undisturbed.session.services.pools]
+    if rng.randrange(3):
+        kind = rng.choice(kinds)
+        return FaultInjector(Fault(kind, "kill", iteration, moment, count, delay_s=delay))
+
+    class Stopping(FaultInjector):
+        def _inject(self, fault: Fault) -> None:
+            self.done.append(fault)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return Stopping(Fault("run", "kill", iteration, moment, count, delay_s=delay))
 
 
-def described(base: Tree, settings: Sequence[str], faults: Any, others: Sequence[str]) -> str:
+def described(
+    base: Tree, settings: Sequence[str], faults: FaultInjector, others: Sequence[str]
+) -> str:
     """Return the settings and faults of a run as one line."""
     family, faulty = base["model"]["family"], ", ".join(map(str, faults.faults)) or "no fault"
     return f"{family}: {' '.join([*settings, *others])}; {faulty}"
