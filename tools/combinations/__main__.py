@@ -40,6 +40,7 @@ SMALL = {
     "logging__grid_prompts": 1,
 }
 LONGEST_DELAY_S = 0.2
+STOPPED = 130
 
 
 class Combinations:
@@ -58,27 +59,31 @@ class Combinations:
     def try_one(self, index: int) -> str | None:
         """Try run ``index`` of the seed; return None, or what went wrong and with what settings."""
         from tests.cluster.faults import FaultInjector
-        from tests.cluster.outcomes import outcome
 
         rng = random.Random(f"{self.seed} {index}")
         base = self._base(rng.choice(FAMILIES))
-        settings = drawn(rng, base)
-        results, faults = [], FaultInjector()
+        settings, faults = drawn(rng, base), FaultInjector()
         others: list[str] = []
         try:
-            for name in ("first", "second"):
-                config = configured(base, f"{index:04d}-{name}", [*settings, *others])
-                shutil.rmtree(RunDirectory.of(config).path, ignore_errors=True)
-                results.append(outcome(trained(config, faults), config.iterations))
-                others, faults = other_actors(rng), injector(rng, faults)
-        except Exception as error:  # what no command caught: the report is the line
+            first = self._train(configured(base, f"{index:04d}-first", settings), faults)
+            others, faults = other_actors(rng), injector(rng, faults)
+            config = configured(base, f"{index:04d}-second", [*settings, *others])
+            second = self._train(config, faults)
+        except Stopped:
+            raise  # the tool itself was asked to stop
+        except Exception as error:
             return f"{type(error).__name__}: {error}; {described(base, settings, faults, others)}"
-        parts = [part for part in results[0] if results[0][part] != results[1][part]]
-        if parts:
+        if parts := [part for part in first if first[part] != second[part]]:
             return f"{', '.join(parts)} differ; {described(base, settings, faults, others)}"
-        for name in ("first", "second"):
-            shutil.rmtree(self.out / "runs" / f"{index:04d}-{name}", ignore_errors=True)
+        for run in (self.out / "runs").glob(f"{index:04d}-*"):
+            shutil.rmtree(run, ignore_errors=True)
         return None
+
+    def _train(self, config: RunConfig, faults: FaultInjector) -> dict[str, str]:
+        from tests.cluster.outcomes import outcome
+
+        shutil.rmtree(RunDirectory.of(config).path, ignore_errors=True)
+        return outcome(trained(config, faults), config.iterations)
 
     def _base(self, family: str) -> Tree:
         from tests.cluster.runs import tiny_config
@@ -167,13 +172,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
     ray.init("local", num_cpus=32, logging_level=logging.ERROR, **quiet)
     wrong = 0
-    for index in range(options.first, options.runs):
-        why = combinations.try_one(index)
-        wrong += why is not None
-        print(f"{index:4}  {why or 'same results'}", flush=True)
-        end_idle()
+    try:
+        for index in range(options.first, options.runs):
+            why = combinations.try_one(index)
+            wrong += why is not None
+            print(f"{index:4}  {why or 'same results'}", flush=True)
+            end_idle()
+    except (Stopped, KeyboardInterrupt):
+        print(f"stopped in run {index}; continue with --first {index}")
+        return STOPPED
+    finally:
+        ray.shutdown()
     print(f"{wrong} of {options.runs - options.first} runs went wrong")
-    ray.shutdown()
     return 1 if wrong else 0
 
 
