@@ -280,11 +280,9 @@ class ActorPool(Caller):
             self._break(f"{self.supervisor.name(member)} is replaced", error)
 
     def _break(self, during: str, error: Exception) -> RunFailed:
-        """End the pool for an unexpected error, such as a full disk or a defect.
-
-        All tasks fail, because otherwise their callers could wait for ever.
-        """
+        """End the pool for an unexpected error, such as a full disk or a defect: all tasks fail."""
         failure = RunFailed(f"{self.kind}: {during}: {type(error).__name__}: {error}")
+        failure.__cause__ = error  # its traceback is in the event ``run_failed``
         self._outcomes.end(failure)
         return failure
 

@@ -47,7 +47,10 @@ def test_cleanup_continues_after_a_failure():
     asyncio.run(run_cleanup(ends, full, notes.append))
     assert done == ["waited for", "last"]
     recorded = [("a", "no way"), ("c", "ZeroDivisionError: division by zero")]
+    # only an error that nobody foresaw has its traceback in the event
+    frames = [fields.pop("traceback", "") for _, fields in events]
     assert events == [("end_failed", {"what": what, "why": why}) for what, why in recorded]
+    assert frames[0] == "" and "test_ending.py" in frames[1] and "1 / 0" in frames[1]
     assert notes == [f"at the end of the run {what} failed: {why}" for what, why in recorded]
 
 
@@ -173,4 +176,4 @@ def test_an_unexpected_error_is_recorded_as_the_end_of_the_run(
     with pytest.raises(KeyError):
         run_here(config)
     (recorded,) = [row for row in RunDirectory.of(config).events() if row["event"] == "run_failed"]
-    assert recorded["why"] == "KeyError: 'rollout'"
+    assert recorded["why"] == "KeyError: 'rollout'" and "in defect" in recorded["traceback"]
