@@ -60,8 +60,9 @@ def recompute(
     packed weights are on ``device`` beside it. ``bound`` limits the relative distance of latents
     computed by other kernels, whose rounding differs: S steps through L layers round S L times
     independently (twice as often with guidance), and each rounding is assumed to have at most the
-    effect of changing the conditioning by the machine epsilon, which is measured here. The result
-    is multiplied by ``SAFETY``.
+    effect of changing the conditioning by the machine epsilon, which is measured here, or of
+    rounding the latents themselves: quantized activations may not change with the conditioning. The
+    result is multiplied by ``SAFETY``.
     """
     runs = backend if backend.unavailable_reason(device) is None else _emulation(backend, device)
     loaded = DTYPES[config.regenerate.precision]
@@ -91,7 +92,8 @@ def recompute(
         latents = policy.latents(requested.cond, *how)
         moved = policy.latents(_nudged(requested.cond, torch.finfo(width).eps), *how)
     roundings = requested.steps * len(policy.plan) * (2 if requested.guided else 1)
-    bound = SAFETY * math.sqrt(roundings) * relative_distance(moved.numpy(), latents.numpy())
+    each = max(relative_distance(moved.numpy(), latents.numpy()), torch.finfo(latents.dtype).eps)
+    bound = SAFETY * math.sqrt(roundings) * each
     return latents.numpy(), computing(device, runs.name), bound
 
 
