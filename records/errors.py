@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+TRACEBACK_CHARACTERS = 8000
+"""Number of characters of a recorded traceback, at most; the last ones are kept."""
+
 
 class RunFailed(Exception):
     """The run cannot continue; the message says why and what to do. Exit code 3."""

@@ -9,13 +9,11 @@ from collections.abc import Callable, Sequence
 
 from configs.load import ConfigError
 from learner.checkpoint import CheckpointError
-from records.errors import RunFailed, error_summary
+from records.errors import TRACEBACK_CHARACTERS, RunFailed, error_summary
 from records.rundir import Event
 
 EXPECTED = (RunFailed, ConfigError, CheckpointError)
 """Errors of Sol-RL's own, whose message says why and what to do."""
-FRAMES = 8000
-"""Number of characters of a recorded traceback, at most; the last ones are kept."""
 CleanupStep = tuple[str, Callable[[], object]]
 """A cleanup step: its description, and a function that does it or returns an awaitable."""
 
@@ -35,7 +33,7 @@ async def run_cleanup(
                 await result
         except Exception as error:
             with contextlib.suppress(OSError):
-                event("end_failed", what=what, why=reason_of(error), **frames_of(error))
+                event("end_failed", what=what, why=reason_of(error), **traceback_field(error))
             note(f"at the end of the run {what} failed: {reason_of(error)}")
 
 
@@ -46,11 +44,11 @@ def reason_of(error: Exception) -> str:
     return error_summary(error)
 
 
-def frames_of(error: Exception) -> dict[str, str]:
+def traceback_field(error: Exception) -> dict[str, str]:
     """Return the field ``traceback`` of an event for an error that no code of Sol-RL expected.
 
     Errors that it raises itself explain themselves, unless they have such an error as their cause.
     """
     if isinstance(error, EXPECTED) and error.__cause__ is None:
         return {}
-    return {"traceback": "".join(traceback.format_exception(error))[-FRAMES:]}
+    return {"traceback": "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]}

@@ -13,7 +13,7 @@ import ray
 
 from analysis.report.page import build_report
 from cluster.driver.checkpoints import Checkpoints, Position
-from cluster.driver.cleanup import CleanupStep, frames_of, reason_of, run_cleanup
+from cluster.driver.cleanup import CleanupStep, reason_of, run_cleanup, traceback_field
 from cluster.driver.extremes import Extremes
 from cluster.driver.held_out import HeldOut
 from cluster.driver.iteration import Iteration, Metrics
@@ -92,7 +92,7 @@ class Session:
             raise await self._stopped() from None
         except Exception as failure:
             with contextlib.suppress(OSError):  # a full disk may be why it failed
-                self.rundir.event("run_failed", why=reason_of(failure), **frames_of(failure))
+                self.rundir.event("run_failed", why=reason_of(failure), **traceback_field(failure))
             raise
         finally:
             await self._end(link, linked)

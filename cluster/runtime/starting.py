@@ -15,7 +15,7 @@ from cluster.runtime import clock
 from cluster.runtime.member import NodeLost
 from cluster.runtime.transport import Handle, Transport
 from planning.placement import NoRoom
-from records.errors import RunFailed, error_summary
+from records.errors import TRACEBACK_CHARACTERS, RunFailed, error_summary
 from records.rundir import Event
 
 Spawn: TypeAlias = Callable[[str], Handle]  # from an actor's name; raises NoRoom
@@ -36,7 +36,6 @@ DIED = (RayActorError, OutOfMemoryError)
 """What Ray raises for a call to a dead actor; the second if Ray itself killed the actor because its
 node was low on memory.
 """
-FRAMES = 8000
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
 READY = Call("ready", (), {})
 
@@ -172,9 +171,9 @@ def cause(error: BaseException) -> str:
 
 
 def frames_of(error: BaseException) -> str | None:
-    """Return the traceback in the actor that a Ray error carries, at most ``FRAMES`` characters.
+    """Return the traceback in the actor that a Ray error carries.
 
     None if the actor raised nothing: it died, or an object was lost.
     """
     text = COLOR.sub("", str(error))
-    return text[-FRAMES:] if 'File "' in text else None
+    return text[-TRACEBACK_CHARACTERS:] if 'File "' in text else None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from actors.calls import Task
-from cluster.driver.cleanup import frames_of
+from cluster.driver.cleanup import traceback_field
 from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
 from planning.placement import NoRoom
@@ -313,7 +313,7 @@ def test_an_error_in_the_driver_ends_the_run(ray_here):
     for error in Full(1).run(work):
         assert isinstance(error, RunFailed)
         assert "No space left on device: 'events.jsonl'" in str(error)
-        assert "in event" in frames_of(error)["traceback"]
+        assert "in event" in traceback_field(error)["traceback"]
 
 
 def test_a_failed_replacement_of_an_idle_actor_ends_the_run(ray_here, tmp_path):

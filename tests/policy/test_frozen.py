@@ -123,15 +123,14 @@ def test_adapter_gradients_match_those_of_an_unpacked_base(family, packing, dtyp
 
 
 @pytest.mark.parametrize("name", [name for name, each in BACKENDS.items() if each.quantizes])
-def test_every_packed_layer_is_published_whatever_explores(tiny_sana_video_dir, name):
-    """The tiny SANA-Video has layers whose sizes only the emulation takes."""
-    family = family_for(tiny_model("sana_video", tiny_sana_video_dir))
+def test_every_packed_layer_is_published_whatever_explores(tiny_z_image_dir, name):
+    """NVFP4's kernels do not take the tiny Z-Image's layers of 48 columns, which FP8's take."""
+    family = family_for(tiny_model("z_image", tiny_z_image_dir))
     transformer = family.load_transformer("cpu", torch.float32)
     frozen = {row.name for row in frozen_rows(transformer, family)}
     plan = quantize_plan(transformer, family, (), BACKENDS[name])
     assert frozen and frozen <= {row.name for row in plan if row.quantized}
-    emulated = quantize_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
-    assert {row.name for row in emulated if row.quantized} - frozen
+    assert "layers.0.attention.to_k" not in frozen
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tools.combinations
-from configs.load import apply, parse
 from configs.schema import RunConfig
 from configs.section import Tree
 from records.errors import Stopped
 from records.rundir import RunDirectory
-from tools.combinations.draw import drawn
+from tools.combinations.draw import configured, drawn
 
 if TYPE_CHECKING:
     from tests.cluster.faults import FaultInjector
@@ -65,10 +64,11 @@ class Combinations:
         settings, faults = drawn(rng, base), FaultInjector()
         others: list[str] = []
         try:
-            first = self._train(configured(base, f"{index:04d}-first", settings), faults)
+            base["name"] = f"{index:04d}-first"
+            first = self._train(configured(base, settings), faults)
             others, faults = other_actors(rng), injector(rng, faults)
-            config = configured(base, f"{index:04d}-second", [*settings, *others])
-            second = self._train(config, faults)
+            base["name"] = f"{index:04d}-second"
+            second = self._train(configured(base, [*settings, *others]), faults)
         except Stopped:
             raise  # the tool itself was asked to stop
         except Exception as error:
@@ -91,15 +91,9 @@ class Combinations:
 
         path = self.models[family]
         tree = tiny_config(path, self.out, "base", **SMALL).model_dump(exclude_unset=True)
+        tree["objective"] = {}
         tree["model"] = {"family": family, "path": str(path), **SETTINGS[family]}
         return json.loads(json.dumps(tree))
-
-
-def configured(base: Tree, name: str, settings: Sequence[str]) -> RunConfig:
-    """Return the configuration ``base`` with a name and settings."""
-    tree = json.loads(json.dumps({**base, "name": name, "objective": {}}))
-    apply(tree, *settings)
-    return parse(tree)
 
 
 def trained(config: RunConfig, faults: FaultInjector) -> RunDirectory:

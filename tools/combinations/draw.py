@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import types
@@ -45,28 +46,33 @@ FEWEST, MOST = 6, 24
 def drawn(rng: random.Random, base: Tree) -> list[str]:
     """Return random overrides ``key=value`` with which ``base`` is a valid configuration.
 
-    They are drawn one after the other; one that contradicts those before it is left out.
+    Its table ``objective`` is empty. They are drawn one after the other; one that contradicts those
+    before it is left out.
     """
     name = rng.choice(sorted(SETTINGS))
     kept = [f"objective.name={json.dumps(name)}"]
-    tree = {**base, "objective": {}}
     values = options(name)
     for key in rng.sample(sorted(values), rng.randint(FEWEST, min(MOST, len(values)))):
         override = f"{key}={json.dumps(rng.choice(values[key]))}"
-        if is_valid(tree, [*kept, override]):
+        if is_valid(base, [*kept, override]):
             kept.append(override)
     return kept
 
 
 def is_valid(base: Tree, overrides: Sequence[str]) -> bool:
     """Return True if ``sol-rl train`` would start with ``base`` and ``overrides``."""
-    tree = json.loads(json.dumps(base))
     try:
-        apply(tree, *overrides)
-        check_model(parse(tree))
+        check_model(configured(base, overrides))
     except ConfigError:
         return False
     return True
+
+
+def configured(base: Tree, overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration ``base`` with ``overrides``. Raises ConfigError."""
+    tree = copy.deepcopy(base)
+    apply(tree, *overrides)
+    return parse(tree)
 
 
 def options(objective: str) -> dict[str, list[Any]]:
