@@ -2,6 +2,8 @@
 
 Every tensor keeps its object, shape and strides; only its storage is exchanged. A module, a
 compiled block or a kernel wrapper that refers to the tensor therefore sees its current location.
+On a CPU it keeps its alignment too: the product of one row with a weight rounds otherwise in
+memory that is aligned otherwise, and weights in a safetensors file are aligned to 8 bytes only.
 Device addresses change with each move, so a captured CUDA graph would read freed memory; no CUDA
 graphs are captured here.
 """
@@ -20,6 +22,8 @@ from policy.device import synchronize
 
 ALIGNED = 256
 """Alignment in bytes of tensors in host memory, a multiple of the element size of every dtype."""
+VECTOR = 64
+"""Bytes of the widest vector registers of a CPU. Alignment matters up to this."""
 
 
 def frozen_tensors(*modules: nn.Module) -> Iterator[Tensor]:
@@ -42,7 +46,8 @@ class Offload:
     def __init__(self, tensors: Iterator[Tensor], device: torch.device) -> None:
         self._device = device
         self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
-        self._host = _host_buffers_for(self._tensors)
+        offsets = [_offset(tensor, device) for tensor in self._tensors]
+        self._host = _host_buffers_for(self._tensors, offsets)
         self.away = True
         for tensor, buffer in zip(self._tensors, self._host, strict=True):
             buffer.copy_(tensor.detach())
@@ -62,10 +67,9 @@ class Offload:
         if not self.away:
             return 0
         for tensor, buffer in zip(self._tensors, self._host, strict=True):
-            moved = torch.empty_strided(
-                buffer.size(), buffer.stride(), dtype=buffer.dtype, device=self._device
-            )
-            tensor.data = moved.copy_(buffer, non_blocking=True)
+            offset = _offset(buffer, self._device)
+            arena = torch.empty(buffer.nbytes + offset, dtype=torch.uint8, device=self._device)
+            tensor.data = _view(arena, offset, buffer).copy_(buffer, non_blocking=True)
         synchronize(self._device)
         self.away = False
         return self.nbytes
@@ -90,28 +94,43 @@ def release_cache(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _host_buffers_for(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _offset(tensor: Tensor, device: torch.device) -> int:
+    """Return how many bytes a tensor starts behind a multiple of ``VECTOR``.
+
+    It is 0 on a GPU, which computes with copies that are aligned.
+    """
+    offset = tensor.data_ptr() % VECTOR if device.type == "cpu" else 0
+    return offset if offset % tensor.element_size() == 0 else 0
+
+
+def _host_buffers_for(tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[Tensor]:
     """Allocate tensors of the same layout in one block of host memory.
 
-    torch rounds its own page-locked allocations up to powers of two, at most twice the size.
+    Each starts ``offset`` bytes behind a multiple of ``ALIGNED``. torch rounds its own page-locked
+    allocations up to powers of two, at most twice the size.
+
     Raises ValueError for a tensor whose elements overlap or have gaps.
     """
     starts, total = list[int](), 0
-    for tensor in tensors:
+    for tensor, offset in zip(tensors, offsets, strict=True):
         if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             raise ValueError(
                 f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} cannot"
                 " move to host memory: its elements overlap or are not contiguous"
             )
-        starts.append(total)
-        total += math.ceil(tensor.nbytes / ALIGNED) * ALIGNED
+        starts.append(total + offset)
+        total += math.ceil((offset + tensor.nbytes) / ALIGNED) * ALIGNED
     arena = torch.empty(total, dtype=torch.uint8)
-    return [
+    return [_view(arena, start, tensor) for start, tensor in zip(starts, tensors, strict=True)]
+
+
+def _view(arena: Tensor, start: int, tensor: Tensor) -> Tensor:
+    """Return the bytes of ``arena`` from ``start`` as a tensor with the layout of ``tensor``."""
+    return (
         arena[start : start + tensor.nbytes]
         .view(tensor.dtype)
         .as_strided(tensor.size(), tensor.stride(), start // tensor.element_size())
-        for start, tensor in zip(starts, tensors, strict=True)
-    ]
+    )
 
 
 def _page_lock(arena: torch.UntypedStorage) -> None:

@@ -10,8 +10,12 @@ from cluster.driver.session import Session
 from configs.load import parse
 from configs.prompts import read_prompts
 from configs.schema import RunConfig
+from records.images import png_bytes
 from records.rundir import RunDirectory
 from tests.cluster.hosts import hosted
+from tests.tiny_families import source_for
+
+EDITS = ("a red circle", "a blue cross", "a red circle", "two squares")
 
 
 def tiny_config(model: Path, root: Path, name: str, **changes: Any) -> RunConfig:
@@ -61,6 +65,19 @@ def tiny_config(model: Path, root: Path, name: str, **changes: Any) -> RunConfig
             node = node.setdefault(parent, {})
         node[last] = value
     return parse(tree)
+
+
+def write_edits(root: Path, height: int, width: int) -> Path:
+    """Write four prompts that edit images of their own, and return their file."""
+    folder, lines = root / "sources", list[str]()
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, text in enumerate(EDITS):
+        words = text if text not in EDITS[:number] else "the same about another image"
+        (folder / f"{number}.png").write_bytes(png_bytes(source_for(words, height, width)))
+        lines.append(json.dumps({"prompt": text, "image": f"sources/{number}.png"}) + "\n")
+    file = root / "edits.jsonl"
+    file.write_text("".join(lines))
+    return file
 
 
 def write_toml(config: RunConfig, root: Path) -> Path:

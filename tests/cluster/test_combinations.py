@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections import Counter
 
 import pytest
@@ -10,6 +11,7 @@ from configs.objectives import SETTINGS
 from tests.cluster.runs import tiny_config
 from tools.combinations import __main__ as combinations
 from tools.combinations.draw import LEFT_OUT, drawn, is_valid, options
+from tools.combinations.use import use
 
 
 def test_settings_of_every_table_are_drawn():
@@ -42,17 +44,30 @@ def test_drawn_settings_are_valid_and_depend_on_the_seed_only(tiny_sd3_dir, tmp_
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_with_random_settings_repeats(ray_here, tmp_path, monkeypatch):
-    monkeypatch.setattr(combinations, "FAMILIES", ("sd3",))
+    monkeypatch.setattr(combinations, "MODELS", ("sd3",))
     tried = combinations.Combinations(tmp_path, 0)
     assert tried.try_one(0) is None
     assert not any((tmp_path / "runs").iterdir())
+
+
+def test_an_evaluation_that_differs_from_that_of_the_run_is_found(undisturbed, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed.path, run)
+    use(run)
+    assert not (run / "exported").exists()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[-1]["reward/eval_mean"] += 1e-6
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with pytest.raises(ValueError, match="evaluate: reward/eval_mean is .*, in the run"):
+        use(run)
 
 
 def test_a_run_that_differs_is_named_with_its_settings(tiny_sd3_dir, tmp_path, monkeypatch):
     made = iter([{"lora": "a", "metrics": "b"}, {"lora": "c", "metrics": "b"}])
     monkeypatch.setattr("tests.cluster.outcomes.outcome", lambda run, step: next(made))
     monkeypatch.setattr(combinations, "trained", lambda config, faults: None)
-    monkeypatch.setattr(combinations, "FAMILIES", ("sd3",))
+    monkeypatch.setattr(combinations, "MODELS", ("sd3",))
+    monkeypatch.setattr(combinations, "use", lambda path: None)
     monkeypatch.setattr(combinations, "injector", lambda rng, before: before)
     why = combinations.Combinations(tmp_path, 0).try_one(0)
     assert why is not None and why.startswith("lora differ; sd3: objective.name=")

@@ -14,20 +14,17 @@ from cluster.driver.offline import export_run
 from configs.prompts import read_prompts
 from policy.families import family_for
 from policy.sampling.noise import noise_for, stream_seed
-from records.images import find_images, load_step, png_bytes
-from tests.cluster.runs import run_here, tiny_config
+from records.images import find_images, load_step
+from tests.cluster.runs import run_here, tiny_config, write_edits
 from tests.tiny_families import (
     EDITING,
     SETTINGS,
     SOLVER,
     VIDEO,
     as_array,
-    source_for,
     stock_call,
     stock_pipeline,
 )
-
-EDITS = ("a red circle", "a blue cross", "a red circle", "two squares")
 
 
 def run_of(name: str, directory: Any, root: Any, iterations: int = 1, **more: Any) -> Any:
@@ -53,22 +50,11 @@ def run_of(name: str, directory: Any, root: Any, iterations: int = 1, **more: An
         "evaluate__noises": 2,
     }
     if name in EDITING:
-        changes |= edits(root, **SETTINGS[name])
+        height, width = SETTINGS[name]["height"], SETTINGS[name]["width"]
+        file = str(write_edits(root, height, width))
+        changes |= {"prompts__train": file, "prompts__test": file}
+        changes["rewards__scorers"] = [{"name": "tests.cluster.scorers:Closeness"}]
     return run_here(tiny_config(directory, root, name, ema__decay=0.0, **changes, **more))
-
-
-def edits(root: Any, height: int, width: int, **_: Any) -> dict[str, Any]:
-    """Return prompts that edit images, and a reward for staying close to the sources."""
-    folder, lines = root / "sources", []
-    folder.mkdir()
-    for number, text in enumerate(EDITS):
-        words = text if text not in EDITS[:number] else "the same about another image"
-        (folder / f"{number}.png").write_bytes(png_bytes(source_for(words, height, width)))
-        lines.append(json.dumps({"prompt": text, "image": f"sources/{number}.png"}) + "\n")
-    file = root / "edits.jsonl"
-    file.write_text("".join(lines))
-    scorers = [{"name": "tests.cluster.scorers:Closeness"}]
-    return {"prompts__train": str(file), "prompts__test": str(file), "rewards__scorers": scorers}
 
 
 @pytest.mark.parametrize(

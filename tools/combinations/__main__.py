@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import logging
 import os
@@ -21,12 +20,12 @@ from configs.section import Tree
 from records.errors import Stopped
 from records.rundir import RunDirectory
 from tools.combinations.draw import configured, drawn
+from tools.combinations.models import MODELS, changes, make
+from tools.combinations.use import use
 
 if TYPE_CHECKING:
     from tests.cluster.faults import FaultInjector
 
-FAMILIES = ("sd3", "flux", "sana", "qwen_image", "z_image", "flux2", "wan", "sana_video")
-"""Families of the tiny models; those that edit images share the code of two of them."""
 SMALL = {
     "iterations": 2,
     "explore__pool_size": 4,
@@ -47,34 +46,30 @@ class Combinations:
 
     def __init__(self, out: Path, seed: int):
         self.out, self.seed = out, seed
-        self.models = {name: self._model(name) for name in FAMILIES}
-
-    def _model(self, family: str) -> Path:
-        path = self.out / "models" / family
-        if not (path / "model_index.json").exists():
-            getattr(importlib.import_module(f"tests.tiny_{family}"), f"make_tiny_{family}")(path)
-        return path
+        self.models = {name: make(name, self.out) for name in MODELS}
 
     def try_one(self, index: int) -> str | None:
         """Try run ``index`` of the seed; return None, or what went wrong and with what settings."""
         from tests.cluster.faults import FaultInjector
 
         rng = random.Random(f"{self.seed} {index}")
-        base = self._base(rng.choice(FAMILIES))
+        model = rng.choice(MODELS)
+        base = self._base(model)
         settings, faults = drawn(rng, base), FaultInjector()
         others: list[str] = []
         try:
             base["name"] = f"{index:04d}-first"
             first = self._train(configured(base, settings), faults)
+            use(self.out / "runs" / base["name"])
             others, faults = other_actors(rng), injector(rng, faults)
             base["name"] = f"{index:04d}-second"
             second = self._train(configured(base, [*settings, *others]), faults)
         except Stopped:
             raise  # the tool itself was asked to stop
         except Exception as error:
-            return f"{type(error).__name__}: {error}; {described(base, settings, faults, others)}"
+            return f"{type(error).__name__}: {error}; {described(model, settings, faults, others)}"
         if parts := [part for part in first if first[part] != second[part]]:
-            return f"{', '.join(parts)} differ; {described(base, settings, faults, others)}"
+            return f"{', '.join(parts)} differ; {described(model, settings, faults, others)}"
         for run in (self.out / "runs").glob(f"{index:04d}-*"):
             shutil.rmtree(run, ignore_errors=True)
         return None
@@ -85,14 +80,12 @@ class Combinations:
         shutil.rmtree(RunDirectory.of(config).path, ignore_errors=True)
         return outcome(trained(config, faults), config.iterations)
 
-    def _base(self, family: str) -> Tree:
+    def _base(self, name: str) -> Tree:
         from tests.cluster.runs import tiny_config
-        from tests.tiny_families import SETTINGS
 
-        path = self.models[family]
+        path = self.models[name]
         tree = tiny_config(path, self.out, "base", **SMALL).model_dump(exclude_unset=True)
-        tree["objective"] = {}
-        tree["model"] = {"family": family, "path": str(path), **SETTINGS[family]}
+        tree |= {"objective": {}, **changes(name, path, self.out)}
         return json.loads(json.dumps(tree))
 
 
@@ -141,11 +134,11 @@ def injector(rng: random.Random, undisturbed: FaultInjector) -> FaultInjector:
 
 
 def described(
-    base: Tree, settings: Sequence[str], faults: FaultInjector, others: Sequence[str]
+    model: str, settings: Sequence[str], faults: FaultInjector, others: Sequence[str]
 ) -> str:
     """Return the settings and faults of a run as one line."""
-    family, faulty = base["model"]["family"], ", ".join(map(str, faults.faults)) or "no fault"
-    return f"{family}: {' '.join([*settings, *others])}; {faulty}"
+    faulty = ", ".join(map(str, faults.faults)) or "no fault"
+    return f"{model}: {' '.join([*settings, *others])}; {faulty}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,60 @@
+"""Use of a finished run by the commands that read it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+
+from records.rundir import RunDirectory
+
+SPEEDS = "rewards/images_per_s"
+
+
+def use(path: Path) -> None:
+    """Evaluate, export and report a finished run in ``path``.
+
+    Raises ValueError if a command fails, or if ``sol-rl evaluate`` does not give the rewards and
+    images of the run's own last evaluation.
+    """
+    run = RunDirectory(path)
+    _command("evaluate", path)
+    _command("report", path)
+    exported = path / "exported"
+    _command("export", path, exported, "--weights", "current")
+    if not list(exported.glob("*.safetensors")):
+        raise ValueError("export wrote no LoRA")
+    shutil.rmtree(exported)
+    _compare(run)
+
+
+def _command(*arguments: object) -> None:
+    from tests.cluster.runs import main_here
+
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as said:
+        code = main_here(*arguments)
+    if code != 0:
+        raise ValueError(f"sol-rl {arguments[0]} ended with exit code {code}: {said.getvalue()}")
+
+
+def _compare(run: RunDirectory) -> None:
+    """Compare the last evaluation of a run with that of ``sol-rl evaluate``."""
+    from records.images import load_step
+
+    config = run.configuration()
+    evaluations = [row for row in run.metrics() if row["kind"] == "evaluation"]
+    (file,) = run.path.glob("evaluations/compare_step_*.json")
+    weights = config.evaluate.weights
+    again = json.loads(file.read_text())["weights"][weights]
+    for key, value in again.items():
+        if key.startswith(SPEEDS):
+            continue
+        if not np.isclose(value, evaluations[-1][key], rtol=0, atol=1e-9, equal_nan=True):
+            raise ValueError(f"evaluate: {key} is {value}, in the run {evaluations[-1][key]}")
+    stored = load_step(file.with_suffix("") / weights, config.iterations)
+    if not np.array_equal(stored, load_step(run.images, config.iterations)):
+        raise ValueError("evaluate: images differ from those of the run")
