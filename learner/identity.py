@@ -67,11 +67,12 @@ def recompute(
     runs = backend if backend.unavailable_reason(device) is None else _emulation(backend, device)
     loaded = DTYPES[config.regenerate.precision]
     width = runs.dtype or loaded
-    own = (
-        family.load_transformer("cpu", width)  # loaded again, as the learner has a shard only
-        if any(sharded(parameter) is not None for parameter in transformer.parameters())
-        else bare_copy(transformer, loaded, width)
+    # loaded again as rollout actors do: the learner has a shard only, or weights of another dtype,
+    # which a family may keep in float32 for some modules
+    again = width != loaded or any(
+        sharded(parameter) is not None for parameter in transformer.parameters()
     )
+    own = family.load_transformer("cpu", width) if again else bare_copy(transformer)
     unpacked = {entry.name.removesuffix(".weight") for entry in manifest.entries}
     _own_weights(own, unpacked)
     service = config.services.rollout
@@ -97,21 +98,10 @@ def recompute(
     return latents.numpy(), computing(device, runs.name), bound
 
 
-def bare_copy(transformer: nn.Module, loaded: torch.dtype, requested: torch.dtype) -> nn.Module:
-    """Return a copy of ``transformer`` without adapters, which shares its memory.
-
-    If ``requested`` differs from the type in which it was ``loaded``, parameters of that type are
-    converted into new memory; parameters that the family keeps in float32 stay shared.
-    """
-    base = {name for name, _ in transformer.named_parameters() if ".lora_" not in name}
+def bare_copy(transformer: nn.Module) -> nn.Module:
+    """Return a copy of ``transformer`` without adapters, which shares its memory."""
     shared: dict[int, Tensor] = {id(buffer): buffer for buffer in transformer.buffers()}
-    for name, parameter in transformer.named_parameters():
-        converts = name in base and loaded != requested and parameter.dtype == loaded
-        shared[id(parameter)] = (
-            nn.Parameter(parameter.detach().to(requested), requires_grad=False)
-            if converts
-            else parameter
-        )
+    shared |= {id(parameter): parameter for parameter in transformer.parameters()}
     twin = copy.deepcopy(transformer, {**shared})
     for name, layer in adapted_modules(twin):
         bare = layer.get_base_layer()

@@ -59,7 +59,7 @@ def actor_memory(
     held: Held = {}
     if config.plan.explore:
         held["rollout"] = _rollout(config, counts, backend)
-    held["learner"] = _learner(config, counts, family, dtype)
+    held["learner"] = _learner(config, counts, family, backend, dtype)
     for kind in kinds_of(config):
         if labels := config.scorers_of(kind):
             chosen = [scorer for scorer in config.rewards.all_scorers if scorer.label in labels]
@@ -102,7 +102,7 @@ def _rollout(config: RunConfig, counts: Counts, backend: str) -> dict[str, int |
 
 
 def _learner(
-    config: RunConfig, counts: Counts, family: Family, dtype: torch.dtype
+    config: RunConfig, counts: Counts, family: Family, backend: str, dtype: torch.dtype
 ) -> dict[str, int | None]:
     """Return the bytes of the learner replica with the most prompts, by purpose."""
     objective = build_objective(config.objective, config.stop.max_kl is not None)
@@ -129,7 +129,7 @@ def _learner(
             merged + counts.merged.peak if merged_base else counts.adapted.peak + widest,
             counts.decode_again,
             counts.training.peak + widest,
-            _checking(config, counts),
+            _checking(config, counts, BACKENDS[backend].dtype not in (None, dtype)),
         ),
     }
     if config.plan.explore and not on_gpus(config, config.services.learner):
@@ -175,11 +175,14 @@ def _sharded(
     )
 
 
-def _checking(config: RunConfig, counts: Counts) -> int:
-    """Return the extra bytes of the identity check: published weights, and a pass of one image."""
+def _checking(config: RunConfig, counts: Counts, converted: bool) -> int:
+    """Return the extra bytes of the identity check: published weights, and a pass of one image.
+
+    ``converted``: rollout actors load the weights in another dtype than the learner.
+    """
     if not config.plan.explore or not config.audit.identity_every:
         return 0
-    # unpublished weights are the learner's own, or are loaded again if those are sharded
-    sharded = config.services.learner.shard == "base"
+    # unpublished weights are the learner's own, or are loaded again if those cannot be used
+    again = converted or config.services.learner.shard == "base"
     one_image = counts.step.peak // batch_of(config)
-    return (counts.rollout if sharded else counts.broadcast) + one_image
+    return (counts.rollout if again else counts.broadcast) + one_image

@@ -53,7 +53,8 @@ def _compare(run: RunDirectory) -> None:
     for key, value in again.items():
         if key.startswith(SPEEDS):
             continue
-        if not np.isclose(value, evaluations[-1][key], rtol=0, atol=1e-9, equal_nan=True):
+        pair = np.array([value, evaluations[-1][key]], float)  # null in a file is not a number
+        if not np.isclose(*pair, rtol=0, atol=1e-9, equal_nan=True):
             raise ValueError(f"evaluate: {key} is {value}, in the run {evaluations[-1][key]}")
     stored = load_step(file.with_suffix("") / weights, config.iterations)
     if not np.array_equal(stored, load_step(run.images, config.iterations)):
