@@ -6,6 +6,8 @@ Modules are built without memory (``policy.meta``). The work of sampling is coun
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -16,7 +18,7 @@ from policy.families.base import Diffusers, Family
 from policy.lora import use_adapter
 from policy.meta import META, meta_component
 from policy.pass_cost import PassCost, conditioning_like, held_bytes
-from policy.tally import Tally, fused_attention
+from policy.tally import CountedOnce, Tally, fused_attention
 
 
 def training_work(
@@ -60,11 +62,25 @@ def decoding_work(
         vae.enable_tiling()
     decoded_at_once = 1 if family.video else batch
     latents = torch.empty(decoded_at_once, *family.latent_shape, device=META, dtype=vae.dtype)
-    with torch.no_grad(), fused_attention(), Tally(converts=gpu) as tally:
+    tally = Tally(converts=gpu)
+    with torch.no_grad(), fused_attention(), tally, _slices_counted_once(vae, tally):
         family.pixels(vae, latents).float().clamp(0, 1)
     return held_bytes(vae), replace(
         PassCost.of(tally), flops=tally.flops * (batch // decoded_at_once)
     )
+
+
+@contextmanager
+def _slices_counted_once(vae: Diffusers, tally: Tally) -> Iterator[None]:
+    """Within the context, run the decoding of one of equal slices of a batch only."""
+    if not hasattr(vae, "_decode"):  # a tiny autoencoder
+        yield
+        return
+    vae._decode = CountedOnce(vae._decode, tally)
+    try:
+        yield
+    finally:
+        del vae._decode  # the class has it
 
 
 def source_work(family: Family, dtype: torch.dtype, gpu: bool = False) -> PassCost:

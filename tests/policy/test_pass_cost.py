@@ -3,6 +3,7 @@ of torch's CPU allocator in a real pass.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from policy.families import family_for
 from policy.lora import add_adapters, use_adapter
 from policy.merging import merged
 from policy.sampling.noise import noise_for
-from policy.tally import Tally
+from policy.tally import CountedOnce, Tally
 from tests.tiny_families import one_of_twins, tiny_model
 
 ROWS = 8
@@ -147,6 +148,38 @@ def test_planned_peak_of_decoding_on_a_gpu(name, measured, on_a_cpu):
     with case_of(name, 1024, False) as case:
         peaks = [passes.decoding_work(case.family, 4, gpu=gpu)[1].peak for gpu in (True, False)]
     assert peaks == [pytest.approx(measured, rel=1e-3), pytest.approx(on_a_cpu, rel=1e-4)]
+
+
+@pytest.mark.parametrize("name", ["sd3", "sana", "qwen_image", "flux2"])
+@pytest.mark.parametrize("batch", [1, 2, 7])
+def test_slices_counted_once_cost_what_they_cost_one_by_one(name, batch, request, monkeypatch):
+    directory = request.getfixturevalue(f"tiny_{name}_dir")
+    family = family_for(tiny_model(name, directory, vae_slicing=True))
+    once = passes.decoding_work(family, batch)
+    monkeypatch.setattr(passes, "_slices_counted_once", lambda vae, tally: nullcontext())
+    assert passes.decoding_work(family, batch) == once
+
+
+def test_equal_calls_are_run_once_and_count_as_often_as_they_are_made():
+    """Each call maps [1, 4] to [1, 8] by way of [1, 16], in FP32: peaks are 16 bytes of input, 64
+    bytes in between, and 32 bytes for each result that is kept.
+    """
+    up, down = (torch.empty(*shape, device="meta") for shape in ((4, 16), (16, 8)))
+    calls: list[tuple[int, ...]] = []
+
+    def pass_of(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        calls.append(tuple(x.shape))
+        return {"sample": x @ up @ down}
+
+    with Tally() as tally:
+        run, x = CountedOnce(pass_of, tally), torch.empty(1, 4, device="meta")
+        kept = [run(x)["sample"] for _ in range(5)]
+        assert tally.peak == 16 + 4 * 32 + 64 + 32 and tally.live == 16 + 5 * 32
+        del kept
+        assert tally.live == 16
+        assert run(torch.empty(3, 4, device="meta"))["sample"].shape == (3, 8)
+    assert calls == [(1, 4), (3, 4)]
+    assert tally.flops == (5 + 3) * 2 * (4 * 16 + 16 * 8) and tally.kernels == 6 * 2
 
 
 def test_second_copies_of_a_convolution_match_a_manual_count():
