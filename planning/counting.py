@@ -85,18 +85,17 @@ def counts_of(config: RunConfig, family: Family, backend: Backend) -> Counts:
     key = key_of(config, backend.name)
     if (stored_counts := _kept().get(key)) is not None:
         return stored_counts
-    cache_key = f"{key} {family.model.path}"
-    if cache_key not in _counted:
+    if key not in _counted:
         # stored with every block recomputed: another share changes only the training pass
         every = config.optimizer.model_copy(update={"gradient_checkpointing": True})
         stored = _kept().get(key_of(config.model_copy(update={"optimizer": every}), backend.name))
         if stored is not None:
             base = meta.meta_denoiser(family, DTYPES[config.regenerate.precision])
             meta.adapt(base, family, config.lora)
-            _counted[cache_key] = replace(stored, training=_training(config, family, base))
+            _counted[key] = replace(stored, training=_training(config, family, base))
         else:
-            _counted[cache_key] = count(config, family, backend)
-    return _counted[cache_key]
+            _counted[key] = count(config, family, backend)
+    return _counted[key]
 
 
 def key_of(config: RunConfig, backend: str) -> str:
@@ -202,7 +201,7 @@ _counted: dict[str, Counts] = {}
 
 def _of_backend(config: RunConfig, family: Family, backend: Backend) -> Counts:
     """Return the counts that do not depend on the proxy decoder; cached per process."""
-    key = f"{_shared_key(config, backend.name)} {family.model.path} {config.lora.alpha}"
+    key = f"{_shared_key(config, backend.name)} {config.lora.alpha}"
     if key in _seen:
         return _seen[key]
     dtype, batch = DTYPES[config.regenerate.precision], batch_of(config)
@@ -229,7 +228,7 @@ def _of_backend(config: RunConfig, family: Family, backend: Backend) -> Counts:
 
 def _common(config: RunConfig, family: Family) -> Counts:
     """Return the counts that depend on neither backend nor proxy decoder; cached per process."""
-    key = f"{_shared_key(config, '')} {family.model.path} {config.lora.alpha}"
+    key = f"{_shared_key(config, '')} {config.lora.alpha}"
     if key in _seen:
         return _seen[key]
     dtype, regenerate_batch = DTYPES[config.regenerate.precision], config.regenerate.batch_size
