@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from learner.audit import agreement
 from learner.selection import select
 
 HALVES = (4, 8, 12)
+"""Numbers of best, and of worst, seeds in the paper's tables."""
 LEVEL = 0.95  # of confidence intervals
 
 
@@ -43,12 +44,14 @@ def percentile(rank: np.ndarray | float, count: int) -> np.ndarray | float:
     return 100.0 * (count - rank) / (count - 1)
 
 
-def per_prompt(proxy: np.ndarray, truth: np.ndarray) -> dict[str, np.ndarray]:
+def per_prompt(
+    proxy: np.ndarray, truth: np.ndarray, halves: Sequence[int] = HALVES
+) -> dict[str, np.ndarray]:
     """Return every measure for every prompt: float64 [P] each.
 
     ``kendall_tau`` and ``spearman_rho`` are NaN for a prompt whose proxy or true rewards are
-    constant. ``top<k>_rank`` and ``bottom<k>_rank`` are the mean true rank of the k best and k
-    worst seeds by proxy reward, chosen by the run's own selection rule (ties by index).
+    constant. For each k of ``halves``, ``top<k>_rank`` and ``bottom<k>_rank`` are the mean true
+    rank of the k best and k worst seeds by proxy reward, chosen as runs choose (ties by index).
     ``top<k>_percentile`` and ``bottom<k>_percentile`` are the same as percentiles. ``contrast<k>``
     is the mean true reward of the k best minus that of the k worst, divided by the difference that
     selection by true rewards would reach (1: nothing is lost). It is NaN if that difference is 0.
@@ -57,9 +60,9 @@ def per_prompt(proxy: np.ndarray, truth: np.ndarray) -> dict[str, np.ndarray]:
     """
     proxy, truth = _checked(proxy, truth)
     count = truth.shape[1]
-    if 2 * max(HALVES) > count:
+    if 2 * max(halves) > count:
         raise ValueError(
-            f"best {max(HALVES)} and worst {max(HALVES)} of {count} seeds overlap: use more seeds"
+            f"best {max(halves)} and worst {max(halves)} of {count} seeds overlap: use more seeds"
             " or fewer best"
         )
     columns: defaultdict[str, list[float]] = defaultdict(list)
@@ -68,7 +71,7 @@ def per_prompt(proxy: np.ndarray, truth: np.ndarray) -> dict[str, np.ndarray]:
         columns["kendall_tau"].append(measures["kendall_tau"])
         columns["spearman_rho"].append(measures["spearman_rho"])
         ranks, ordered = true_ranks(full), np.sort(full)
-        for k in HALVES:
+        for k in halves:
             chosen = select(cheap, 2 * k, "best_worst")
             best, worst = list(chosen.best), list(chosen.worst)
             for end, indices in (("top", best), ("bottom", worst)):
@@ -119,11 +122,11 @@ def _estimate(values: np.ndarray, picks: np.ndarray) -> Estimate:
     return Estimate(float(values[finite].mean()), float(low), float(high), int(finite.sum()))
 
 
-def no_information(count: int) -> dict[str, float]:
+def no_information(count: int, halves: Sequence[int] = HALVES) -> dict[str, float]:
     """Return the expected measures of a random ranking of ``count`` seeds."""
     middle = (count + 1) / 2
     expected = {"kendall_tau": 0.0, "spearman_rho": 0.0}
-    for k in HALVES:
+    for k in halves:
         expected |= {f"{end}{k}_rank": middle for end in ("top", "bottom")}
         expected |= {f"{end}{k}_percentile": 50.0 for end in ("top", "bottom")}
         expected[f"contrast{k}"] = 0.0

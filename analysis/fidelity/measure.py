@@ -16,7 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from analysis.fidelity.results import Measurement, Rewards, Weights, summarise, tables, write
+from analysis.fidelity.results import (
+    Measurement,
+    Rewards,
+    Weights,
+    halves_of,
+    summarise,
+    tables,
+    write,
+)
 from analysis.measuring import (
     Generate,
     Say,
@@ -33,7 +41,6 @@ from analysis.measuring import (
 from configs.load import ConfigError
 from configs.prompts import Prompt
 from configs.schema import RunConfig
-from learner.fidelity import HALVES
 from learner.trainer import Trainer
 from planning.preflight import check_model
 from policy.explorer import Explorer
@@ -54,11 +61,7 @@ def run(config: RunConfig, requested: Measurement, out: Path, say: Say) -> list[
     Raises ConfigError if the settings cannot be measured, and RunFailed if an image cannot be
     scored or a file cannot be written.
     """
-    if 2 * max(HALVES) > requested.seeds:
-        raise ConfigError(
-            f"--seeds {requested.seeds}: best {max(HALVES)} and worst {max(HALVES)} need at least"
-            f" {2 * max(HALVES)}"
-        )
+    halves_of(config, requested.seeds)
     backends(requested.backends)
     check_model(config)
     for key, stage in (("explore", config.explore), ("regenerate", config.regenerate)):

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from analysis.fidelity.density import density_chart
+from configs.load import ConfigError
 from configs.prompts import Prompt
 from configs.schema import RunConfig
 from configs.section import Tree
@@ -61,15 +62,30 @@ class Rewards:
     seconds: dict[str, float]
 
 
+def halves_of(config: RunConfig, seeds: int) -> tuple[int, ...]:
+    """Return the numbers of best, and of worst, seeds to measure.
+
+    They are those of the paper's tables that fit, and the run's own. Raises ConfigError if the run
+    keeps more seeds than there are.
+    """
+    keep = config.selection.keep
+    if keep > seeds:
+        raise ConfigError(
+            f"--seeds {seeds}: selection.keep = {keep} needs at least {keep}: give more seeds, or"
+            " --set selection.keep"
+        )
+    return tuple(sorted({k for k in HALVES if 2 * k <= seeds} | {keep // 2}))
+
+
 def summarise(config: RunConfig, requested: Measurement, rewards: Rewards) -> Tree:
     """Return settings and measures as plain data.
 
     Every measure is a mean with a 95 % confidence interval (bootstrap over prompts).
     """
-    truth = rewards.truth
+    truth, halves = rewards.truth, halves_of(config, requested.seeds)
 
     def row(backend: str, steps: int, proxy: np.ndarray) -> Tree:
-        by_measure = estimates(per_prompt(proxy, truth), seed=config.seed)
+        by_measure = estimates(per_prompt(proxy, truth, halves), seed=config.seed)
         return {
             "backend": backend,
             "steps": steps,
@@ -81,6 +97,7 @@ def summarise(config: RunConfig, requested: Measurement, rewards: Rewards) -> Tr
         "model": config.model.path,
         "prompts": len(truth),
         "seeds": truth.shape[1],
+        "halves": halves,
         "truth": {
             "precision": config.regenerate.precision,
             "steps": config.regenerate.steps,
@@ -93,7 +110,7 @@ def summarise(config: RunConfig, requested: Measurement, rewards: Rewards) -> Tr
         "distinct_rewards": float(np.mean([len(np.unique(values)) for values in truth])),
         "seconds_per_image": rewards.seconds,
         "perfect": row("perfect", config.regenerate.steps, truth)["measures"],
-        "no_information": no_information(truth.shape[1]),
+        "no_information": no_information(truth.shape[1], halves),
         "rows": [row(backend, steps, proxy) for (backend, steps), proxy in rewards.proxies.items()],
     }
 
@@ -122,10 +139,11 @@ def tables(summary: Tree) -> list[str]:
     lines += ["", *_table(summary, "agreement", agreement, 3)]
     for measure in ("percentile", "rank"):
         columns = [
-            (f"top/bottom-{k}", (f"top{k}_{measure}", f"bottom{k}_{measure}")) for k in HALVES
+            (f"top/bottom-{k}", (f"top{k}_{measure}", f"bottom{k}_{measure}"))
+            for k in summary["halves"]
         ]
         lines += ["", *_table(summary, f"mean true {measure}", columns, 1)]
-    columns = [(f"best-{k} less worst-{k}", (f"contrast{k}",)) for k in HALVES]
+    columns = [(f"best-{k} less worst-{k}", (f"contrast{k}",)) for k in summary["halves"]]
     return [*lines, "", *_table(summary, "share of the true contrast found", columns, 3)]
 
 

@@ -13,10 +13,11 @@ import torch
 
 from analysis.fidelity.density import density_chart
 from analysis.fidelity.measure import run
-from analysis.fidelity.results import Measurement, Rewards, summarise, tables
+from analysis.fidelity.results import Measurement, Rewards, halves_of, summarise, tables
 from analysis.measuring import backends, hide_loading_bars
 from cli.main import main
 from configs.load import ConfigError
+from configs.sections import Selection
 from learner.fidelity import conditional_density
 from learner.trainer import Trainer
 from policy.lora import adapter_state, load_adapter_state
@@ -61,6 +62,22 @@ def test_full_precision_at_full_steps_is_the_truth_itself(config, tmp_path):
     assert len(message) == 5 and message[0].startswith("truth: 48 images")
     assert any(re.match(r"\| fp32, 3 steps +\| 1\.000 \[1\.000, 1\.000\]", line) for line in lines)
     ET.fromstring((out / "density.svg").read_text())
+
+
+def test_the_seeds_that_the_run_itself_would_choose_are_measured(config):
+    """A run that keeps 4 of 8 chooses 2 best and 2 worst; the paper's 8 and 12 do not fit."""
+    proxy, truth = np.arange(16.0).reshape(2, 8), np.arange(16.0).reshape(2, 8)
+    small = config.model_copy(update={"selection": Selection(keep=4)})
+    measured = Rewards(truth, {("fp32", 2): proxy[:, ::-1]}, {})
+    summary = summarise(small, Measurement(2, 8, (2,), ("fp32",)), measured)
+    assert summary["halves"] == (2, 4)
+    # the worst seeds in the place of the best: ranks 7 and 8 of 8, and all contrast lost twice
+    (row,) = summary["rows"]
+    assert row["measures"]["top2_rank"]["mean"] == 7.5
+    assert row["measures"]["contrast2"]["mean"] == -1
+    assert summary["perfect"]["contrast4"]["mean"] == 1
+    assert "top/bottom-2" in "".join(tables(summary)) and "8" not in summary["no_information"]
+    assert halves_of(config.model_copy(update={"selection": Selection(keep=24)}), 96) == (4, 8, 12)
 
 
 def test_the_same_command_twice_gives_the_same_numbers(config, tmp_path):
@@ -127,7 +144,10 @@ def test_a_trained_policy_is_measured_with_its_own_weights(config, tmp_path, cap
         (["fidelity"], "--run DIR"),
         (["fidelity", "quickstart", "--run", "x"], "--run DIR"),
         (["fidelity", "quickstart", "--steps", "0"], "--steps 0: must be above 0"),
-        (["fidelity", "quickstart", "--seeds", "10"], "need at least 24"),
+        (
+            ["fidelity", "quickstart", "--seeds", "10"],
+            "--seeds 10: selection.keep = 24 needs at least 24: give more seeds, or --set",
+        ),
         (
             ["fidelity", "quickstart", "--backends", "nvfp3"],
             "--backends: 'nvfp3' is unknown: use auto, te_nvfp4",
