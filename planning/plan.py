@@ -37,6 +37,7 @@ from planning.layouts.scenario import Scenarios, one_more, scenario_of
 from planning.layouts.spec import configured_layout
 from planning.object_store import NOTHING_SENT, object_store_bytes
 from planning.placement import Node, NoRoom, needs_of, place
+from planning.preflight import check_steps
 from planning.resident_memory import actor_memory
 from planning.sizes import WireBytes
 from planning.stages import Stage, stages_of
@@ -206,6 +207,7 @@ def open_architecture(config: RunConfig) -> Iterator[tuple[Family, str]]:
         try:
             family = family_for(model)
             family.check(config.guidance, config.services.learner.shard == "base")
+            check_steps(config, family)
         except ValueError as error:  # name the model, not the temporary directory
             raise ValueError(str(error).replace(scratch, config.model.path)) from None
         yield (

@@ -18,18 +18,23 @@ from configs.sources import refuse_unreadable
 from policy import frozen
 from policy.decoders import check_decoder
 from policy.families import FAMILIES, Family, family_for
+from policy.families.schedule import fewest_steps
 from policy.precision.backends import resolve_backend
 from records.rundir import RunDirectory
 from rewards import check_settings, resolve
 from rewards.base import ScorerSetupError
 
 
-def check_model(config: RunConfig) -> None:
-    """Raise ConfigError for a model that is missing or unsuitable, without reading weights."""
+def check_model(config: RunConfig, explore_steps: Sequence[int] = ()) -> None:
+    """Raise ConfigError for a model that is missing or unsuitable, without reading weights.
+
+    ``explore_steps`` are further numbers of explore steps that a measurement tries.
+    """
     try:
         family = family_for(config.model)
         family.check(config.guidance, config.services.learner.shard == "base")
         family.check_weights()
+        check_steps(config, family, explore_steps)
         if config.explored_model != config.model:
             check_explored(config)
         if config.lora.targets:
@@ -61,6 +66,23 @@ def check_model(config: RunConfig) -> None:
             f"model.path: the configuration files of {config.model.path!r} do not describe a valid"
             f" model ({type(error).__name__}: {why}): download the pipeline again"
         ) from None
+
+
+def check_steps(config: RunConfig, family: Family, explore_steps: Sequence[int] = ()) -> None:
+    """Raise ValueError if the model's schedule does not allow a number of sampling steps."""
+    fewest = fewest_steps(family.part_config("scheduler"), family.model.schedule)
+    plan = config.plan
+    stages = [("evaluate.steps", config.evaluate.steps)]
+    if plan.explore is None or plan.regenerate:
+        stages.append(("regenerate.steps", config.regenerate.steps))
+    if plan.explore is not None:
+        stages += [("explore.steps", steps) for steps in (plan.explore.steps, *explore_steps)]
+    for key, steps in stages:
+        if steps < fewest:
+            raise ValueError(
+                f"{key}: {steps}: the schedule of {config.model.path!r} stretches to a last sigma"
+                f" above 0 (shift_terminal): use at least {fewest}"
+            )
 
 
 def check_prompts(config: RunConfig, prompts: Sequence[Prompt]) -> None:

@@ -63,7 +63,7 @@ def run(config: RunConfig, requested: Measurement, out: Path, say: Say) -> list[
     """
     halves_of(config, requested.seeds)
     backends(requested.backends)
-    check_model(config)
+    check_model(config, requested.steps)
     for key, stage in (("explore", config.explore), ("regenerate", config.regenerate)):
         missing = compiler_missing(device()) if stage.compile else None
         if missing is not None:

@@ -75,7 +75,7 @@ def run(config: RunConfig, requested: Measurement, out: Path, say: Say) -> list[
     Raises ConfigError if the settings cannot be measured, and RunFailed if an image cannot be
     scored or a gradient is not finite.
     """
-    check_model(config)
+    check_model(config, requested.steps)
     resolved = list(backends(requested.backends, say).values())
     choices = choices_of(config, requested, resolved)
     with measurement_context(

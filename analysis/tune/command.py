@@ -37,7 +37,7 @@ def run(config: RunConfig, tree: Tree, requested: TuneOptions, out: Path, say: S
         raise ConfigError(
             "tune: explore.paths: previews of paths are not measured: use explore.paths = false"
         )
-    check_model(config)
+    check_model(config, requested.steps)
     explore = config.explore
     resolved = backends(requested.backends or (explore.backend,), say)
     (own_backend,) = backends((explore.backend,))

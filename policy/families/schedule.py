@@ -26,6 +26,11 @@ def require_steps(steps: int) -> None:
         raise ValueError(f"{steps} sampling steps: at least 1 is needed")
 
 
+def fewest_steps(config: Tree, schedule: str) -> int:
+    """Return the smallest number of sampling steps with which ``flow_match_sigmas`` is defined."""
+    return 2 if schedule != "uniform" and config.get("shift_terminal") else 1
+
+
 def multistep_sigmas(config: Tree, steps: int, shift: float | None, name: str) -> Tensor:
     """Return the sigmas of diffusers' multistep scheduler of class ``name``: float32 [steps + 1].
 
@@ -86,7 +91,7 @@ def flow_match_sigmas(
     require_steps(steps)
     if schedule == "uniform":
         return torch.linspace(1.0, 0.0, steps + 1)
-    if steps == 1 and config.get("shift_terminal"):
+    if steps < fewest_steps(config, schedule):
         raise ValueError(
             "1 sampling step: this model's scheduler stretches the schedule to a last sigma above 0"
             " (shift_terminal), and needs at least 2"

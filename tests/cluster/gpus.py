@@ -1,5 +1,4 @@
-"""Services whose actors take ``LOADS_S`` to construct, on simulated nodes with one and with two
-GPUs.
+"""Services whose actors load until all of them do, on simulated nodes with one and with two GPUs.
 
 ``python -m tests.cluster.gpus`` runs in a process without another Ray, and prints the results.
 """
@@ -8,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +20,13 @@ from actors.messages import ActorInfo
 from actors.runtime import identity
 from cluster.driver.services import ActorServices
 from configs.load import load
-from records.rundir import RunDirectory
+from configs.schema import RunConfig
+from records.rundir import Event, RunDirectory
 from tests.cluster.nodes import Machines
 
-LOADS_S = 5.0
+ACTORS = 7
+"""One of each service, but two rollout and two reward actors."""
+DEADLINE_S = 240
 SHARES = {
     "one": {"learner": 0.5, "rollout": 0.15, "reward": 0.08, "encoder": 0.04},
     "two": {"rollout": 0.6, "reward": 0.3, "learner": 0.1, "encoder": 0.05},
@@ -35,10 +38,12 @@ With two GPUs, the second rollout actor has no room if both reward actors are pl
 
 
 class Loading:
-    """An actor that loads slowly, and reports its GPU."""
+    """An actor that has loaded once all actors are loading, and reports its GPU."""
 
-    def __init__(self, *arguments: object):
-        time.sleep(LOADS_S)
+    def __init__(self, folder: str):
+        (Path(folder) / str(os.getpid())).touch()
+        while len(list(Path(folder).iterdir())) < ACTORS:
+            time.sleep(0.05)
 
     def ready(self) -> ActorInfo:
         (gpu,) = ray.get_gpu_ids() or ["none"]
@@ -48,13 +53,17 @@ class Loading:
 class LoadingServices(ActorServices):
     """The services of a run, with such actors."""
 
+    def __init__(self, config: RunConfig, rundir: RunDirectory, event: Event):
+        self._folder = str(rundir.path)
+        super().__init__(config, rundir, event)
+
     def _spawner(self, kind: str, actor: type, *args: object) -> Callable[[str], Any]:
-        return super()._spawner(kind, Loading, *args)
+        return super()._spawner(kind, Loading, self._folder)
 
 
 async def start(node: str, scratch: Path) -> dict[str, Any]:
-    """Return the ``seconds`` of starting and, by GPU, the ``shares`` of the actors on it."""
-    settings = ["services.reward.actors=2", "services.start_deadline_s=30"]
+    """Return, by GPU, the ``shares`` of the actors on it."""
+    settings = ["services.reward.actors=2", f"services.start_deadline_s={DEADLINE_S}"]
     for kind, share in SHARES[node].items():
         settings += [f"services.{kind}.gpus={share}", f"services.{kind}.labels.home='{node}'"]
     recorded: list[dict[str, Any]] = []
@@ -62,17 +71,15 @@ async def start(node: str, scratch: Path) -> dict[str, Any]:
     services = LoadingServices(
         config, RunDirectory(scratch), lambda name, **row: recorded.append(row)
     )
-    began = time.monotonic()
     try:
         await services.start()
-        seconds = time.monotonic() - began
     finally:
         await services.stop()
     on: dict[str, list[float]] = {}
     for row in recorded:
         if row["kind"] in SHARES[node]:
             on.setdefault(row["device"], []).append(SHARES[node][row["kind"]])
-    return {"seconds": round(seconds, 2), "shares": {gpu: sorted(on[gpu]) for gpu in sorted(on)}}
+    return {gpu: sorted(on[gpu]) for gpu in sorted(on)}
 
 
 def main() -> None:
@@ -80,9 +87,10 @@ def main() -> None:
     one, two = (
         {"num_cpus": 8, "num_gpus": n, "labels": {"home": h}} for n, h in enumerate(SHARES, 1)
     )
-    with Machines(one, two), TemporaryDirectory() as scratch:
+    with Machines(one, two):
         for node in SHARES:
-            print(json.dumps(asyncio.run(start(node, Path(scratch)))), flush=True)
+            with TemporaryDirectory() as scratch:
+                print(json.dumps(asyncio.run(start(node, Path(scratch)))), flush=True)
 
 
 if __name__ == "__main__":

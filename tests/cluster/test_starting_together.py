@@ -17,7 +17,7 @@ from configs.load import load
 from planning.placement import Node
 from records.errors import RunFailed
 from records.rundir import RunDirectory
-from tests.cluster.gpus import LOADS_S, SHARES
+from tests.cluster.gpus import SHARES
 
 
 class Slow:
@@ -154,15 +154,16 @@ def test_a_failed_start_ends_the_waiting_of_the_others(made):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_services_on_simulated_gpus_start_in_parallel():
-    """It runs in a process without another Ray. One after the other, four services took four times
-    ``LOADS_S``.
+    """It runs in a process without another Ray. No actor has loaded before all of them load: one
+    after the other they would never start.
     """
     made = subprocess.run(
-        [sys.executable, "-m", "tests.cluster.gpus"], capture_output=True, text=True, timeout=280
+        [sys.executable, "-m", "tests.cluster.gpus"], capture_output=True, text=True, timeout=580
     )
+    assert made.returncode == 0, made.stderr
     one, two = (json.loads(line) for line in made.stdout.splitlines())
-    assert LOADS_S <= one["seconds"] < 3 * LOADS_S and LOADS_S <= two["seconds"] < 3 * LOADS_S
-    assert one["shares"] == {"0": [0.04, 0.08, 0.08, 0.15, 0.15, 0.5]}
+    assert one == {"0": [0.04, 0.08, 0.08, 0.15, 0.15, 0.5]}
     # rollout actors first, then reward actors: each on the fullest GPU with room
-    assert two["shares"] == {"0": [0.1, 0.3, 0.6], "1": [0.05, 0.3, 0.6]}
+    assert two == {"0": [0.1, 0.3, 0.6], "1": [0.05, 0.3, 0.6]}

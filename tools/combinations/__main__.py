@@ -19,7 +19,7 @@ from configs.schema import RunConfig
 from configs.section import Tree
 from records.errors import Stopped
 from records.rundir import RunDirectory
-from tools.combinations.draw import configured, drawn
+from tools.combinations.draw import configured, drawn, operational
 from tools.combinations.models import MODELS, changes, make
 from tools.combinations.use import use
 
@@ -61,7 +61,8 @@ class Combinations:
             base["name"] = f"{index:04d}-first"
             first = self._train(configured(base, settings), faults)
             use(self.out / "runs" / base["name"])
-            others, faults = other_actors(rng), injector(rng, faults)
+            others = [*operational(rng, base, settings), *other_actors(rng)]
+            faults = injector(rng, faults)
             base["name"] = f"{index:04d}-second"
             second = self._train(configured(base, [*settings, *others]), faults)
         except Stopped:

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from configs.load import ConfigError, apply, parse
 from configs.objectives import SETTINGS
+from configs.resume import OPERATIONAL, matches_key
 from configs.schema import RunConfig
 from configs.section import Section, Tree
 from planning.preflight import check_model
@@ -39,6 +40,8 @@ BACKENDS = ("emulated_nvfp4", "fp8", "bf16", "fp32")
 """Values of ``explore.backend`` that run on a CPU."""
 NUMBERS = (0, 0.25, 0.5, 1, 2, 3, 5)
 """Values of numeric settings, of which those within a setting's limits are drawn."""
+CHECKS = ("audit.identity_every", "rewards.deterministic")
+"""Settings that change no result, but add metrics of what was checked."""
 FEWEST, MOST = 6, 24
 """Numbers of settings that are tried for a run."""
 
@@ -50,11 +53,36 @@ def drawn(rng: random.Random, base: Tree) -> list[str]:
     before it is left out.
     """
     name = rng.choice(sorted(SETTINGS))
-    kept = [f"objective.name={json.dumps(name)}"]
-    values = options(name)
-    for key in rng.sample(sorted(values), rng.randint(FEWEST, min(MOST, len(values)))):
+    first, values = f"objective.name={json.dumps(name)}", options(name)
+    number = rng.randint(FEWEST, min(MOST, len(values)))
+    return [first, *_drawn_of(values, number, rng, base, [first])]
+
+
+def operational(rng: random.Random, base: Tree, settings: Sequence[str]) -> list[str]:
+    """Return random overrides of settings that must not change the results of a run.
+
+    They are those that a resumed run may change (``configs.resume.OPERATIONAL``).
+    """
+    values = {
+        key: found
+        for key, found in options(configured(base, settings).objective.name).items()
+        if any(matches_key(pattern, key) for pattern in OPERATIONAL) and key not in CHECKS
+    }
+    return _drawn_of(values, rng.randint(0, len(values)), rng, base, settings)
+
+
+def _drawn_of(
+    values: Mapping[str, list[Any]],
+    number: int,
+    rng: random.Random,
+    base: Tree,
+    settings: Sequence[str],
+) -> list[str]:
+    """Return overrides of ``number`` settings, less those that are not valid with the others."""
+    kept: list[str] = []
+    for key in rng.sample(sorted(values), number):
         override = f"{key}={json.dumps(rng.choice(values[key]))}"
-        if is_valid(base, [*kept, override]):
+        if is_valid(base, [*settings, *kept, override]):
             kept.append(override)
     return kept
 
