@@ -178,9 +178,13 @@ def _ring(
     config: RunConfig, iterations: int, board: Board, record: Record
 ) -> tuple[SimulatedServices, Ring]:
     """Return the services and the ring of a run with ``iterations`` iterations."""
-    # simulated scores are random
+    # simulated scores are random: they neither repeat nor agree
     rewards = config.rewards.model_copy(update={"deterministic": False})
-    config = config.model_copy(update={"iterations": iterations, "rewards": rewards})
+    unlimited = {"min_tau": None, "min_sign_agreement": None, "action": "warn"}
+    audit = config.audit.model_copy(update=unlimited)
+    config = config.model_copy(
+        update={"iterations": iterations, "rewards": rewards, "audit": audit}
+    )
     services = SimulatedServices(config, board, _nothing, record)
     prompts = [Prompt(f"prompt {n}") for n in range(config.prompts.per_iteration)]
     progress = Progress(console=Console(quiet=True), clock=clock.now)

@@ -373,3 +373,16 @@ def test_layout_search_predicts_the_simulated_time(name, gpus, most):
     mine = plan.scenarios.mine
     result, searched = run(mine).iteration, mine.prediction.iteration
     assert 0.98 * searched <= result <= most * searched
+
+
+def test_thresholds_of_the_audit_have_no_effect_on_random_rewards(capsys):
+    """Simulated rewards do not agree: the monitor told of a misleading ranking, or chose a finer
+    backend than "auto", which ended the plan with a traceback.
+    """
+    plain, audit = config(actors=1), {"patience": 1, "action": "finer_backend"}
+    tree = plain.model_dump(mode="json")
+    limited = parse(tree | {"audit": {**tree["audit"], "min_sign_agreement": 1.0, **audit}})
+    actors_on_gpu = dict.fromkeys(("rollout", "learner", "reward", "encoder", "selector"), 1)
+    hardware = Hardware({"one": DURATIONS}, [GpuAssignment("one", 1, actors_on_gpu)])
+    assert simulate(limited, hardware).iteration == simulate(plain, hardware).iteration
+    assert capsys.readouterr().out == ""
