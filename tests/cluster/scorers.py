@@ -46,6 +46,15 @@ class Closeness:
         return -np.abs(images.astype(np.float32) - sources).mean((1, 2, 3))
 
 
+class Brightness:
+    """The mean of an image, in grey levels."""
+
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    ) -> np.ndarray:
+        return images.reshape(len(images), -1).mean(1).astype(np.float32)
+
+
 class Misbehaves:
     """Scores an image by its mean, except as ``kind`` says; "once ..." only while the file ``mark``
     is missing.

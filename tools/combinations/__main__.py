@@ -37,6 +37,7 @@ SMALL = {
     "optimizer__lr": 1e-3,
     "logging__grid_prompts": 1,
 }
+BRIGHTNESS = "tests.cluster.scorers:Brightness"
 LONGEST_DELAY_S = 0.2
 STOPPED = 130
 
@@ -55,6 +56,8 @@ class Combinations:
         rng = random.Random(f"{self.seed} {index}")
         model = rng.choice(MODELS)
         base = self._base(model)
+        if rng.randrange(2):  # something to combine
+            base["rewards"]["scorers"].append({"name": BRIGHTNESS, "weight": 0.5})
         settings, faults = drawn(rng, base), FaultInjector()
         others: list[str] = []
         try:

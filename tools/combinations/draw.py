@@ -24,7 +24,7 @@ LEFT_OUT = (
     # given by the tool and the tiny models
     *("name", "run_root", "iterations", "model.family", "model.height", "model.width"),
     *("model.frames", "model.guidance", "model.max_sequence_length", "objective.name"),
-    *("explore.height", "explore.width", "explore.frames", "explore.decoder", "rewards.frames"),
+    *("explore.height", "explore.width", "explore.decoder"),
     *("evaluate.prompts", "optimizer.lr"),
     # compiling takes minutes
     *("explore.compile", "regenerate.compile", "optimizer.compile"),
@@ -38,6 +38,12 @@ OF_SERVICES = ("share", "shard", "between_turns", "replicas")
 """Settings of a service that are drawn. The others say where and how long actors work."""
 BACKENDS = ("emulated_nvfp4", "fp8", "bf16", "fp32")
 """Values of ``explore.backend`` that run on a CPU."""
+MORE: dict[str, list[Any]] = {
+    "explore.modules_to_not_convert": [["*to_q"], ["*.0.*"], ["*"]],
+    "lora.targets": [["to_q"], ["to_k", "to_v"], ["to_out.0"]],
+    "guidance.negative_prompt": ["a blue cross"],
+}
+"""Values of settings that the schema does not give."""
 NUMBERS = (0, 0.25, 0.5, 1, 2, 3, 5)
 """Values of numeric settings, of which those within a setting's limits are drawn."""
 CHECKS = ("audit.identity_every", "rewards.deterministic")
@@ -109,10 +115,11 @@ def options(objective: str) -> dict[str, list[Any]]:
     found = dict(_of_table("", tables))
     found |= _of_table("objective.", SETTINGS[objective].model_fields)
     found["explore.backend"] = list(BACKENDS)
+    found |= MORE
     return {
         key: values
         for key, values in found.items()
-        if len(values) > 1 and not any(f"{key}.".startswith(f"{each}.") for each in LEFT_OUT)
+        if values and not any(f"{key}.".startswith(f"{each}.") for each in LEFT_OUT)
     }
 
 
