@@ -76,7 +76,9 @@ def test_the_seeds_that_the_run_itself_would_choose_are_measured(config):
     assert row["measures"]["top2_rank"]["mean"] == 7.5
     assert row["measures"]["contrast2"]["mean"] == -1
     assert summary["perfect"]["contrast4"]["mean"] == 1
-    assert "top/bottom-2" in "".join(tables(summary)) and "top8_rank" not in summary["no_information"]
+    assert (
+        "top/bottom-2" in "".join(tables(summary)) and "top8_rank" not in summary["no_information"]
+    )
     assert halves_of(config.model_copy(update={"selection": Selection(keep=24)}), 96) == (4, 8, 12)
 
 
