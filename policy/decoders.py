@@ -122,12 +122,18 @@ def check_decoder(config: RunConfig, family: Family) -> None:
     """Raise an error if the configured tiny decoder cannot decode this model's latents.
 
     Reads no weights. Raises FileNotFoundError if the decoder is missing, and ValueError if it was
-    made for other latents or if the model generates video. The message is one line.
+    made for other latents, or if the model generates video or latents that no tiny decoder decodes.
+    The message is one line.
     """
     if config.plan.explore is None or config.explore.decoder == "full":
         return
     if family.video:
         raise ValueError("explore.decoder: 'tiny' does not decode clips: use 'full'")
+    if family.own_statistics:
+        raise ValueError(
+            f"explore.decoder: no {CLASS} decodes latents of family {family.name!r}, which are"
+            " normalized by statistics of its own autoencoder: use 'full'"
+        )
     directory = _weights_file(config, family).parent
     try:
         blank = meta_decoder(config, family, torch.float32)

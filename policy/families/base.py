@@ -30,6 +30,8 @@ class Family(Pipeline, ABC):
     * ``trained``: last names of the paths of trained linears; ``*`` matches anything.
     * ``fuse``: rows of linears of one block that read the same input and may run as one product.
     * ``tiny_decoder``: hub id of a published AutoencoderTiny for its latents.
+    * ``own_statistics``: True if ``unscale`` needs statistics of the model's autoencoder, which an
+      AutoencoderTiny does not have.
     * ``video``: True if it generates clips of ``model.frames`` frames.
     * ``edits``: True if every prompt has a source image.
     * ``native``: True if it can read weights in the format of the model's original code,
@@ -40,6 +42,7 @@ class Family(Pipeline, ABC):
     trained: tuple[str, ...] = ()
     fuse: tuple[tuple[str, ...], ...] = ()
     tiny_decoder: str | None = None
+    own_statistics: bool = False
     video: bool = False
     edits: bool = False
     native: bool = False

@@ -48,6 +48,7 @@ class Flux2(Family):
         "proj_out",
     )
     fuse = (joint.IMAGE_QKV, joint.TEXT_QKV)
+    own_statistics = True
 
     @property
     def embeds_guidance(self) -> bool:

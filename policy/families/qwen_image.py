@@ -38,6 +38,7 @@ class QwenImage(joint.PackedLatents):
         "proj_out",
     )
     fuse = (joint.IMAGE_QKV, joint.TEXT_QKV)
+    own_statistics = True
 
     @cached_property
     def lora_targets(self) -> tuple[str, ...]:

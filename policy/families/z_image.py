@@ -45,6 +45,7 @@ class ZImage(Family):
         ("attention.to_q", "attention.to_k", "attention.to_v"),
         ("feed_forward.w1", "feed_forward.w3"),
     )
+    tiny_decoder = "madebyollin/taef1"  # its autoencoder is that of FLUX.1
 
     @cached_property
     def latent_shape(self) -> tuple[int, ...]:

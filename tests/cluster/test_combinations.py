@@ -10,7 +10,8 @@ import pytest
 from configs.objectives import SETTINGS
 from tests.cluster.runs import tiny_config
 from tools.combinations import __main__ as combinations
-from tools.combinations.draw import LEFT_OUT, drawn, is_valid, options
+from tools.combinations.draw import LEFT_OUT, can_start, drawn, options
+from tools.combinations.plans import check_plans, try_plan
 from tools.combinations.use import use
 
 
@@ -32,13 +33,13 @@ def test_drawn_settings_are_valid_and_depend_on_the_seed_only(tiny_sd3_dir, tmp_
     base = json.loads(json.dumps({**config.model_dump(exclude_unset=True), "objective": {}}))
     found = [drawn(random.Random(seed), base) for seed in range(40)]
     assert found[:5] == [drawn(random.Random(seed), base) for seed in range(5)]
-    assert all(is_valid(base, settings) for settings in found)
+    assert all(can_start(base, settings) for settings in found)
     names = Counter(json.loads(settings[0].partition("=")[2]) for settings in found)
     assert set(names) == set(SETTINGS)
     keys = {setting.partition("=")[0] for settings in found for setting in settings}
     assert len(keys) > 80
-    assert not is_valid(base, ["selection.keep=3"])  # odd, for best and worst
-    assert not is_valid(base, ["model.fps=2"])  # refused by the model, not by the configuration
+    assert not can_start(base, ["selection.keep=3"])  # odd, for best and worst
+    assert not can_start(base, ["model.fps=2"])  # refused by the model, not by the configuration
 
 
 @pytest.mark.slow
@@ -72,3 +73,22 @@ def test_a_run_that_differs_is_named_with_its_settings(tiny_sd3_dir, tmp_path, m
     why = combinations.Combinations(tmp_path, 0).try_one(0)
     assert why is not None and why.startswith("lora differ; sd3: objective.name=")
     assert "services.rollout.actors=" in why and why.endswith("; no fault")
+
+
+def test_a_plan_with_random_settings(monkeypatch):
+    monkeypatch.setattr("tools.combinations.plans.preset_names", lambda: ["sana-sol_rl-hpsv2"])
+    monkeypatch.setattr("tools.combinations.plans.drawn", lambda *_: ["selection.rule=random"])
+    assert try_plan(0, 0) == (False, None)
+    monkeypatch.setattr("tools.combinations.plans.drawn", lambda *_: ["explore.pool_size=4"])
+    assert try_plan(0, 0) == (True, None)  # fewer than selection.keep
+
+
+def test_a_plan_below_its_bound_and_one_that_more_gpus_slow_down_are_found():
+    plan = {"iteration_s": 2.0, "bound_s": 1.9}
+    check_plans(plan, plan)
+    with pytest.raises(ValueError, match="iteration of 1.0 s, bound 1.9 s"):
+        check_plans(plan, {**plan, "iteration_s": 1.0})
+    with pytest.raises(ValueError, match="2.0 s, 2.1 s on twice the GPUs"):
+        check_plans(plan, {**plan, "iteration_s": 2.1})
+    with pytest.raises(ValueError, match="not on twice the GPUs"):
+        check_plans(plan, None)

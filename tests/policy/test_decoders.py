@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderTiny
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
@@ -32,33 +31,17 @@ from policy.precision.backends import BACKENDS
 from shapes.checksum import checksum
 from shapes.decoder_build import psnr
 from tests.learner.tiny import tiny_config, tiny_groups, tiny_trainer
+from tests.tiny_decoder import write_tiny_decoder
 from tests.tiny_families import tiny_model
-from tests.tiny_sd3 import TINY_HEIGHT, TINY_LATENT, TINY_WIDTH
+from tests.tiny_sd3 import TINY_HEIGHT, TINY_WIDTH
 
 CPU = torch.device("cpu")
-
-
-def write_tiny(directory, channels: int = TINY_LATENT[0], stages: int = 2) -> str:
-    """Write a tiny decoder with random weights. Each stage but the first doubles height
-    and width.
-    """
-    torch.manual_seed(0)
-    AutoencoderTiny(
-        encoder_block_out_channels=(4,) * stages,
-        decoder_block_out_channels=(8,) * stages,
-        latent_channels=channels,
-        num_encoder_blocks=(1,) * stages,
-        num_decoder_blocks=(1,) * stages,
-        # published files contain the shift of their model, which a tiny decoder does not apply
-        shift_factor=0.5,
-    ).save_pretrained(directory)
-    return str(directory)
 
 
 @pytest.fixture
 def config(tiny_sd3_dir, tmp_path):
     explore = {"pool_size": 8, "backend": "fp32", "decoder": "tiny"}
-    explore["decoder_path"] = write_tiny(tmp_path / "decoder")
+    explore["decoder_path"] = write_tiny_decoder(tmp_path / "decoder")
     return tiny_config(tiny_sd3_dir, explore=explore)
 
 
@@ -117,9 +100,11 @@ def test_unsuitable_tiny_decoder_is_refused_in_one_line(config, tmp_path):
 
     assert "config.json not found in" in refusal_of(str(tmp_path / "nowhere"))
     assert "does not accept this model's latents" in refusal_of(
-        write_tiny(tmp_path / "a", channels=7)
+        write_tiny_decoder(tmp_path / "a", channels=7)
     )
-    assert "makes images of 32x32 pixels" in refusal_of(write_tiny(tmp_path / "b", stages=3))
+    assert "makes images of 32x32 pixels" in refusal_of(
+        write_tiny_decoder(tmp_path / "b", stages=3)
+    )
     assert "run `hf download madebyollin/taesd3`" in refusal_of(None)
     (tmp_path / "decoder" / "diffusion_pytorch_model.safetensors").rename(tmp_path / "away")
     assert "diffusion_pytorch_model.safetensors not found in" in refusal_of(
@@ -150,6 +135,22 @@ def test_family_without_a_known_tiny_decoder_needs_a_path(config, tiny_sana_dir)
     sana = config.model_copy(update={"model": model, "explore": explore})
     with pytest.raises(ValueError, match="no default tiny decoder of family 'sana' is known"):
         check_decoder(sana, family_for(model))
+
+
+@pytest.mark.parametrize("name", ["flux2", "qwen_image"])
+def test_latents_with_statistics_of_their_autoencoder_refuse_a_tiny_decoder(name, config, request):
+    model = tiny_model(name, request.getfixturevalue(f"tiny_{name}_dir"))
+    with pytest.raises(ConfigError, match=f"no AutoencoderTiny decodes latents of family '{name}'"):
+        check_model(config.model_copy(update={"model": model}))
+
+
+def test_z_image_has_the_tiny_decoder_of_flux(config, tiny_z_image_dir):
+    model = tiny_model("z_image", tiny_z_image_dir)
+    check_decoder(config.model_copy(update={"model": model}), family_for(model))
+    explore = config.explore.model_copy(update={"decoder_path": None})
+    found = config.model_copy(update={"model": model, "explore": explore})
+    with pytest.raises(FileNotFoundError, match="'madebyollin/taef1' is not in this machine's"):
+        check_decoder(found, family_for(model))
 
 
 @pytest.mark.parametrize("arm", ["diffusionnft", "naive_scaling", "naive_quant"])

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tools.combinations
+from configs.rewards import Scorer
 from configs.schema import RunConfig
 from configs.section import Tree
 from records.errors import Stopped
 from records.rundir import RunDirectory
 from tools.combinations.draw import configured, drawn, operational
 from tools.combinations.models import MODELS, changes, make
+from tools.combinations.plans import try_plans
 from tools.combinations.use import use
 
 if TYPE_CHECKING:
@@ -38,6 +40,13 @@ SMALL = {
     "logging__grid_prompts": 1,
 }
 BRIGHTNESS = "tests.cluster.scorers:Brightness"
+AUTOSCALE = {
+    "services.autoscale.enabled": True,
+    "services.autoscale.patience": 1,
+    "services.autoscale.grow_above": 0.01,
+    "services.autoscale.shrink_below": 0.99,
+}
+"""Settings with which the rollout pool grows or shrinks after every iteration."""
 LONGEST_DELAY_S = 0.2
 STOPPED = 130
 
@@ -55,7 +64,7 @@ class Combinations:
 
         rng = random.Random(f"{self.seed} {index}")
         model = rng.choice(MODELS)
-        base = self._base(model)
+        base = self._base(model, rng.choice((1, 2)))
         if rng.randrange(2):  # something to combine
             base["rewards"]["scorers"].append({"name": BRIGHTNESS, "weight": 0.5})
         settings, faults = drawn(rng, base), FaultInjector()
@@ -64,7 +73,7 @@ class Combinations:
             base["name"] = f"{index:04d}-first"
             first = self._train(configured(base, settings), faults)
             use(self.out / "runs" / base["name"])
-            others = [*operational(rng, base, settings), *other_actors(rng)]
+            others = [*operational(rng, base, settings), *other_actors(rng, base)]
             faults = injector(rng, faults)
             base["name"] = f"{index:04d}-second"
             second = self._train(configured(base, [*settings, *others]), faults)
@@ -84,12 +93,13 @@ class Combinations:
         shutil.rmtree(RunDirectory.of(config).path, ignore_errors=True)
         return outcome(trained(config, faults), config.iterations)
 
-    def _base(self, name: str) -> Tree:
+    def _base(self, name: str, scale: int) -> Tree:
         from tests.cluster.runs import tiny_config
 
         path = self.models[name]
         tree = tiny_config(path, self.out, "base", **SMALL).model_dump(exclude_unset=True)
-        tree |= {"objective": {}, **changes(name, path, self.out)}
+        more = changes(name, path, self.out, scale)
+        tree |= {"objective": {}, **more, "explore": {**tree["explore"], **more["explore"]}}
         return json.loads(json.dumps(tree))
 
 
@@ -105,13 +115,23 @@ def trained(config: RunConfig, faults: FaultInjector) -> RunDirectory:
         return run_here(config, resume=True)
 
 
-def other_actors(rng: random.Random) -> list[str]:
-    """Return random numbers of actors and of tasks, which must not change results."""
-    return [
-        f"services.rollout.actors={rng.choice((1, 3))}",
-        f"services.rollout.in_flight={rng.choice((1, 3))}",
-        f"services.reward.actors={rng.choice((1, 2))}",
-    ]
+def other_actors(rng: random.Random, base: Tree) -> list[str]:
+    """Return random numbers of actors and of tasks, which must not change results.
+
+    In one run of three the rollout pool is scaled automatically, after every iteration.
+    """
+    actors = rng.choice((1, 3))
+    settings: dict[str, Any] = {
+        "services.rollout.actors": actors,
+        "services.rollout.in_flight": rng.choice((1, 3)),
+        "services.reward.actors": rng.choice((1, 2)),
+    }
+    scorer = Scorer(**rng.choice(base["rewards"]["scorers"]))
+    if not rng.randrange(3):
+        settings[f"services.scorers.{scorer.label}.actors"] = rng.choice((1, 2))
+    if not rng.randrange(3):
+        settings |= {**AUTOSCALE, "services.rollout.max_actors": actors + 1}
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
 def injector(rng: random.Random, undisturbed: FaultInjector) -> FaultInjector:
@@ -148,6 +168,8 @@ def described(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try the runs and print a line for each that went wrong; return 1 if any did."""
     options = _parser().parse_args(arguments)
+    if options.plans:
+        return try_plans(range(options.first, options.plans), options.seed)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import ray
@@ -183,7 +205,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="make combinations", description=(tools.combinations.__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--runs", type=int, default=20, help="runs 0 to RUNS - 1")
-    parser.add_argument("--first", type=int, default=0, metavar="I", help="runs I to RUNS - 1")
+    parser.add_argument(
+        "--plans", type=int, default=0, help="plans 0 to PLANS - 1 of published models, and no runs"
+    )
+    parser.add_argument("--first", type=int, default=0, metavar="I", help="begin with number I")
     parser.add_argument("--seed", type=int, default=0, help="of settings and faults")
     parser.add_argument("--out", metavar="DIR", help="directory (default: runs/combinations-SEED)")
     return parser

@@ -7,7 +7,7 @@ import json
 import random
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 import annotated_types
@@ -24,17 +24,14 @@ LEFT_OUT = (
     # given by the tool and the tiny models
     *("name", "run_root", "iterations", "model.family", "model.height", "model.width"),
     *("model.frames", "model.guidance", "model.max_sequence_length", "objective.name"),
-    *("explore.height", "explore.width", "explore.decoder"),
-    *("evaluate.prompts", "optimizer.lr"),
-    # compiling takes minutes
-    *("explore.compile", "regenerate.compile", "optimizer.compile"),
+    *("explore.width", "evaluate.prompts", "optimizer.lr"),
     # end a run, or say where and how long actors work
     *("stop", "layout", "services.start_deadline_s", "services.wait_for_nodes_s"),
     *("services.node_silence_s", "services.autoscale"),
     *("logging.prometheus_port", "logging.report_every_s", "logging.wandb"),
 )
 """Settings, or tables, that are not drawn."""
-OF_SERVICES = ("share", "shard", "between_turns", "replicas")
+OF_SERVICES = ("share", "shard", "between_turns", "replicas", "threads", "regenerate_threads")
 """Settings of a service that are drawn. The others say where and how long actors work."""
 BACKENDS = ("emulated_nvfp4", "fp8", "bf16", "fp32")
 """Values of ``explore.backend`` that run on a CPU."""
@@ -42,8 +39,15 @@ MORE: dict[str, list[Any]] = {
     "explore.modules_to_not_convert": [["*to_q"], ["*.0.*"], ["*"]],
     "lora.targets": [["to_q"], ["to_k", "to_v"], ["to_out.0"]],
     "guidance.negative_prompt": ["a blue cross"],
+    "explore.height": [
+        {"explore.height": height, "explore.width": width}
+        for height, width in ((16, 16), (16, 32), (32, 32), (32, 64))
+    ],
 }
-"""Values of settings that the schema does not give."""
+"""Values of settings that the schema does not give. A table has the values of several settings."""
+SELDOM = ("explore.compile", "regenerate.compile", "optimizer.compile")
+"""Settings that make a run take minutes. They are drawn in one of ``SELDOM_IN`` cases."""
+SELDOM_IN = 8
 NUMBERS = (0, 0.25, 0.5, 1, 2, 3, 5)
 """Values of numeric settings, of which those within a setting's limits are drawn."""
 CHECKS = ("audit.identity_every", "rewards.deterministic")
@@ -52,7 +56,18 @@ FEWEST, MOST = 6, 24
 """Numbers of settings that are tried for a run."""
 
 
-def drawn(rng: random.Random, base: Tree) -> list[str]:
+def can_start(base: Tree, overrides: Sequence[str]) -> bool:
+    """Return True if ``sol-rl train`` would start with ``base`` and ``overrides``."""
+    try:
+        check_model(configured(base, overrides))
+    except ConfigError:
+        return False
+    return True
+
+
+def drawn(
+    rng: random.Random, base: Tree, is_valid: Callable[[Tree, Sequence[str]], bool] = can_start
+) -> list[str]:
     """Return random overrides ``key=value`` with which ``base`` is a valid configuration.
 
     Its table ``objective`` is empty. They are drawn one after the other; one that contradicts those
@@ -61,7 +76,7 @@ def drawn(rng: random.Random, base: Tree) -> list[str]:
     name = rng.choice(sorted(SETTINGS))
     first, values = f"objective.name={json.dumps(name)}", options(name)
     number = rng.randint(FEWEST, min(MOST, len(values)))
-    return [first, *_drawn_of(values, number, rng, base, [first])]
+    return [first, *_drawn_of(values, number, rng, base, [first], is_valid)]
 
 
 def operational(rng: random.Random, base: Tree, settings: Sequence[str]) -> list[str]:
@@ -74,7 +89,7 @@ def operational(rng: random.Random, base: Tree, settings: Sequence[str]) -> list
         for key, found in options(configured(base, settings).objective.name).items()
         if any(matches_key(pattern, key) for pattern in OPERATIONAL) and key not in CHECKS
     }
-    return _drawn_of(values, rng.randint(0, len(values)), rng, base, settings)
+    return _drawn_of(values, rng.randint(0, len(values)), rng, base, settings, can_start)
 
 
 def _drawn_of(
@@ -83,23 +98,19 @@ def _drawn_of(
     rng: random.Random,
     base: Tree,
     settings: Sequence[str],
+    is_valid: Callable[[Tree, Sequence[str]], bool],
 ) -> list[str]:
     """Return overrides of ``number`` settings, less those that are not valid with the others."""
     kept: list[str] = []
     for key in rng.sample(sorted(values), number):
-        override = f"{key}={json.dumps(rng.choice(values[key]))}"
-        if is_valid(base, [*settings, *kept, override]):
-            kept.append(override)
+        value, seldom = rng.choice(values[key]), rng.randrange(SELDOM_IN)
+        if key in SELDOM and seldom:
+            continue
+        several = value if isinstance(value, dict) else {key: value}
+        overrides = [f"{name}={json.dumps(each)}" for name, each in several.items()]
+        if is_valid(base, [*settings, *kept, *overrides]):
+            kept += overrides
     return kept
-
-
-def is_valid(base: Tree, overrides: Sequence[str]) -> bool:
-    """Return True if ``sol-rl train`` would start with ``base`` and ``overrides``."""
-    try:
-        check_model(configured(base, overrides))
-    except ConfigError:
-        return False
-    return True
 
 
 def configured(base: Tree, overrides: Sequence[str]) -> RunConfig:

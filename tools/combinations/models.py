@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 
 from configs.section import Tree
@@ -20,6 +21,9 @@ MODELS = (
     *VARIANTS,
 )
 
+STAGES = ("encoder_block_out_channels", "block_out_channels", "dim_mult")
+"""Settings of autoencoders that have an item per resolution."""
+
 
 def make(name: str, out: Path) -> Path:
     """Return the pipeline directory of a model below ``out``, which is written if it is missing."""
@@ -31,17 +35,32 @@ def make(name: str, out: Path) -> Path:
     return path
 
 
-def changes(name: str, path: Path, out: Path) -> Tree:
-    """Return the tables of a configuration that depend on the model."""
+def changes(name: str, path: Path, out: Path, scale: int) -> Tree:
+    """Return the tables of a configuration that depend on the model.
+
+    The sides of images are ``scale`` times those of the tests.
+    """
     from tests.cluster.runs import write_edits
     from tests.tiny_families import EDITING, SETTINGS
 
     family = name if name in SETTINGS else "wan"
     settings = SETTINGS[family]
-    tables: Tree = {"model": {"family": family, "path": str(path), **settings}}
+    sides = {side: scale * settings[side] for side in ("height", "width")}
+    tables: Tree = {"model": {"family": family, "path": str(path), **settings, **sides}}
+    tables["explore"] = {"decoder_path": _tiny_decoder(path)}
     if name in EDITING:
-        file = write_edits(out / "edits" / name, settings["height"], settings["width"])
+        file = write_edits(out / "edits" / f"{name}-{scale}", **sides)
         prompts = {"train": str(file), "test": str(file), "per_iteration": 2}
         tables["prompts"] = {**prompts, "allow_overlap": True}
         tables["rewards"] = {"scorers": [{"name": "tests.cluster.scorers:Closeness"}]}
     return tables
+
+
+def _tiny_decoder(path: Path) -> str:
+    """Return the directory of a random AutoencoderTiny for a model's latents."""
+    from tests.tiny_decoder import write_tiny_decoder
+
+    vae = json.loads((path / "vae/config.json").read_text())
+    stages = next(len(vae[key]) for key in STAGES if key in vae)
+    channels = vae.get("latent_channels") or vae["z_dim"]
+    return write_tiny_decoder(path / "tiny_decoder", channels, stages)
