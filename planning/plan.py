@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -37,10 +37,11 @@ from planning.layouts.scenario import Scenarios, one_more, scenario_of
 from planning.layouts.spec import configured_layout
 from planning.object_store import NOTHING_SENT, object_store_bytes
 from planning.placement import Node, NoRoom, needs_of, place
-from planning.preflight import check_steps
+from planning.preflight import check_settings_of_model
 from planning.resident_memory import actor_memory
 from planning.sizes import WireBytes
 from planning.stages import Stage, stages_of
+from policy.decoders import check_decoder
 from policy.families import Family, family_for
 from policy.families.architectures import find_by_hub_id, write_configs
 from policy.types import DTYPES
@@ -206,8 +207,9 @@ def open_architecture(config: RunConfig) -> Iterator[tuple[Family, str]]:
             model = model.model_copy(update={"path": path})
         try:
             family = family_for(model)
-            family.check(config.guidance, config.services.learner.shard == "base")
-            check_steps(config, family)
+            check_settings_of_model(config, family)
+            with suppress(FileNotFoundError):  # the decoder need not be on this machine
+                check_decoder(config, family)
         except ValueError as error:  # name the model, not the temporary directory
             raise ValueError(str(error).replace(scratch, config.model.path)) from None
         yield (

@@ -14,6 +14,7 @@ from configs.load import ConfigError
 from configs.prompts import Prompt, changed_files
 from configs.resume import differences
 from configs.schema import RunConfig
+from configs.sections import Model
 from configs.sources import refuse_unreadable
 from policy import frozen
 from policy.decoders import check_decoder
@@ -32,21 +33,8 @@ def check_model(config: RunConfig, explore_steps: Sequence[int] = ()) -> None:
     """
     try:
         family = family_for(config.model)
-        family.check(config.guidance, config.services.learner.shard == "base")
         family.check_weights()
-        check_steps(config, family, explore_steps)
-        if config.explored_model != config.model:
-            check_explored(config)
-        if config.lora.targets:
-            from policy.lora import target_modules
-
-            target_modules(family.skeleton(), config.lora.targets)
-        unconverted = config.explore.modules_to_not_convert
-        layers = layers_on_disk(family) if unconverted else []
-        if not all(any(fnmatchcase(name, pattern) for name in layers) for pattern in unconverted):
-            from policy.precision.swap import quantize_plan
-
-            quantize_plan(family.skeleton(), family, unconverted)
+        check_settings_of_model(config, family, explore_steps)
         check_decoder(config, family)
         if config.lora.base != "full" and (why := frozen.missing()) is not None:
             raise ValueError(f"lora.base = {config.lora.base!r}: {why}")
@@ -66,6 +54,31 @@ def check_model(config: RunConfig, explore_steps: Sequence[int] = ()) -> None:
             f"model.path: the configuration files of {config.model.path!r} do not describe a valid"
             f" model ({type(error).__name__}: {why}): download the pipeline again"
         ) from None
+
+
+def check_settings_of_model(
+    config: RunConfig, family: Family, explore_steps: Sequence[int] = ()
+) -> None:
+    """Raise ValueError if settings do not suit the model. Reads only its configuration files.
+
+    ``family`` has the settings of ``config.model``, possibly with another path.
+    """
+    family.check(config.guidance, config.services.learner.shard == "base")
+    check_steps(config, family, explore_steps)
+    if config.explored_model != config.model:
+        check_explored(config.explored_model.model_copy(update={"path": family.model.path}))
+    if config.lora.targets:
+        from policy.lora import target_modules
+
+        target_modules(family.skeleton(), config.lora.targets)
+    unconverted = config.explore.modules_to_not_convert
+    layers = layers_on_disk(family) if unconverted else []
+    if not all(any(fnmatchcase(name, pattern) for name in layers) for pattern in unconverted):
+        from policy.precision.swap import quantize_plan
+
+        quantize_plan(family.skeleton(), family, unconverted)
+    if config.lora.base != "full":
+        frozen.frozen_rows(family.skeleton(), family, unconverted)
 
 
 def check_steps(config: RunConfig, family: Family, explore_steps: Sequence[int] = ()) -> None:
@@ -130,10 +143,10 @@ def layers_on_disk(family: Family) -> list[str]:
     return layers
 
 
-def check_explored(config: RunConfig) -> None:
-    """Raise ValueError if the model cannot generate proxy images of the configured size."""
+def check_explored(model: Model) -> None:
+    """Raise ValueError if a model cannot generate proxy images of the size in ``model``."""
     try:
-        family = family_for(config.explored_model)
+        family = family_for(model)
         if family.edits:
             raise ValueError(
                 "model.height: a model that edits images must explore at the training size: leave"

@@ -127,13 +127,6 @@ def check_decoder(config: RunConfig, family: Family) -> None:
     """
     if config.plan.explore is None or config.explore.decoder == "full":
         return
-    if family.video:
-        raise ValueError("explore.decoder: 'tiny' does not decode clips: use 'full'")
-    if family.own_statistics:
-        raise ValueError(
-            f"explore.decoder: no {CLASS} decodes latents of family {family.name!r}, which are"
-            " normalized by statistics of its own autoencoder: use 'full'"
-        )
     directory = _weights_file(config, family).parent
     try:
         blank = meta_decoder(config, family, torch.float32)
@@ -165,9 +158,16 @@ def _configured_for_latents(vae: Diffusers, family: Family) -> nn.Module:
 def _weights_file(config: RunConfig, family: Family) -> Path:
     """Return the weights file of the tiny decoder: in its directory, or in the hub's cache.
 
-    Raises FileNotFoundError if a file is missing on this machine, and ValueError if there is no
-    tiny decoder for this family or the directory contains another class of model.
+    Raises FileNotFoundError if a file is missing on this machine, and ValueError if no tiny decoder
+    decodes latents of this family, none is known, or the directory contains another class of model.
     """
+    if family.video:
+        raise ValueError("explore.decoder: 'tiny' does not decode clips: use 'full'")
+    if family.own_statistics:
+        raise ValueError(
+            f"explore.decoder: no {CLASS} decodes latents of family {family.name!r}, which are"
+            " normalized by statistics of its own autoencoder: use 'full'"
+        )
     name = config.explore.decoder_path or family.tiny_decoder
     if name is None:
         raise ValueError(

@@ -91,7 +91,7 @@ def frozen_rows(
 
     Rollout actors load all other layers from the model's own files, so they would not explore with
     the packed weights of a layer that they do not quantize. ``patterns`` are as in
-    ``explore.modules_to_not_convert``.
+    ``explore.modules_to_not_convert``. Raises ValueError if no layer can be packed.
     """
     modules = dict(transformer.named_modules())
     plans = [
@@ -99,11 +99,14 @@ def frozen_rows(
         for backend in BACKENDS.values()
         if backend.quantizes
     ]
-    return [
+    found = [
         rows[0]
         for rows in zip(*plans, strict=True)
         if all(row.quantized for row in rows) and isinstance(modules[rows[0].name], nn.Linear)
     ]
+    if not found:
+        raise ValueError("lora.base: no layer of the model can be packed: use 'full'")
+    return found
 
 
 def freeze(
@@ -113,10 +116,7 @@ def freeze(
 
     Raises ValueError if no layer can be packed.
     """
-    rows = frozen_rows(transformer, family, patterns)
-    if not rows:
-        raise ValueError(f"lora.base = {packing!r}: no layer of the model can be packed")
-    for row in rows:
+    for row in frozen_rows(transformer, family, patterns):
         linear = transformer.get_submodule(row.name)
         assert isinstance(linear, nn.Linear)
         transformer.set_submodule(row.name, FrozenLinear(linear, packing))

@@ -4,6 +4,7 @@ import pytest
 
 from cli.main import main
 from configs.load import ConfigError
+from planning.plan import make_plan
 from planning.preflight import check_model
 from tests.cluster.runs import tiny_config, write_toml
 from tests.tiny_families import SETTINGS
@@ -11,8 +12,8 @@ from tests.tiny_families import SETTINGS
 
 def config_of(directory, root, **changes):
     model = {"family": "qwen_image", **SETTINGS["qwen_image"]}
-    changes |= {f"model__{key}": value for key, value in model.items()}
-    return tiny_config(directory, root, "short", **changes)
+    of_model = {f"model__{key}": value for key, value in model.items()}
+    return tiny_config(directory, root, "short", **of_model | changes)
 
 
 @pytest.mark.parametrize("key", ["explore", "regenerate", "evaluate"])
@@ -48,3 +49,40 @@ def test_commands_check_the_steps_that_they_were_given(
     assert main([name, str(path), *options, *out]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("explore.steps: 1: the schedule of") and line.endswith("at least 2")
+
+
+SETTINGS_OF_MODEL = {
+    "explore.decoder: no AutoencoderTiny decodes latents": {"explore__decoder": "tiny"},
+    "lora.targets: no linear layer of the transformer": {"lora__targets": ["nothing"]},
+    "explore.modules_to_not_convert: 'nothing' matches": {
+        "explore__modules_to_not_convert": ["nothing"]
+    },
+    "lora.base: no layer of the model can be packed": {
+        "lora__base": "int8",
+        "explore__modules_to_not_convert": ["*"],
+    },
+}
+
+
+@pytest.mark.parametrize("message", SETTINGS_OF_MODEL)
+def test_settings_that_do_not_suit_the_model_are_refused_by_train_and_plan(
+    message, tiny_qwen_image_dir, tmp_path
+):
+    config = config_of(tiny_qwen_image_dir, tmp_path, **SETTINGS_OF_MODEL[message])
+    with pytest.raises(ConfigError) as trained:
+        check_model(config)
+    with pytest.raises(ConfigError) as planned:
+        make_plan(config)
+    assert str(trained.value) == str(planned.value)
+    assert str(trained.value).startswith(message)
+
+
+def test_a_size_of_proxies_is_refused_by_its_own_name(tiny_sana_dir, tmp_path, capsys):
+    model = {**SETTINGS["sana"], "family": "sana", "height": 64, "width": 64}
+    changes = {f"model__{key}": value for key, value in model.items()}
+    changes |= {"explore__height": 16, "explore__width": 16}
+    path = write_toml(tiny_config(tiny_sana_dir, tmp_path, "small", **changes), tmp_path)
+    for command in ("plan", "train"):
+        assert main([command, str(path)]) == 2
+        expected = "explore.height: 16 pixels; this model needs multiples of 32\n"
+        assert capsys.readouterr().err == expected
