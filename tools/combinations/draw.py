@@ -73,8 +73,9 @@ def drawn(
     Its table ``objective`` is empty. They are drawn one after the other; one that contradicts those
     before it is left out.
     """
-    name = rng.choice(sorted(SETTINGS))
-    first, values = f"objective.name={json.dumps(name)}", options(name)
+    firsts = {name: f"objective.name={json.dumps(name)}" for name in sorted(SETTINGS)}
+    name = rng.choice([name for name, first in firsts.items() if is_valid(base, [first])])
+    first, values = firsts[name], options(name)
     number = rng.randint(FEWEST, min(MOST, len(values)))
     return [first, *_drawn_of(values, number, rng, base, [first], is_valid)]
 

@@ -14,6 +14,7 @@ from cli.common import DONE, USER_ERROR
 from cli.main import main
 from configs.load import ConfigError, load_tree, preset_names
 from configs.section import Tree
+from planning.plan import open_architecture
 from tools.combinations.draw import configured, drawn
 
 GPUS = ("B200", "H200", "H100", "GB300")
@@ -51,10 +52,10 @@ def try_plan(seed: int, index: int) -> tuple[bool, str | None]:
 
 def _is_valid(base: Tree, overrides: Sequence[str]) -> bool:
     try:
-        configured(base, overrides)
-    except ConfigError:
+        with open_architecture(configured(base, overrides)):
+            return True
+    except (ConfigError, ValueError, FileNotFoundError):
         return False
-    return True
 
 
 def _planned(command: list[str]) -> dict[str, Any] | None:
