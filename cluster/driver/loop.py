@@ -62,11 +62,12 @@ class Ring:
 
         With ``explore_ahead`` the version before, which explores the iteration, is published too.
         """
-        encoded = self.exploration.encode(index)
+        # a run that was stopped after its last update continues with no further iteration
+        encoded = [self.exploration.encode(index)] if index < self.config.iterations else []
         if self.config.explore_ahead and index > 0:
             await self._publish(index - 1, self.monitor.backend_before, weights="previous")
         await self.publish(index)
-        await encoded
+        await asyncio.gather(*encoded)
 
     async def iteration(self, index: int) -> tuple[Metrics, Iteration]:
         """Run iteration ``index``: regenerate and train with policy version ``index``.

@@ -26,7 +26,9 @@ from records.progress import Progress
 SERVICES = ("rollout", "reward", "encoder", "selector", "learner")
 RUN = "run"
 """The target of faults that hit no particular actor."""
-Way = Literal["kill", "stop", "node", "memory", "monitor", "disk", "driver", "clock", "scale"]
+Way = Literal[
+    "kill", "stop", "node", "memory", "monitor", "disk", "driver", "clock", "scale", "term"
+]
 WORDS: dict[str, str] = {
     "kill": "SIGKILL to",
     "stop": "SIGSTOP to",
@@ -37,6 +39,7 @@ WORDS: dict[str, str] = {
     "driver": "the driver is stopped",
     "clock": "the driver's clock jumps",
     "scale": "rollout is scaled",
+    "term": "SIGTERM to the driver",
 }
 TO_ACTORS = ("kill", "stop", "node", "memory")
 MONITOR_S = 20.0
@@ -165,8 +168,14 @@ class FaultInjector(Progress):
         if fault.way not in TO_ACTORS:
             self._inject_run(fault)
             return
-        pool = next(pool for pool in self.session.services.pools if pool.kind == fault.kind)
-        member = next((member for member in pool.members if member.index == fault.actor), None)
+        # a service may have left meanwhile, such as an encoder with ``prompts.encode_once``
+        members = [
+            member
+            for pool in self.session.services.pools
+            for member in pool.members
+            if pool.kind == fault.kind
+        ]
+        member = next((member for member in members if member.index == fault.actor), None)
         if member is None or member.handle is None or (fault in self.done and not fault.always):
             return
         self.done.append(fault)
@@ -210,6 +219,9 @@ class FaultInjector(Progress):
         if fault.way == "scale":
             scaled = self.session.scaling.scale({"rollout": int(fault.amount)})
             self.background.append(asyncio.create_task(scaled))
+            return
+        if fault.way == "term":
+            os.kill(os.getpid(), signal.SIGTERM)
             return
         assert self.machine is not None
         if fault.way == "disk":

@@ -13,14 +13,15 @@ from ray.exceptions import ObjectLostError
 from cluster.driver import conditioning_cache
 from cluster.driver.conditioning_cache import CachedEncoderClient, group_key, groups_of
 from cluster.runtime import clock, template
-from configs.prompts import Prompt
+from configs.prompts import Prompt, prompts_of_iteration
 from configs.sections import Model
 from planning.layouts.costs import Costs
 from planning.layouts.gpus import GpuAssignment
 from planning.layouts.spec import Group, LayoutSpec
 from planning.plan import make_plan
-from records.errors import RunFailed
+from records.errors import RunFailed, Stopped
 from records.progress import Progress
+from tests.cluster.faults import RUN, Fault, FaultInjector
 from tests.cluster.outcomes import outcome
 from tests.cluster.runs import run_here, tiny_config
 
@@ -60,6 +61,24 @@ def test_the_encoder_ends_before_other_actors_start_and_weights_are_unchanged(
     assert started == ["encoder"] and ("prompts_encoded", None) in recorded[at:]
     (event,) = [event for event in run.events() if event["event"] == "prompts_encoded"]
     assert event["groups"] == 4 + 2  # training and evaluation use the same prompts
+
+
+def test_a_run_that_was_stopped_after_its_last_update_encodes_no_further_prompts(
+    ray_here, tiny_sd3_dir, tmp_path
+):
+    """One prompt per iteration: that of a second iteration, number 1, was not encoded."""
+    once = {"prompts__encode_once": True, "prompts__per_iteration": 1, "iterations": 1}
+    config = tiny_config(tiny_sd3_dir, tmp_path, "whole", **once)
+    assert prompts_of_iteration(4, 1, 1, config.seed) == [1]
+    whole = outcome(run_here(config), 1)
+
+    config = tiny_config(tiny_sd3_dir, tmp_path, "stopped", **once)
+    with pytest.raises(Stopped):
+        run_here(config, progress=FaultInjector(Fault(RUN, "term", 0, "updated")))
+    run = run_here(config, resume=True)
+    (resumed,) = [row for row in run.events() if row["event"] == "run_resumed"]
+    assert resumed["iteration"] == 1
+    assert outcome(run, 1) == whole
 
 
 GONE = ObjectLostError("ab" * 28, None, "")

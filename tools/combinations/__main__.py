@@ -8,7 +8,6 @@ import logging
 import os
 import random
 import shutil
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -139,7 +138,7 @@ def injector(rng: random.Random, undisturbed: FaultInjector) -> FaultInjector:
 
     It kills a random actor or, in one run of three, stops the run by SIGTERM.
     """
-    from tests.cluster.faults import Fault, FaultInjector
+    from tests.cluster.faults import RUN, Fault, FaultInjector
 
     iteration, moment = rng.choice(sorted(key for key in undisturbed.seen if key[0] >= 0))
     count = 1 + rng.randrange(undisturbed.seen[iteration, moment])
@@ -148,13 +147,7 @@ def injector(rng: random.Random, undisturbed: FaultInjector) -> FaultInjector:
     if rng.randrange(3):
         kind = rng.choice(kinds)
         return FaultInjector(Fault(kind, "kill", iteration, moment, count, delay_s=delay))
-
-    class Stopping(FaultInjector):
-        def _inject(self, fault: Fault) -> None:
-            self.done.append(fault)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    return Stopping(Fault("run", "kill", iteration, moment, count, delay_s=delay))
+    return FaultInjector(Fault(RUN, "term", iteration, moment, count, delay_s=delay))
 
 
 def described(
