@@ -5,13 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from configs.backends import BackendName
-from configs.section import Section
+from configs.section import Section, Tree
 from configs.sections import AnySolver
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
 
 Arm = Literal["diffusionnft", "naive_scaling", "naive_quant", "sol_rl"]
+TWO_STAGES: Arm = "sol_rl"
+"""The arm that explores proxy images and regenerates those that it selects."""
+OF_TWO_STAGES = (
+    "explore_ahead",
+    *(f"audit.{key}" for key in ("random_seeds", "min_sign_agreement", "min_tau", "action")),
+    *(f"explore.{key}" for key in ("height", "width", "frames", "decoder", "decoder_path")),
+)
+"""Settings that other arms refuse, or do not use."""
 
 
 class ExploreStage(Section):
@@ -43,7 +51,7 @@ class ArmPlan(Section):
         solver = full.solver or config.objective.solvers[0]
         if config.arm == "diffusionnft":
             return cls(explore=None, regenerate=True, solver=solver)
-        two_stages = config.arm == "sol_rl"
+        two_stages = config.arm == TWO_STAGES
         stage = ExploreStage(
             pool_size=explore.pool_size,
             steps=explore.steps if two_stages else full.steps,
@@ -59,3 +67,19 @@ def proxy_solver(config: RunConfig) -> AnySolver:
     if config.explore.paths and config.objective.stochastic:
         return config.objective.solvers[0]
     return config.explore.solver
+
+
+def set_arm(tree: Tree, arm: str) -> None:
+    """Set the arm of a configuration's plain tree, and remove settings that it would refuse.
+
+    They take their defaults when the tree is parsed.
+    """
+    tree["arm"] = arm
+    if arm == TWO_STAGES:
+        return
+    for key in OF_TWO_STAGES:
+        *tables, last = key.split(".")
+        table = tree
+        for name in tables:
+            table = table.get(name, {})
+        table.pop(last, None)

@@ -7,6 +7,7 @@ the base model.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from analysis.measuring import Say, backends, load_trainer, measurement_context
 from analysis.signal.drawing import drawing
 from analysis.signal.explore_rewards import Batch, ExploreRewards, batches_of, seeds_of
 from analysis.signal.files import ROWS, digest, read, read_rows, table, title
+from configs.arms import TWO_STAGES, set_arm
 from configs.load import ConfigError, apply, parse
 from configs.schema import RunConfig
 from configs.section import Tree
@@ -233,6 +235,19 @@ def objectives_of(config: RunConfig, given: Sequence[str]) -> tuple[tuple[str, R
         if name != config.objective.name:
             tree["objective"], tree["regenerate"]["solver"] = {"name": name}, None
         keys = [s if s.startswith("explore.paths=") else f"objective.{s}" for s in settings]
-        apply(tree, "arm=diffusionnft", *keys)
-        configs[text] = parse(tree)
+        apply(tree, *keys)
+        configs[text] = _measured(tree)
     return tuple(configs.items())
+
+
+def _measured(tree: Tree) -> RunConfig:
+    """Return a configuration as the arm that explores as it is configured, if it can select."""
+    unselected = copy.deepcopy(tree)
+    set_arm(unselected, "diffusionnft")
+    config = parse(unselected)
+    if config.objective.one_noise_per_group and not config.explore.paths:
+        return config
+    if config.explore.paths:  # the numbers of explore steps that are measured are given
+        tree["explore"]["steps"] = config.regenerate.steps
+    set_arm(tree, TWO_STAGES)
+    return parse(tree)

@@ -13,6 +13,7 @@ from analysis.tune.measure import Kind, Measurements, Size
 from analysis.tune.settings import Setting, contrasts, pruned_contrasts, strength
 from configs.schema import RunConfig
 from learner.fidelity import Estimate, estimates
+from records.errors import RunFailed
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,10 @@ def make_rows(
     requested: TuneOptions,
     seed: int,
 ) -> list[Row]:
-    """Return a row for each setting, the own one first, followed by its pruned variants."""
+    """Return a row for each setting, the own one first, followed by its pruned variants.
+
+    Raises RunFailed if the own setting finds no contrast, with which others could be compared.
+    """
     costs = {setting: _cost(found, setting, configs[setting], requested) for setting in configs}
     columns = {
         setting: contrasts(
@@ -97,6 +101,12 @@ def make_rows(
         for setting in configs
     }
     base = strength(columns[own], own.keep)
+    if base.mean() <= 0:
+        raise RunFailed(
+            f"tune: the configuration's own setting has a contrast of {columns[own].mean():.4f}:"
+            " its previews do not find better seeds than chance, so others cannot be compared with"
+            " it: measure more --prompts, explore more steps, or use a reward that varies"
+        )
 
     def row(setting: Setting, cost: float, column: np.ndarray, pruned: Pruned | None = None) -> Row:
         strengths = strength(column, setting.keep)

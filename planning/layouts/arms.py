@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from configs.arms import Arm
+from configs.arms import Arm, set_arm
 from configs.load import ConfigError, parse
 from configs.schema import RunConfig
 from planning.assumptions import Assumptions
@@ -81,22 +81,10 @@ def _as(config: RunConfig, arm: str) -> RunConfig:
     """Return ``config`` with another arm. Raises ConfigError if that is invalid."""
     if arm == config.arm:
         return config
-    changed: dict[str, object] = {"arm": arm}
-    other = config.model_copy(update=changed)
-    if other.plan.explore is None or not other.plan.regenerate:
-        audit = config.audit.model_copy(
-            update={
-                "random_seeds": 0,
-                "min_sign_agreement": None,
-                "min_tau": None,
-                "action": "warn",
-            }
-        )
-        changed |= {"explore_ahead": 0, "audit": audit}
-        other = config.model_copy(update=changed)
     # unset fields stay unset, so that numbers left to a layout do not count as set explicitly
-    parse(other.model_dump(mode="json", exclude_unset=True))
-    return other
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    set_arm(tree, arm)
+    return parse(tree)
 
 
 def ratios(config: RunConfig, arms: dict[str, Prediction]) -> Ratios | None:

@@ -140,4 +140,21 @@ def test_objectives_keep_the_configurations_other_settings():
     found = dict(objectives_of(config, ["diffusion_nft", "flow_grpo,window.size=3,kl=0"]))
     assert found["diffusion_nft"].objective.model_dump()["beta"] == 0.1
     flow = found["flow_grpo,window.size=3,kl=0"]
-    assert flow.plan.solver == "flow_sde" and flow.model.shift == 2.0 and flow.arm == "diffusionnft"
+    assert flow.plan.solver == "flow_sde" and flow.model.shift == 2.0
+
+
+def test_settings_of_exploring_are_measured_as_they_are_configured():
+    """Such settings, and thresholds of the audit, were refused in the name of another arm."""
+    exploring = ["explore.height=16", "explore.width=16", "explore.decoder=tiny"]
+    config = load("compare_small", [*exploring, "explore_ahead=1", "audit.min_sign_agreement=0.5"])
+    shared = "flow_grpo,shared_noise=true"
+    found = dict(objectives_of(config, ["diffusion_nft", shared, f"{shared},kl=0"]))
+    assert found["diffusion_nft"].explore == config.explore
+    # seeds that share their initial noise are not selected, so nothing is explored
+    assert found[shared].arm == "diffusionnft" and found[shared].explore.height is None
+
+
+def test_paths_are_explored_in_the_steps_that_are_measured():
+    config = load("compare_small", ["explore.steps=2", "regenerate.steps=8"])
+    (label,) = given = ["flow_grpo,window.size=6,explore.paths=true"]
+    assert dict(objectives_of(config, given))[label].explore.steps == 8

@@ -12,6 +12,7 @@ from analysis.tune.settings import Setting, contrasts, grid, pruned_contrasts, s
 from cli.main import main
 from configs.load import load
 from policy.sampling.sample import sample
+from records.errors import RunFailed
 from tests.cluster.runs import tiny_config, write_toml
 
 TRUTH = np.array([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]])
@@ -83,6 +84,20 @@ def test_costs_and_signals_of_known_measurements():
     assert pruned.more.mean == 0  # the preview equals the true rewards, so nothing is lost
     assert choose([first, second, pruned], 1.0) is first
     assert choose([first, second, pruned], 0.9) is second and choose([first], 0.5) is None
+
+
+@pytest.mark.parametrize(("sign", "contrast"), [(0.0, "0.0000"), (-1.0, "-7.0000")])
+def test_settings_are_not_compared_with_one_that_finds_nothing(sign, contrast):
+    """The same reward for every preview, or the reverse of the true ranking."""
+    truth = np.arange(8, dtype=np.float32)[None].repeat(2, 0)
+    own = Setting("fp32", 6, 8, 2)
+    kind = ("fp32", 6, None, None)
+    previews = sign * truth if sign else np.zeros_like(truth)
+    if not sign:
+        truth = np.ones_like(truth)
+    found = Measurements(truth, {kind: previews}, {kind: 0.010}, 0.030, 0.020)
+    with pytest.raises(RunFailed, match=f"own setting has a contrast of {contrast}: its previews"):
+        make_rows(found, {own: load("quickstart")}, own, TuneOptions(), 0)
 
 
 def test_operations_are_those_of_an_iteration():
