@@ -54,13 +54,13 @@ def test_a_run_with_random_settings_repeats(ray_here, tmp_path, monkeypatch):
 def test_an_evaluation_that_differs_from_that_of_the_run_is_found(undisturbed, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(undisturbed.path, run)
-    use(run)
+    use(run, random.Random(0))
     assert not (run / "exported").exists()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows[-1]["reward/eval_mean"] += 1e-6
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     with pytest.raises(ValueError, match="evaluate: reward/eval_mean is .*, in the run"):
-        use(run)
+        use(run, random.Random(0))
 
 
 def test_a_run_that_differs_is_named_with_its_settings(tiny_sd3_dir, tmp_path, monkeypatch):
@@ -68,7 +68,7 @@ def test_a_run_that_differs_is_named_with_its_settings(tiny_sd3_dir, tmp_path, m
     monkeypatch.setattr("tests.cluster.outcomes.outcome", lambda run, step: next(made))
     monkeypatch.setattr(combinations, "trained", lambda config, faults: None)
     monkeypatch.setattr(combinations, "MODELS", ("sd3",))
-    monkeypatch.setattr(combinations, "use", lambda path: None)
+    monkeypatch.setattr(combinations, "use", lambda path, rng: None)
     monkeypatch.setattr(combinations, "injector", lambda rng, before: before)
     why = combinations.Combinations(tmp_path, 0).try_one(0)
     assert why is not None and why.startswith("lora differ; sd3: objective.name=")

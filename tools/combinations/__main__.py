@@ -71,7 +71,7 @@ class Combinations:
         try:
             base["name"] = f"{index:04d}-first"
             first = self._train(configured(base, settings), faults)
-            use(self.out / "runs" / base["name"])
+            use(self.out / "runs" / base["name"], random.Random(f"use {self.seed} {index}"))
             others = [*operational(rng, base, settings), *other_actors(rng, base)]
             faults = injector(rng, faults)
             base["name"] = f"{index:04d}-second"
