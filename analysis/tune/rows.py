@@ -102,10 +102,13 @@ def make_rows(
     }
     base = strength(columns[own], own.keep)
     if base.mean() <= 0:
+        means = {setting: float(column.mean()) for setting, column in columns.items()}
+        best = max(means, key=lambda setting: means[setting])
         raise RunFailed(
-            f"tune: the configuration's own setting has a contrast of {columns[own].mean():.4f}:"
-            " its previews do not find better seeds than chance, so others cannot be compared with"
-            " it: measure more --prompts, explore more steps, or use a reward that varies"
+            f"tune: the configuration's own setting has a contrast of {means[own]:.4f}: its"
+            " previews do not find better seeds than chance, so others cannot be compared with it"
+            f" (the highest contrast is {means[best]:.4f}, of {best.label}): measure more"
+            " --prompts, explore more steps, or use a reward that varies"
         )
 
     def row(setting: Setting, cost: float, column: np.ndarray, pruned: Pruned | None = None) -> Row:

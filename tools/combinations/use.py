@@ -65,8 +65,7 @@ def _command(*arguments: object, may_refuse: bool = False) -> None:
 
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as said:
         code = main_here(*arguments)
-    refused = may_refuse and len(said.getvalue().strip().splitlines()) == 1
-    if code != 0 and not refused:
+    if code != 0 and not (may_refuse and said.getvalue().strip()):  # a traceback is raised here
         raise ValueError(f"sol-rl {arguments[0]} ended with exit code {code}: {said.getvalue()}")
 
 
