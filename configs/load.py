@@ -224,14 +224,23 @@ def apply(tree: Tree, *overrides: str) -> None:
         _apply(tree, override)
 
 
+def value_of(text: str) -> object:
+    """Return ``text`` read as a TOML value, or else ``text`` itself.
+
+    Raises ValueError or RecursionError for a value that Python cannot represent.
+    """
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
 def _apply(tree: Tree, override: str) -> None:
     dotted, separator, text = override.partition("=")
     if not separator or not all(dotted.split(".")):
         raise ConfigError(f"--set {override}: expected key=value, such as explore.steps=4")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
+        value = value_of(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--set {dotted}: not readable as TOML: {error}") from None
     *tables, key = dotted.split(".")

@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 
 from configs.aliases import current_key
 from configs.arms import Arm
-from configs.load import HERE, ConfigError, load_tree
+from configs.load import HERE, ConfigError, load_tree, value_of
 from configs.objectives import OBJECTIVES
 from configs.schema import RunConfig
 from configs.section import Section, Tree
@@ -203,7 +203,7 @@ def _check_own(request: Request, drafts: Sequence[Draft], varied: Iterable[str])
 
 
 def _varied(texts: Sequence[str], fixed: Container[str]) -> dict[str, list[object]]:
-    """Parse ``key=v1,v2`` into key -> values: TOML values, or plain words if that fails."""
+    """Parse ``key=v1,v2`` into key -> values, each of them a TOML value or a plain word."""
     varied: dict[str, list[object]] = {}
     for text in texts:
         key, separator, values = text.partition("=")
@@ -215,7 +215,14 @@ def _varied(texts: Sequence[str], fixed: Container[str]) -> dict[str, list[objec
             raise ConfigError(f"--vary {text}: {key} is given twice")
         try:
             varied[key] = tomllib.loads(f"values = [{values}]")["values"]
-        # not TOML, or a value that Python cannot represent
+        # some are words, or a value that Python cannot represent
         except (ValueError, RecursionError):
-            varied[key] = [value.strip() for value in values.split(",")]
+            varied[key] = [_value(value.strip()) for value in values.split(",")]
     return varied
+
+
+def _value(text: str) -> object:
+    try:
+        return value_of(text)
+    except (ValueError, RecursionError):
+        return text  # refused later, with its key

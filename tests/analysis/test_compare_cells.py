@@ -59,6 +59,13 @@ def test_an_unused_varied_key_adds_no_cell():
     assert "sol_rl-selection.rule-random-explore.pool_size-48" in names(two)
 
 
+def test_words_and_numbers_are_varied_together():
+    vary = ("optimizer.gradient_checkpointing=auto,0.5,true",)
+    cells = read_comparison(Request("quickstart", vary=vary)).cells
+    given = [parse({**cell.tree, "name": "cell"}) for cell in cells]
+    assert [config.optimizer.gradient_checkpointing for config in given] == ["auto", 0.5, True]
+
+
 @pytest.mark.parametrize("arm", list(UNUSED))
 def test_only_used_keys_change_the_plan_of_an_arm(arm):
     def plan(*overrides: str):
