@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from configs.schema import RunConfig
@@ -50,17 +51,14 @@ def load_decoder(
         device = torch.device("cpu")
     if config.explore.decoder == "full":
         return family.load_vae(device, dtype)
-    from diffusers import AutoencoderTiny
-
-    folder = _weights_file(config, family).parent
-    load: Any = AutoencoderTiny.from_pretrained
-    vae, info = load(
-        folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
-    )
-    if missing := sorted(info["missing_keys"]):
+    file = _weights_file(config, family)
+    # not ``from_pretrained``, which warns of a setting that diffusers itself writes
+    vae = _built(_settings_in(file.parent), dtype)
+    weights = {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
+    if missing := sorted(vae.load_state_dict(weights, strict=False, assign=True).missing_keys):
         raise FileNotFoundError(
-            f"explore.decoder: {str(folder)!r} lacks {len(missing)} weights, such as {missing[0]}:"
-            " download it again"
+            f"explore.decoder: {str(file.parent)!r} lacks {len(missing)} weights, such as"
+            f" {missing[0]}: download it again"
         )
     return _configured_for_latents(vae, family).to(device).eval().requires_grad_(False)
 
@@ -74,16 +72,10 @@ def meta_decoder(config: RunConfig, family: Family, dtype: torch.dtype) -> nn.Mo
     if config.explore.decoder == "full":
         return meta.meta_component(family, "vae", dtype)
     try:
-        settings = json.loads((_weights_file(config, family).parent / CONFIG).read_text())
+        settings = _settings_in(_weights_file(config, family).parent)
     except FileNotFoundError:
         settings = {"latent_channels": family.part_config("vae")["latent_channels"]}
-    settings = {
-        key: value
-        for key, value in settings.items()
-        if not key.startswith("_") and key != "block_out_channels"  # written, but never read
-    }
-    vae = build({"class": f"diffusers.{CLASS}", "config": settings}, meta.META, dtype)
-    return _configured_for_latents(vae, family)
+    return _configured_for_latents(_built(settings, dtype), family)
 
 
 def keeps_frames(vae: nn.Module) -> bool:
@@ -145,6 +137,21 @@ def check_decoder(config: RunConfig, family: Family) -> None:
             f" pixels from this model's latents, not {expected[-1]}x{expected[-2]}: it belongs to"
             " another model"
         )
+
+
+def _settings_in(directory: Path) -> dict[str, Any]:
+    """Return the settings of the tiny decoder in ``directory``."""
+    settings = json.loads((directory / CONFIG).read_text())
+    return {
+        key: value
+        for key, value in settings.items()
+        if not key.startswith("_") and key != "block_out_channels"  # written, but never read
+    }
+
+
+def _built(settings: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+    """Return a tiny decoder on the meta device."""
+    return build({"class": f"diffusers.{CLASS}", "config": settings}, meta.META, dtype)
 
 
 def _configured_for_latents(vae: Diffusers, family: Family) -> nn.Module:
