@@ -7,6 +7,7 @@ from configs.load import ConfigError
 from planning.plan import make_plan
 from planning.preflight import check_model
 from tests.cluster.runs import tiny_config, write_toml
+from tests.tiny_decoder import write_tiny_decoder
 from tests.tiny_families import SETTINGS
 
 
@@ -86,3 +87,15 @@ def test_a_size_of_proxies_is_refused_by_its_own_name(tiny_sana_dir, tmp_path, c
         assert main([command, str(path)]) == 2
         expected = "explore.height: 16 pixels; this model needs multiples of 32\n"
         assert capsys.readouterr().err == expected
+
+
+def test_a_plan_refuses_a_tiny_decoder_of_other_latents_but_not_a_missing_one(
+    tiny_sd3_dir, tmp_path
+):
+    other = write_tiny_decoder(tmp_path / "other", channels=7)
+    changes = {"explore__decoder": "tiny", "explore__decoder_path": other}
+    with pytest.raises(ConfigError, match="'.*other' does not accept this model's latents"):
+        make_plan(tiny_config(tiny_sd3_dir, tmp_path, "other", **changes))
+    changes["explore__decoder_path"] = str(tmp_path / "elsewhere")
+    plan = make_plan(tiny_config(tiny_sd3_dir, tmp_path, "missing", **changes))
+    assert "tiny autoencoder, fp32" in plan.memory["rollout"]
