@@ -29,9 +29,9 @@ SLOWER = 1.02
 
 
 def try_plan(seed: int, index: int) -> tuple[bool, str | None]:
-    """Plan run ``index`` of the seed, and the same with twice the GPUs.
+    """Predict plan ``index`` of the seed, and the same with twice the GPUs.
 
-    Returns if it was refused, and None, or what is wrong and with what settings.
+    Returns True if it was refused, and what is wrong with which settings, or None.
     """
     rng = random.Random(f"plan {seed} {index}")
     preset = rng.choice([name for name in preset_names() if name.count("-") > 1])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cli.common import DONE, USER_ERROR
 from records.rundir import RunDirectory
 
 SPEEDS = "rewards/images_per_s"
@@ -20,9 +21,9 @@ TINY = {
     "signal": ("--prompts", "1", "--pools", "6", "--batches", "3"),
     "tune": ("--prompts", "1", "--seeds", "6"),
 }
-"""Commands that measure or predict, with options for a tiny model. A run of either kind may have
-settings for which they are not made; they must say so.
-"""
+"""Commands that measure or predict, with options for a tiny model. They may refuse settings."""
+FOUND_NOTHING = ("own setting has a contrast of", "a gradient is zero: all rewards")
+"""Reasons for which a measurement of so few random images may fail."""
 
 
 def use(path: Path, rng: random.Random) -> None:
@@ -65,7 +66,8 @@ def _command(*arguments: object, may_refuse: bool = False) -> None:
 
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as said:
         code = main_here(*arguments)
-    if code != 0 and not (may_refuse and said.getvalue().strip()):  # a traceback is raised here
+    found_nothing = any(reason in said.getvalue() for reason in FOUND_NOTHING)
+    if code != DONE and not (may_refuse and (code == USER_ERROR or found_nothing)):
         raise ValueError(f"sol-rl {arguments[0]} ended with exit code {code}: {said.getvalue()}")
 
 
