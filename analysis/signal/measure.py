@@ -80,6 +80,11 @@ def run(config: RunConfig, requested: Measurement, out: Path, say: Say) -> list[
     check_model(config, requested.steps)
     resolved = list(backends(requested.backends, say).values())
     choices = choices_of(config, requested, resolved)
+    if not any(can_select(own, choice) for _, own in requested.objectives for choice in choices):
+        raise ConfigError(
+            "no objective has anything to select from, as each has one noise per prompt: give"
+            f" --pools {config.selection.keep}, to use all seeds"
+        )
     with measurement_context(
         config, requested.threads, out, "an image without a reward has no advantage"
     ):
@@ -111,6 +116,12 @@ def choices_of(
     return list(choices)
 
 
+def can_select(config: RunConfig, choice: Choice) -> bool:
+    """Return False if a choice selects among seeds whose images would all be the same."""
+    shared = config.objective.one_noise_per_group and not config.explore.paths
+    return choice.rule is None or not shared
+
+
 class GradientMeasurement:
     """Measurement of gradients: regenerates the seeds of each choice and adds a row to the file."""
 
@@ -134,8 +145,7 @@ class GradientMeasurement:
         for label, config in self.wanted.objectives:
             trainer: Trainer | None = None
             for choice in choices:
-                shared = config.objective.one_noise_per_group and not config.explore.paths
-                if choice.rule is not None and shared:
+                if not can_select(config, choice):
                     self.say(f"{label}: one noise per prompt, so nothing can be selected: skipped")
                     continue
                 name = self._name(config, choice)

@@ -120,6 +120,10 @@ def test_the_chart_has_negative_and_positive_bars():
         (["--objective", "awm,betta=1"], "objective.betta: no such key"),
         (["--prompts", "1000"], "has only"),
         (["--backends", "fp3"], "--backends"),
+        (
+            ["--objective", "dance_grpo,shared_noise=true", "--pools", "6"],
+            "no objective has anything to select from",
+        ),
     ],
 )
 def test_invalid_measurements_are_one_line(config, tmp_path, capsys, options, message):
