@@ -24,6 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from policy.precision import kernels
+
 BLOCK = 16
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
@@ -39,7 +41,7 @@ HEADROOM = 8.0
 EXPECTED = 2.0**12
 """Amax for an input that was all zero in the previous pass."""
 LARGEST_POWER = 2.0**127
-SEARCH_OFFSETS = tuple(range(-4, 8))
+SEARCH_OFFSETS = range(-4, 8)
 """Candidates of the scale search: offsets of E4M3 codes from that of the plain scale.
 
 On Gaussian and on heavy-tailed weights, a search over all codes only chose offsets within -3..7.
@@ -115,15 +117,30 @@ def quantize(weight: Tensor, search: bool = False, amax: Tensor | None = None) -
 
     ``search`` selects each block's scale among 12 candidates around the plain one by squared
     error (never worse than plain). ``amax`` replaces max|W|, for a scale that is frozen over a run;
-    larger values saturate. Raises ValueError for a bad shape or a non-finite weight or amax.
+    larger values saturate. Uses kernels if they are available, else many torch operations; where
+    the errors of two scales are equal but for rounding, the two may select different ones. Raises
+    ValueError for a bad shape or a non-finite weight or amax.
     """
     if weight.ndim != 2 or weight.shape[1] % BLOCK:
         raise ValueError(
             f"NVFP4 packs [N, K] with K a multiple of {BLOCK}, got {list(weight.shape)}"
         )
-    values = weight.detach().float()
+    weight = weight.detach()
+    if weight.numel() and kernels.missing(weight.device) is None:
+        amax = _checked_amax(kernels.tensor_amax(weight), amax)
+        offsets = SEARCH_OFFSETS if search else range(0)
+        return Packed(*kernels.nvfp4_pack_weight(weight, amax, offsets), amax.clone())
+    values = weight.float()
     largest = block_amax(values)
     own = largest.max() if largest.numel() else values.new_zeros(())
+    return _pack(values, largest, _checked_amax(own, amax), search)
+
+
+def _checked_amax(own: Tensor, amax: Tensor | None) -> Tensor:
+    """Return the amax to pack with. Raises ValueError if it, or that of the weight, is not finite.
+
+    The host waits for both.
+    """
     # before the check, because a given amax may be non-finite as well
     amax = own if amax is None else amax.detach().to(own)
     if not (math.isfinite(own.item()) and math.isfinite(amax.item())):
@@ -131,7 +148,7 @@ def quantize(weight: Tensor, search: bool = False, amax: Tensor | None = None) -
             "NVFP4 cannot pack a weight with amax"
             f" {own.item() if amax is own else (own.item(), amax.item())}"
         )
-    return _pack(values, largest, amax, search)
+    return amax
 
 
 def _pack(values: Tensor, largest: Tensor, amax: Tensor, search: bool = False) -> Packed:
@@ -188,7 +205,12 @@ def _block_error(values: Tensor, codes: Tensor, s_enc: Tensor, amax: Tensor) -> 
     scales = codes.to(torch.uint8).view(torch.float8_e4m3fn)
     q = round_e2m1_(scaled(values, scales, s_enc)).unflatten(-1, (-1, BLOCK))
     unit = (scales.float() * amax * SPAN_INVERSE).unsqueeze(-1)
-    return (q * unit).sub_(values.unflatten(-1, (-1, BLOCK))).square_().sum(-1)
+    return block_sum((q * unit).sub_(values.unflatten(-1, (-1, BLOCK))).square_())
+
+
+def block_sum(squares: Tensor) -> Tensor:
+    """Return the sums of blocks [..., 16]; kernels sum in another order."""
+    return squares.sum(-1)
 
 
 def encode(q: Tensor, negative: Tensor) -> Tensor:

@@ -5,17 +5,24 @@ hard to pack. Without a GPU they run under Triton's interpreter.
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy.precision import kernels
+from policy.precision import kernels, nvfp4
 from policy.precision.fp8 import quantize_rows, row_scales
 from policy.precision.history import AmaxHistory
 from policy.precision.layer import padded_rows, swizzled
-from policy.precision.nvfp4 import SPAN_INVERSE, pack_activation, power_of_two_above
+from policy.precision.nvfp4 import (
+    SEARCH_OFFSETS,
+    SPAN_INVERSE,
+    pack_activation,
+    power_of_two_above,
+    quantize,
+)
 
 triton = pytest.importorskip("triton", reason="the packing kernels need triton")
 import triton.language as tl  # noqa: E402
@@ -94,6 +101,55 @@ def assert_nvfp4(x: torch.Tensor, exact: bool = False) -> None:
         return
     assert torch.equal(scales, order) and torch.equal(codes, expected.codes)
     assert factor == expected.amax * SPAN_INVERSE
+
+
+def pairwise(squares: torch.Tensor) -> torch.Tensor:
+    """Return sums of blocks [..., 16] in the order of the kernel."""
+    while squares.shape[-1] > 1:
+        squares = squares[..., 0::2] + squares[..., 1::2]
+    return squares.squeeze(-1)
+
+
+def assert_weight(x: torch.Tensor, search: bool, amax: torch.Tensor | None = None) -> None:
+    """Compare a packed weight with the eager functions, which sum the errors in the same order."""
+    own = x.abs().max().float() if amax is None else amax
+    offsets = SEARCH_OFFSETS if search else range(0)
+    codes, scales = kernels.nvfp4_pack_weight(x.to(DEVICE), own.to(DEVICE), offsets)
+    with mock.patch.object(nvfp4, "block_sum", pairwise):
+        expected = quantize(x.cpu(), search, amax)
+    assert torch.equal(scales.cpu(), expected.scales) and torch.equal(codes.cpu(), expected.codes)
+
+
+@pytest.mark.parametrize("search", [False, True])
+@pytest.mark.parametrize("shape", [(1, 16), (3, 48), (129, 80), (16, 144)])
+def test_packing_of_ordinary_weights(shape, search):
+    assert_weight(ordinary(*shape), search)
+    assert_weight(ordinary(*shape).float() * 1.1, search)
+
+
+@pytest.mark.parametrize("search", [False, True])
+@pytest.mark.parametrize("name", [name for name in DIFFICULT if name not in ("NaN", "Inf")])
+def test_packing_of_difficult_weights(name, search):
+    x = difficult(name, 5, 80)
+    assert_weight(x, search)
+    # shared with larger weights, or frozen before this one grew
+    for factor in (8.0, 0.25):
+        assert_weight(x, search, (x.abs().max().float() * factor).clamp(max=3e38))
+
+
+@given(st.integers(0, 2**32), st.floats(-40, 40), st.booleans())
+@settings(max_examples=20)
+def test_packing_of_any_weight(seed, exponent, heavy):
+    chance = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, 32, generator=chance) * 2.0**exponent
+    assert_weight(x**3 if heavy else x, True)
+
+
+def test_amax_of_a_weight_shows_what_is_not_finite():
+    x = ordinary(7, 48)
+    assert kernels.tensor_amax(x.to(DEVICE)).cpu() == x.abs().max()
+    for name in ("NaN", "Inf"):
+        assert not kernels.tensor_amax(difficult(name, 7, 48).to(DEVICE)).isfinite()
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (3, 48), (2, 4096 + 16)])
@@ -296,7 +352,8 @@ import triton
 from policy.precision.kernels import programs
 
 X = {"x": "*bf16", "partial": "*i32", "codes": "*u8", "scales": "*fp32", "factor": "*fp32",
-     "current": "*i32", "count": "i64", "rows": "i32", "padded": "i32", "columns": "i32"}
+     "amax": "*fp32", "current": "*i32", "count": "i64", "rows": "i32", "padded": "i32",
+     "columns": "i32"}
 # these instructions keep NaN through the limits and the cast
 NEEDED = {"fp8_rows": ("max.NaN.f32", "min.NaN.f32", "cvt.rn.satfinite.e4m3x2.f32")}
 for name, constants, warps in (
@@ -304,11 +361,12 @@ for name, constants, warps in (
     ("partial_amax", {"BLOCK": 8192}, 8),
     ("nvfp4_tiles", {"PARTIALS": 256, "EXACT": False, "PREVIOUS": False, "SLOTS": 0}, 4),
     ("nvfp4_tiles", {"PARTIALS": 256, "EXACT": False, "PREVIOUS": True, "SLOTS": 256}, 4),
+    ("nvfp4_weight", {"FIRST": -4, "LAST": 8, "BLOCKS": 128}, 4),
 ):
     program = getattr(programs, name)
     names = program.arg_names
     kinds = {n: X.get(n, "constexpr") for n in names}
-    if name == "nvfp4_tiles":
+    if name.startswith("nvfp4"):
         kinds["scales"] = "*u8"
     sixteen = [["tt.divisibility", 16]]
     aligned = {(i,): sixteen for i, n in enumerate(names) if n in X and n != "rows"}
@@ -340,6 +398,6 @@ def test_kernels_compile_for_hopper_and_blackwell(tmp_path):
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.splitlines() == [
         f"{name} {capability} True [] 4 True"
-        for name in ("fp8_rows", "partial_amax", "nvfp4_tiles", "nvfp4_tiles")
+        for name in (*("fp8_rows", "partial_amax", "nvfp4_tiles", "nvfp4_tiles", "nvfp4_weight"),)
         for capability in (90, 100)
     ]

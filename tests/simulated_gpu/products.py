@@ -52,13 +52,25 @@ def nvfp4_tiles(x: Tensor, partial: Tensor, exact: bool) -> tuple[Tensor, Tensor
     return packed.codes, swizzled(packed.scales), packed.amax * SPAN_INVERSE
 
 
+def partial_amax(x: Tensor) -> Tensor:
+    """Return what the kernel of this name gives, with one program: int32 [1]."""
+    return x.float().abs().max().view(torch.int32).reshape(1)
+
+
+def nvfp4_weight(x: Tensor, amax: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """Return what the kernel of this name gives, by the eager function."""
+    packed = nvfp4.quantize(x, search=last > first, amax=amax)
+    return packed.codes, packed.scales
+
+
 SUBSTITUTES: dict[str, Callable[..., Any]] = {
     # attention by matrix products: the other kernels have names of their own on a GPU
     "aten::_fused_sdp_choice": lambda *_, **__: 0,
     "aten::_scaled_mm_v2": nvfp4_product,
     # Triton's interpreter takes seconds for what these take milliseconds
     "sol_rl::fp8_rows": fp8_rows,
-    "sol_rl::partial_amax": lambda x: x.new_zeros(1, dtype=torch.int32),
+    "sol_rl::partial_amax": partial_amax,
     "sol_rl::nvfp4_tiles": nvfp4_tiles,
+    "sol_rl::nvfp4_weight": nvfp4_weight,
 }
 """Functions in the place of operators, on CPU values."""

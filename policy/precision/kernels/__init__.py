@@ -1,8 +1,9 @@
-"""Triton kernels that pack activations to FP8 and NVFP4, one launch per pass over memory.
+"""Triton kernels that pack activations and weights, one launch per pass over memory.
 
     fp8_pack              1 launch    2 + 1 bytes per bfloat16 element, and 4 per row
     nvfp4_pack            2 launches  2 for the amax of the tensor; then 2 + 0.5 + 1 / 16
     nvfp4_pack_recording  1 launch    2 + 0.5 + 1 / 16, by the amax of the previous pass
+    nvfp4_pack_weight     1 launch    2 + 0.5 + 1 / 16, with the search for scales
 
 NVFP4 has one amax for the whole tensor, which is known only after all of it has been read, so the
 tensor is read twice, unless the amax of the previous pass is used (``policy.precision.history``).
@@ -34,6 +35,8 @@ Every tile reads all partial results again, 0.125 bytes per element, from the L2
 """
 ELEMENTS = 8192
 """Elements that one program holds in registers at a time."""
+BLOCKS = 128
+"""Blocks of 16 weights that one program packs; each is read once and tried with every scale."""
 
 
 def missing(device: torch.device) -> str | None:
@@ -165,7 +168,31 @@ def _tiles(
     return codes, scales, factor
 
 
-# ---- functions for the layers
+@torch.library.custom_op("sol_rl::nvfp4_weight", mutates_args=())
+def nvfp4_weight(x: Tensor, amax: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """Return codes uint8 [N, K / 2] and scales uint8 [N, K / 16] of x [N, K], K / 16 whole.
+
+    Scales are searched at the offsets ``first`` to ``last - 1`` of the plain ones.
+    """
+    codes, scales = _weight_shapes(x, amax, first, last)
+    if count := scales.numel():
+        _programs(x.device).nvfp4_weight[(-(-count // BLOCKS),)](
+            x, amax, codes, scales, count,
+            FIRST=first, LAST=last, BLOCKS=BLOCKS, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return codes, scales
+
+
+@nvfp4_weight.register_fake
+def _weight_shapes(x: Tensor, amax: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+    rows, columns = x.shape
+    return (
+        torch.empty(rows, columns // 2, dtype=torch.uint8, device=x.device),
+        torch.empty(rows, columns // 16, dtype=torch.uint8, device=x.device),
+    )
+
+
+# ---- functions for the layers, and for publishing
 
 
 def fp8_pack(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,3 +222,17 @@ def nvfp4_pack_recording(
     x = x.contiguous()
     partial = partial_amax(x) if previous is None else previous
     return nvfp4_tiles_recording(x, partial, current, previous is not None)
+
+
+def tensor_amax(x: Tensor) -> Tensor:
+    """Return max|x|, float32 [], of x [M, K]; not finite if a value of x is not."""
+    return partial_amax(x.contiguous()).max().view(torch.float32)
+
+
+def nvfp4_pack_weight(x: Tensor, amax: Tensor, offsets: range) -> tuple[Tensor, Tensor]:
+    """Pack a finite weight [N, K], K a multiple of 16, with the amax float32 [] of its tensor.
+
+    Returns (codes uint8 [N, K / 2], E4M3 scales uint8 [N, K / 16]), as ``nvfp4.quantize``. Scales
+    are searched among ``offsets`` of E4M3 codes, which may be empty.
+    """
+    return nvfp4_weight(x.contiguous(), amax, offsets.start, offsets.stop)

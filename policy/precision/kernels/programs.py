@@ -1,4 +1,4 @@
-"""Triton programs that pack activations; ``policy.precision.kernels`` launches them.
+"""Triton programs that pack activations and weights; ``policy.precision.kernels`` launches them.
 
 They are written so that no compiler may change a bit. Values are compared, clamped and rounded as
 integers, so that no product is followed by a sum, which could be contracted to an FMA. E4M3 and
@@ -63,6 +63,54 @@ def e2m1_code(v):
     shifted = low.to(tl.float32, bitcast=True) + 4194304.0
     small = shifted.to(tl.int32, bitcast=True) - 0x4A800000  # the bits of 2^22
     return tl.where(low < 0x3F800000, small, normal) | tl.where(v < 0, 8, 0)
+
+
+@triton.jit
+def e2m1_value(bits):
+    """Return |v| rounded to E2M1 from its float32 bits: half to even, at most 6."""
+    low = tl.minimum(bits, 0x40C00000)  # 6
+    normal = ((low + 0x1FFFFF + ((low >> 22) & 1)) & 0x7FC00000).to(tl.float32, bitcast=True)
+    small = low.to(tl.float32, bitcast=True) + 4194304.0 - 4194304.0  # multiples of 0.5
+    return tl.where(low < 0x3F800000, small, normal)
+
+
+@triton.jit
+def inverse_scale(scale, encode):
+    """Return the factor of elements before rounding; a zero scale has the largest one."""
+    largest = tl.full((), LARGEST, tl.int32).to(tl.float32, bitcast=True)
+    decoded = scale * tl.div_rn(1.0, encode)
+    # a division by zero must be avoided
+    inverse = tl.div_rn(1.0, tl.where(decoded == 0.0, 1.0, decoded))
+    return tl.where((decoded == 0.0) | (inverse > largest), largest, inverse)
+
+
+@triton.jit
+def encoding_scale(top):
+    """Return S_enc for the amax ``top`` of a tensor."""
+    largest = tl.full((), LARGEST, tl.int32).to(tl.float32, bitcast=True)
+    zero = top == 0.0
+    encode = tl.div_rn(2688.0, tl.where(zero, 1.0, top))
+    encode = tl.where(encode > largest, largest, encode)
+    return tl.where(zero | (encode == 0.0), 1.0, encode)
+
+
+@triton.jit
+def block_sum(v, BLOCKS: tl.constexpr):
+    """Sum blocks [BLOCKS, 16] by pairs of neighbors, an order that no compiler chooses."""
+    even, odd = tl.split(tl.reshape(v, (BLOCKS, 8, 2)))
+    even, odd = tl.split(tl.reshape(even + odd, (BLOCKS, 4, 2)))
+    even, odd = tl.split(tl.reshape(even + odd, (BLOCKS, 2, 2)))
+    even, odd = tl.split(even + odd)
+    return even + odd
+
+
+@triton.jit
+def block_error(v, code, encode, top, BLOCKS: tl.constexpr):
+    """Return the squared error of blocks |v| [BLOCKS, 16] with these E4M3 scale codes."""
+    scale = e4m3_value(code)
+    q = e2m1_value(magnitude_bits(v * inverse_scale(scale, encode)[:, None]))
+    difference = q * (scale * top * 0.0003720238164532930)[:, None] - v  # fp32(1 / 2688)
+    return block_sum(difference * difference, BLOCKS)
 
 
 @triton.jit
@@ -135,11 +183,7 @@ def nvfp4_tiles(
         wide = tl.minimum(top, 0x7D800000).to(tl.float32, bitcast=True) * 8.0
         top = tl.where(bits == 0, 0x45800000, wide.to(tl.int32, bitcast=True))
     top = tl.where(bits < INFINITY, top, 0x7FC00000).to(tl.float32, bitcast=True)
-    largest = tl.full((), LARGEST, tl.int32).to(tl.float32, bitcast=True)
-    zero = top == 0.0
-    encode = tl.div_rn(2688.0, tl.where(zero, 1.0, top))
-    encode = tl.where(encode > largest, largest, encode)
-    encode = tl.where(zero | (encode == 0.0), 1.0, encode)
+    encode = encoding_scale(top)
 
     tile_row, tile_column = tl.program_id(0), tl.program_id(1)
     row = tile_row.to(tl.int64) * 128 + tl.arange(0, 128)[:, None]
@@ -156,10 +200,7 @@ def nvfp4_tiles(
     block = seen.to(tl.float32, bitcast=True)
     code = e4m3_code(magnitude_bits(block * (encode * 0.1666666716337204)))  # fp32(1 / 6)
     scale = e4m3_value(code)
-    # a zero scale has the largest inverse; a division by zero must be avoided
-    decoded = scale * tl.div_rn(1.0, encode)
-    inverse = tl.div_rn(1.0, tl.where(decoded == 0.0, 1.0, decoded))
-    inverse = tl.where((decoded == 0.0) | (inverse > largest), largest, inverse)
+    inverse = inverse_scale(scale, encode)
     # two neighbors share a byte, the even one in the low nibble
     even, odd = tl.split(tl.reshape(e2m1_code(v * inverse[:, :, None]), (128, 32, 2)))
 
@@ -174,3 +215,38 @@ def nvfp4_tiles(
     tl.store(scales + swizzled, tl.where(exists, code, 0).to(tl.uint8))
     if (tile_row == 0) & (tile_column == 0):
         tl.store(factor, top * 0.0003720238164532930)  # fp32(1 / 2688)
+
+
+@triton.jit
+def nvfp4_weight(
+    x, amax, codes, scales, count,
+    FIRST: tl.constexpr, LAST: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Pack BLOCKS of ``count`` blocks of 16 elements per program, with the tensor's amax.
+
+    The scale of a block is that of least squared error among the plain one and those at offsets
+    FIRST to LAST - 1 of its E4M3 code; ties keep the earlier one. No offsets: the plain one.
+    """
+    top = tl.load(amax)
+    encode = encoding_scale(top)
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    exists = block < count
+    element = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    v = as_float32(tl.load(x + element, mask=exists[:, None], other=0.0))
+    bits = magnitude_bits(v)
+    size = bits.to(tl.float32, bitcast=True)
+    block_amax = tl.max(bits, 1).to(tl.float32, bitcast=True)
+    plain = e4m3_code(magnitude_bits(block_amax * (encode * 0.1666666716337204)))  # fp32(1 / 6)
+    chosen = plain
+    if FIRST < LAST:
+        least = block_error(size, plain, encode, top, BLOCKS)
+        for offset in range(FIRST, LAST):
+            candidate = tl.minimum(tl.maximum(plain + offset, 0), 126)  # 126 is 448, 127 is NaN
+            error = block_error(size, candidate, encode, top, BLOCKS)
+            chosen = tl.where(error < least, candidate, chosen)
+            least = tl.where(error < least, error, least)
+    inverse = inverse_scale(e4m3_value(chosen), encode)
+    even, odd = tl.split(tl.reshape(e2m1_code(v * inverse[:, None]), (BLOCKS, 8, 2)))
+    pair = block[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(codes + pair, (even | (odd << 4)).to(tl.uint8), mask=exists[:, None])
+    tl.store(scales + block, chosen.to(tl.uint8), mask=exists)
