@@ -17,7 +17,7 @@ from policy.precision.backends import Backend
 from policy.precision.manifest import Manifest
 from policy.precision.nvfp4 import frozen_amax
 from policy.precision.swap import ModuleRow, changing_modules, weight_modules
-from policy.precision.wire import Section, assemble, pack_section
+from policy.precision.wire import Section, SectionWriter, assemble
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -71,8 +71,7 @@ class Publisher:
                 self._groups.setdefault(row.fused, []).append(row.name)
         self._constant: Section | None = None
         self._fixed: dict[str, tuple[Tensor | None, dict[str, Tensor]]] = {}
-        self._before: dict[str, dict[str, Tensor]] = {}
-        self._adapter_before: dict[str, Tensor] | None = None
+        self._before: tuple[Section, dict[str, Tensor]] | None = None
 
     @torch.no_grad()
     def export(self, adapter: str, version: int) -> Export:
@@ -101,23 +100,26 @@ class Publisher:
         ranges = self._joint_ranges(range_of, changing)
         state = adapter_state(self.transformer, adapter)
         changes = None
-        if self._adapter_before is not None:
-            changes = _Changes(self.backend, adapted, self._before, self._adapter_before, state)
-        packed: dict[str, dict[str, Tensor]] = {}
+        if self._before is not None:
+            changes = _Changes(self.backend, adapted, *self._before, state)
+
+        def packed(name: str) -> dict[str, Tensor]:
+            if name not in adapted:
+                return self._pack_once(name, owners[name], ranges.get(name))
+            own = self.frozen_amax and self._quantized[name] and name not in ranges
+            amax = range_of(name) if own else ranges.get(name)
+            return self._pack_adapted(name, merged(name), amax, changes)
+
+        writer = SectionWriter(self.shard_bytes)
         for name in changing:
-            if name in adapted:
-                own = self.frozen_amax and self._quantized[name] and name not in ranges
-                packed[name] = self._pack_adapted(
-                    name, merged(name), range_of(name) if own else ranges.get(name), changes
-                )
-            else:
-                packed[name] = self._pack_once(name, owners[name], ranges.get(name))
+            _write(writer, name, packed(name))  # and keep nothing of it on the device
         if self._constant is None:
             self._constant = self._pack_constant(owners, changing, range_of)
-        sections = [self._constant, pack_section(_named(packed), self.shard_bytes)]
+        section = writer.finish()
+        sections = [self._constant, section]
         manifest, shards = assemble(sections, version, self.backend.wire_format)
         # last: the next export must not be compared with one that failed
-        self._before, self._adapter_before = {name: packed[name] for name in adapted}, state
+        self._before = section, state
         return manifest, shards, changes.statistics() if changes is not None else {}
 
     def _pack_constant(
@@ -129,11 +131,10 @@ class Publisher:
         """Pack the quantized modules that never change."""
         names = [name for name in owners if self._quantized[name] and name not in changing]
         ranges = self._joint_ranges(range_of, names)
-        packed = {
-            name: _on_host(self._pack(name, plain_weight(owners[name]), ranges.get(name)))
-            for name in names
-        }
-        return pack_section(_named(packed), self.shard_bytes)
+        writer = SectionWriter(self.shard_bytes)
+        for name in names:
+            _write(writer, name, self._pack(name, plain_weight(owners[name]), ranges.get(name)))
+        return writer.finish()
 
     def _joint_ranges(
         self, range_of: Callable[[str], Tensor], among: Container[str]
@@ -152,14 +153,15 @@ class Publisher:
     def _pack(self, name: str, weight: Tensor, amax: Tensor | None) -> dict[str, Tensor]:
         """Pack a weight; that of a 1x1 convolution [N, K, 1, 1] is packed as [N, K]."""
         try:
-            return self.backend.pack(_finite(name, weight).flatten(1), self.scale_search, amax)
+            return self.backend.pack(weight.flatten(1), self.scale_search, amax)
         except ValueError as error:
+            _finite(name, weight)  # says how many values are not
             raise NonFiniteWeights(name, str(error)) from error
 
     def _pack_adapted(
         self, name: str, weight: Tensor, amax: Tensor | None, changes: _Changes | None
     ) -> dict[str, Tensor]:
-        """Pack a merged weight into host memory and record how it has changed."""
+        """Pack a merged weight on its device and record how it has changed."""
         quantized = self._quantized[name]
         parts = (
             self._pack(name, weight, amax)
@@ -168,7 +170,7 @@ class Publisher:
         )
         if changes is not None:
             changes.add(name, parts, quantized)
-        return _on_host(parts)
+        return parts
 
     def _pack_once(self, name: str, owner: nn.Module, amax: Tensor | None) -> dict[str, Tensor]:
         """Pack a weight without adapter; again only if its group's amax has changed."""
@@ -191,7 +193,7 @@ class _Changes:
         self,
         backend: Backend,
         layers: Mapping[str, LoraLayer],
-        packed_before: Mapping[str, dict[str, Tensor]],
+        packed_before: Section,
         adapter_before: Mapping[str, Tensor],
         adapter: Mapping[str, Tensor],
     ) -> None:
@@ -202,9 +204,10 @@ class _Changes:
 
     def add(self, name: str, now: dict[str, Tensor], quantized: bool) -> None:
         """Add one packed module; computed on the device of ``now``."""
-        before = {
-            part: tensor.to(now[part].device) for part, tensor in self._packed_before[name].items()
-        }
+        device = next(iter(now.values())).device
+        names = {part: f"{name}.{part}" for part in now}
+        stored = self._packed_before.tensors(names.values(), device)
+        before = {part: stored[names[part]] for part in now}
         if quantized:
             changed = self._backend.changed(now, before)
             decoded = self._backend.decode(now) - self._backend.decode(before)
@@ -213,7 +216,6 @@ class _Changes:
             decoded = (now["weight"].float() - before["weight"].float()).flatten(1)
         # of any adapter, as all have the same rank and alpha
         scaling = next(iter(self._layers[name].scaling.values()))
-        device = decoded.device
         # from B A, as a small update could vanish in the rounding of merged weights
         change = _product(self._adapter, name, device) - _product(
             self._adapter_before, name, device
@@ -236,14 +238,14 @@ class _Changes:
         return statistics
 
 
-def _named(packed: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {
-        f"{name}.{part}": tensor for name, parts in packed.items() for part, tensor in parts.items()
-    }
+def _write(writer: SectionWriter, name: str, parts: Mapping[str, Tensor]) -> None:
+    """Write the packed parts of a module."""
+    for part, tensor in parts.items():
+        writer.add(f"{name}.{part}", tensor)
 
 
 def _on_host(parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Move packed parts to host memory, as the device should hold one module at a time."""
+    """Move packed parts to host memory."""
     return {part: tensor.cpu() for part, tensor in parts.items()}
 
 

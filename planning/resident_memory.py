@@ -134,9 +134,7 @@ def _learner(
     }
     if config.plan.explore and not on_gpus(config, config.services.learner):
         # always in host memory, so it counts only for a learner that computes on CPUs
-        held["last version, its changing part, its adapter"] = (
-            counts.broadcast + counts.changing + 4 * counts.trained
-        )
+        held["last version, its adapter"] = counts.broadcast + 4 * counts.trained
     if replicas > 1:
         held["sum of gradients, fp32"] = counts.trained * 4
     return held

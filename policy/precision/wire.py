@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -30,34 +32,77 @@ class Section:
     shards: tuple[np.ndarray, ...]  # uint8
     hashes: tuple[str, ...]
 
+    def tensors(self, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
+        """Return copies of the tensors of these names on a device."""
+        found = {}
+        for name in names:
+            entry = self._by_name[name]
+            found[name] = torch.empty(entry.shape, dtype=WIRE_DTYPES[entry.dtype], device=device)
+            for index, inside, piece in pieces(entry, self._starts, self._sizes):
+                _bytes(found[name])[piece].copy_(torch.from_numpy(self.shards[index][inside]))
+        return found
 
-def pack_section(named: dict[str, Tensor], shard_bytes: int) -> Section:
-    """Concatenate tensors, in the order of ``named``, into uint8 shards of ``shard_bytes``.
+    @cached_property
+    def _by_name(self) -> dict[str, Entry]:
+        return {entry.name: entry for entry in self.entries}
 
-    There are no gaps; the last shard may be shorter. Raises ValueError for an unsupported dtype or
-    a shard size below 1.
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return [shard.nbytes for shard in self.shards]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return list(accumulate(self._sizes, initial=0))[:-1]
+
+
+class SectionWriter:
+    """Writes tensors, one after the other, into uint8 shards of ``shard_bytes`` in host memory.
+
+    There are no gaps; the last shard may be shorter. Each byte is written once: memory that is
+    touched for the first time, as that of an extra copy, costs more than the transfer.
     """
-    if shard_bytes < 1:
-        raise ValueError(f"shards of {shard_bytes} bytes: at least 1 is needed")
-    entries, offset = [], 0
-    for name, tensor in named.items():
+
+    def __init__(self, shard_bytes: int) -> None:
+        """Begin a section. Raises ValueError for a shard size below 1."""
+        if shard_bytes < 1:
+            raise ValueError(f"shards of {shard_bytes} bytes: at least 1 is needed")
+        self._size, self._offset = shard_bytes, 0
+        self._entries: list[Entry] = []
+        self._shards: list[np.ndarray] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Append a tensor on any device. Raises ValueError for an unsupported dtype."""
         if tensor.dtype not in WIRE_NAMES:
             raise ValueError(
                 f"{name} is {tensor.dtype}; supported types are {', '.join(WIRE_DTYPES)}"
             )
         shape, dtype = tuple(tensor.shape), WIRE_NAMES[tensor.dtype]
-        entries.append(Entry(name, dtype, shape, offset, tensor.nbytes))
-        offset += tensor.nbytes
-    starts = range(0, offset, shard_bytes)
-    sizes = [min(shard_bytes, offset - start) for start in starts]
-    shards = tuple(np.empty(size, np.uint8) for size in sizes)
-    for entry, tensor in zip(entries, named.values(), strict=True):
-        source = _bytes(tensor.detach().cpu().contiguous()).numpy()
-        for shard, inside, piece in pieces(entry, starts, sizes):
-            shards[shard][inside] = source[piece]
-    # one hash per shard, so that an unchanged shard need not be fetched or sent again
-    hashes = tuple(xxhash.xxh3_64_hexdigest(shard.data) for shard in shards)
-    return Section(tuple(entries), shards, hashes)
+        self._entries.append(Entry(name, dtype, shape, self._offset, tensor.nbytes))
+        source, written = _bytes(tensor.detach().contiguous()), 0
+        while written < len(source):
+            inside = self._offset % self._size
+            if not inside:
+                self._shards.append(np.empty(self._size, np.uint8))
+            count = min(self._size - inside, len(source) - written)
+            target = torch.from_numpy(self._shards[-1][inside : inside + count])
+            target.copy_(source[written : written + count])
+            written, self._offset = written + count, self._offset + count
+
+    def finish(self) -> Section:
+        """Return the section."""
+        if filled := self._offset % self._size:
+            self._shards[-1] = self._shards[-1][:filled]
+        # one hash per shard, so that an unchanged shard need not be fetched or sent again
+        hashes = tuple(xxhash.xxh3_64_hexdigest(shard.data) for shard in self._shards)
+        return Section(tuple(self._entries), tuple(self._shards), hashes)
+
+
+def pack_section(named: Mapping[str, Tensor], shard_bytes: int) -> Section:
+    """Write tensors, in the order of ``named``, by a ``SectionWriter``."""
+    writer = SectionWriter(shard_bytes)
+    for name, tensor in named.items():
+        writer.add(name, tensor)
+    return writer.finish()
 
 
 def assemble(
