@@ -19,9 +19,10 @@ LINK = 25e9
 """Bytes per second between two nodes: 200 Gb/s."""
 HOST = 10e9
 """Bytes per second from an object store into an actor, and from a GPU to the host."""
-PACK = 4e9
-"""Bytes per second of publishing: copied from the GPU to the host, hashed, and put into the object
-store, one after the other at 25, 10 and 10 GB/s.
+PACK = 3e9
+"""Bytes per second of publishing: packed on the GPU, copied to the host, hashed, and put into the
+object store, one after the other at 100, 8, 10 and 10 GB/s of packed bytes. Not measured in this
+form; packed by single operations of torch and copied twice, FLUX.1 reached 0.34 GB/s on an H200.
 """
 HOP_S = 2e-5
 """Latency in seconds of one step of a ring all-reduce over nodes."""

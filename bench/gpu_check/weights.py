@@ -9,7 +9,7 @@ from bench.gpu_check.findings import Finding, Item
 from bench.gpu_check.setting import Setting, change, free, loadable
 from configs.training import Lora
 from learner.publish import Publisher
-from planning import sizes
+from planning import durations, sizes
 from policy import meta
 from policy.device import synchronize
 from policy.explorer import Explorer
@@ -37,23 +37,25 @@ def _format(setting: Setting, backend: Backend) -> Iterator[Item]:
         add_adapters(learner, Lora(), family, names=("current",))
         rows = quantize_plan(learner, family, (), backend)
         publisher = Publisher(learner, rows, backend, SHARD)
+        _, plan, layers = meta.meta_explorer(family, backend, (), setting.dtype)
+        adapted = [name for name, _ in adapted_modules(learner)]
+        planned = sizes.wire_bytes(plan, layers, adapted, backend)
         for version, what in enumerate(("packing all of it", "packing the next version")):
             start = time.perf_counter()
             manifest, shards, statistics = publisher.export("current", version)
             seconds = time.perf_counter() - start
+            sent = planned.changing if version else planned.total
             yield Finding(
                 f"{case.name} {backend.wire_format}, {what}",
                 seconds,
                 "s",
                 {**labels, "form": what},
-                {"GB": manifest.nbytes / 1e9, **statistics},
+                {"planned s": sent / durations.PACK, "GB": manifest.nbytes / 1e9, **statistics},
             )
             change(learner)
-        _, plan, layers = meta.meta_explorer(family, backend, (), setting.dtype)
-        adapted = [name for name, _ in adapted_modules(learner)]
         yield Finding(
             f"{case.name} {backend.wire_format}, bytes of a version / those of the plan",
-            manifest.nbytes / sizes.wire_bytes(plan, layers, adapted, backend).total,
+            manifest.nbytes / planned.total,
             "x",
             {**labels, "form": "bytes"},
         )
@@ -69,7 +71,7 @@ def _format(setting: Setting, backend: Backend) -> Iterator[Item]:
             time.perf_counter() - start,
             "s",
             {**labels, "form": "loading"},
-            {"GB/s": manifest.nbytes / (time.perf_counter() - start) / 1e9},
+            {"planned s": manifest.nbytes / durations.HOST},
         )
 
 

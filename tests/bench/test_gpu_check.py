@@ -292,6 +292,25 @@ def test_moving_weights_is_compared_with_the_plan(back, left, bits, verdict_):
     )
 
 
+@pytest.mark.parametrize(("seconds", "said"), [(1.1, "confirmed"), (3.0, "refuted")])
+def test_packing_and_loading_are_compared_with_the_plan(seconds, said):
+    """Together: at most 1.5 times the 1.5 s that are planned for both."""
+    labels = {"format": "nvfp4"}
+    found = [
+        ("weights", Finding(form, value, "s", {**labels, "form": form}, {"planned s": planned}))
+        for form, value, planned in (
+            ("packing all of it", 100.0, 1.0),
+            ("packing the next version", seconds, 1.0),
+            ("loading", 1.0, 0.5),
+        )
+    ]
+    with_gpu = results("NVIDIA H100", "9.0", *found)
+    assert message(with_gpu, "packing a version") == said
+    assert message(Results({}, False, with_gpu.outcomes), "packing a version") == (
+        "not checkable here"
+    )
+
+
 def test_cheap_decoding_can_only_be_refuted_without_weights():
     """The check cannot confirm the claim: how images rank depends on real weights."""
     quick, slow = (
