@@ -49,6 +49,7 @@ class RolloutActor:
             self._device,
             compile=self._run.explore.compile,
             step=lambda backend: configured_step(self._run, backend),
+            quantized=self._run.lora.base != "full",
         )
         self._why = why + eager_note(self._own, self._device, self._run.explore.compile)
         self._turn = Turn("a rollout actor", self._run.services, self._device)

@@ -92,7 +92,8 @@ class PolicyExporter:
         if self._backend is None:
             # a guess until rollout actors report their choice: that on a GPU if there is one here
             on_gpu = self.config.services.rollout.gpus and torch.cuda.is_available()
-            self._use(packing_backend(plan.backend, "cuda" if on_gpu else "cpu"))
+            packed_base = self.config.lora.base != "full"
+            self._use(packing_backend(plan.backend, "cuda" if on_gpu else "cpu", packed_base))
         if backend is not None and self._backend is not None and backend != self._backend.name:
             self._use(packing_backend(backend, self.device))
         assert self._backend is not None

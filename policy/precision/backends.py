@@ -42,17 +42,21 @@ def resolve_backend(
     key: str = "explore.backend",
     compile: bool = False,
     step: Callable[[Backend], cost.Step] | None = None,
+    quantized: bool = False,
 ) -> tuple[Backend, str]:
     """Return (backend, reason) for a configured name; "auto" selects the fastest backend.
 
     On a GPU "auto" selects the first backend that packs activations by kernels or is compiled
-    (``compile``) and whose step, as counted by ``step``, is predicted to be faster than BF16.
+    (``compile``) and whose step, as counted by ``step``, is predicted to be faster than BF16. If
+    ``quantized``, it selects the first one that quantizes and runs, faster than BF16 or not.
 
     Raises ValueError with a one-line message that begins with ``key`` if the name is unknown or
     this device cannot run the backend; there is no fallback.
     """
     device = torch.device(device)
     if name == "auto":
+        if quantized and device.type == "cuda":
+            return _first_quantized(device)
         return _fastest(device, compile, step)
     if name not in BACKENDS:
         raise ValueError(f"{key}: {name!r} is unknown: use auto, {', '.join(BACKENDS)}")
@@ -101,12 +105,30 @@ def finer_backend(current: str, available: Collection[str], finest: str) -> str 
     return next((name for names in finer for name in names if name in available), None)
 
 
-def packing_backend(name: str, device: torch.device | str) -> Backend:
+def packing_backend(name: str, device: torch.device | str, quantized: bool = False) -> Backend:
     """Return the backend to pack weights for; "auto" selects one for ``device``.
 
     Any named backend will do, because packing needs no kernels.
     """
-    return BACKENDS[name] if name in BACKENDS else resolve_backend(name, device)[0]
+    if name in BACKENDS:
+        return BACKENDS[name]
+    return resolve_backend(name, device, quantized=quantized)[0]
+
+
+def _first_quantized(device: torch.device) -> tuple[Backend, str]:
+    rejected = []
+    for backend in auto_backends(device.type):
+        if not backend.quantizes:
+            continue
+        reason = backend.unavailable_reason(device)
+        if reason is None:
+            why = f"auto: {backend.name} quantizes, as the packed base (lora.base) requires"
+            return backend, "; ".join([why, *rejected])
+        rejected.append(f"not {backend.name}: {reason}")
+    raise ValueError(
+        f"explore.backend: auto: no backend that quantizes runs on {device.type}, as the packed"
+        f" base (lora.base) requires: {'; '.join(rejected)}; set lora.base = 'full'"
+    )
 
 
 def _fastest(

@@ -13,6 +13,7 @@ from actors.messages import ActorInfo
 from configs.backends import BackendName
 from configs.sections import Guidance
 from configs.services import Services
+from configs.training import Lora
 from policy.precision import kernels, te_nvfp4
 from policy.precision.backends import BACKENDS, eager_note, packing_backend, resolve_backend
 from policy.precision.cost import Step
@@ -170,6 +171,19 @@ def test_auto_skips_backends_that_are_predicted_to_be_slower(gpu, monkeypatch):
     assert resolve_backend("auto", "cuda", step=lambda backend: slow_step)[0].name == "fp8"
 
 
+def test_auto_quantizes_if_the_base_is_packed(gpu, monkeypatch):
+    """Exploring in BF16 would use another base than the one that is trained."""
+    slow = Step(1e14, 0.01e14, 100, 1e10, 1000, 1e10)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+    gpu((9, 0), None)
+    backend, why = resolve_backend("auto", "cuda", step=lambda backend: slow, quantized=True)
+    assert backend.name == "fp8" and why.startswith("auto: fp8 quantizes, as the packed base")
+    assert packing_backend("auto", "cuda", quantized=True).name == "fp8"
+    gpu((8, 0), None)
+    with pytest.raises(ValueError, match="no backend that quantizes runs on cuda.*not fp8: FP8"):
+        resolve_backend("auto", "cuda", quantized=True)
+
+
 def test_auto_selects_emulation_on_a_cpu():
     backend, why = resolve_backend("auto", "cpu")
     assert backend.name == "emulated_nvfp4"
@@ -240,6 +254,7 @@ def test_explorer_reports_slow_eager_packing(gpu, monkeypatch, compile, ends):
         explore=explore,
         arm="sol_rl",
         guidance=Guidance(),
+        lora=Lora(),
         services=Services(),
     )
     monkeypatch.setattr(rollout, "load_config", lambda tree: run)
