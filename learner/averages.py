@@ -9,7 +9,7 @@ from configs.schema import RunConfig
 from learner.objectives.base import Objective
 from learner.schedules import ema_decay, old_policy_decay
 from learner.trained_adapter import NothingLearned
-from policy.lora import adapter_state, blend, load_adapter_state
+from policy.lora import adapter_parameters, adapter_state, blend, load_adapter_state
 
 PREVIOUS = "previous"
 """The sampling policy before the last update, kept if it is used to explore (``explore_ahead``)."""
@@ -77,9 +77,10 @@ class Averages:
         Raises NothingLearned if it does not move although it should: the run would evaluate and
         export the model from before training.
         """
-        before = adapter_state(self._transformer, name)
+        after, current = (adapter_parameters(self._transformer, part) for part in (name, "current"))
+        # compared on the device: copies in host memory would take a second for large adapters
+        before = {key: parameter.detach().clone() for key, parameter in after.items()}
         blend(self._transformer, name, "current", decay)
-        after, current = (adapter_state(self._transformer, part) for part in (name, "current"))
         apart = any(not torch.equal(before[key], current[key]) for key in before)
         if apart and all(torch.equal(before[key], after[key]) for key in before):
             raise NothingLearned(

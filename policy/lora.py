@@ -166,7 +166,7 @@ def matrices(layer: LoraLayer, name: str) -> tuple[nn.Parameter, nn.Parameter]:
     return down, up
 
 
-def _parameters(transformer: nn.Module, name: str) -> dict[str, nn.Parameter]:
+def adapter_parameters(transformer: nn.Module, name: str) -> dict[str, nn.Parameter]:
     """Return the parameters of an adapter by key.
 
     The keys are `<module path>.lora_A.weight` [r, in] and `<module path>.lora_B.weight` [out, r].
@@ -180,8 +180,8 @@ def _parameters(transformer: nn.Module, name: str) -> dict[str, nn.Parameter]:
 
 
 def adapter_state(transformer: nn.Module, name: str) -> dict[str, Tensor]:
-    """Return a float32 copy of one adapter on the CPU, by the keys of ``_parameters``."""
-    parameters = _parameters(transformer, name).items()
+    """Return a float32 copy of one adapter on the CPU, by the keys of ``adapter_parameters``."""
+    parameters = adapter_parameters(transformer, name).items()
     return {
         # always a copy, also if nothing is converted: training changes the parameters later
         key: parameter.detach().to("cpu", torch.float32, copy=True)
@@ -192,7 +192,7 @@ def adapter_state(transformer: nn.Module, name: str) -> dict[str, Tensor]:
 @torch.no_grad()
 def load_adapter_state(transformer: nn.Module, name: str, state: dict[str, Tensor]) -> None:
     """Copy ``state`` into an adapter in place; raise ValueError if keys or shapes differ."""
-    parameters = _parameters(transformer, name)
+    parameters = adapter_parameters(transformer, name)
     if parameters.keys() != state.keys():
         wrong = sorted(parameters.keys() ^ state.keys())
         raise ValueError(
@@ -216,8 +216,8 @@ def blend(transformer: nn.Module, dst: str, src: str, decay: float) -> None:
     """
     if not 0 <= decay <= 1:
         raise ValueError(f"decay {decay} is outside [0, 1]")
-    sources = _parameters(transformer, src)
-    for key, parameter in _parameters(transformer, dst).items():
+    sources = adapter_parameters(transformer, src)
+    for key, parameter in adapter_parameters(transformer, dst).items():
         if decay == 0:
             # a product with 0 would keep NaN in the destination
             parameter.copy_(sources[key])
@@ -227,4 +227,4 @@ def blend(transformer: nn.Module, dst: str, src: str, decay: float) -> None:
 
 def trainable(transformer: nn.Module, name: str = "current") -> list[tuple[str, nn.Parameter]]:
     """Return (stable key, parameter) pairs of the trained adapter, in module order."""
-    return list(_parameters(transformer, name).items())
+    return list(adapter_parameters(transformer, name).items())

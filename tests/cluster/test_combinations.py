@@ -3,12 +3,15 @@
 import json
 import random
 import shutil
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
 
 from configs.objectives import SETTINGS
 from tests.cluster.runs import tiny_config
+from tests.simulated_gpu.install import missing
 from tools.combinations import __main__ as combinations
 from tools.combinations.draw import LEFT_OUT, can_start, drawn, options
 from tools.combinations.plans import check_plans, try_plan
@@ -92,3 +95,15 @@ def test_a_plan_below_its_bound_and_one_that_more_gpus_slow_down_are_found():
         check_plans(plan, {**plan, "iteration_s": 2.1})
     with pytest.raises(ValueError, match="not on twice the GPUs"):
         check_plans(plan, None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(missing() is not None, reason=missing() or "")
+def test_a_run_on_simulated_gpus_repeats(tmp_path):
+    """In processes of its own, as torch cannot lose a GPU again."""
+    options = ["--runs", "1", "--seed", "2", "--simulated-gpu", "10.0", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "tools.combinations", *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "0  same results" in done.stdout

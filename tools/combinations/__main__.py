@@ -39,6 +39,8 @@ SMALL = {
     "logging__grid_prompts": 1,
 }
 BRIGHTNESS = "tests.cluster.scorers:Brightness"
+ON_GPUS = {service: {"gpus": 0.1} for service in ("rollout", "learner", "encoder", "reward")}
+BF16 = {"precision": "bf16"}
 AUTOSCALE = {
     "services.autoscale.enabled": True,
     "services.autoscale.patience": 1,
@@ -53,8 +55,9 @@ STOPPED = 130
 class Combinations:
     """Runs with random settings, on the Ray cluster that this process is connected to."""
 
-    def __init__(self, out: Path, seed: int):
-        self.out, self.seed = out, seed
+    def __init__(self, out: Path, seed: int, gpus: bool = False):
+        """``gpus``: all services compute on simulated GPUs, which this process does not have."""
+        self.out, self.seed, self.gpus = out, seed, gpus
         self.models = {name: make(name, self.out) for name in MODELS}
 
     def try_one(self, index: int) -> str | None:
@@ -66,12 +69,13 @@ class Combinations:
         base = self._base(model, rng.choice((1, 2)))
         if rng.randrange(2):  # something to combine
             base["rewards"]["scorers"].append({"name": BRIGHTNESS, "weight": 0.5})
-        settings, faults = drawn(rng, base), FaultInjector()
+        settings, faults = drawn(rng, base, gpus=self.gpus), FaultInjector()
         others: list[str] = []
         try:
             base["name"] = f"{index:04d}-first"
             first = self._train(configured(base, settings), faults)
-            use(self.out / "runs" / base["name"], random.Random(f"use {self.seed} {index}"))
+            if not self.gpus:  # the commands would compute on this process's CPU
+                use(self.out / "runs" / base["name"], random.Random(f"use {self.seed} {index}"))
             others = [*operational(rng, base, settings), *other_actors(rng, base)]
             faults = injector(rng, faults)
             base["name"] = f"{index:04d}-second"
@@ -99,6 +103,9 @@ class Combinations:
         tree = tiny_config(path, self.out, "base", **SMALL).model_dump(exclude_unset=True)
         more = changes(name, path, self.out, scale)
         tree |= {"objective": {}, **more, "explore": {**tree["explore"], **more["explore"]}}
+        if self.gpus:
+            tree |= {"services": ON_GPUS, "regenerate": {**tree["regenerate"], **BF16}}
+            tree["explore"]["backend"] = "auto"
         return json.loads(json.dumps(tree))
 
 
@@ -158,6 +165,17 @@ def described(
     return f"{model}: {' '.join([*settings, *others])}; {faulty}"
 
 
+def simulate_gpus(capability: str, out: Path) -> None:
+    """Let every process that is started from now on have a GPU (``tests.simulated_gpu``)."""
+    from tests import simulated_gpu
+    from tests.simulated_gpu.install import build
+
+    site = Path(simulated_gpu.__file__).parent / "site"
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (site, Path.cwd())))
+    os.environ["SIMULATED_GPU"] = f"{capability}:{build(out)}"
+    os.environ["TRITON_INTERPRET"] = "1"  # for the kernel that has no substitute
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try the runs and print a line for each that went wrong; return 1 if any did."""
     options = _parser().parse_args(arguments)
@@ -173,10 +191,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     out = Path(options.out or f"runs/combinations-{options.seed}").absolute()
     out.mkdir(parents=True, exist_ok=True)
-    combinations = Combinations(out, options.seed)
+    combinations = Combinations(out, options.seed, bool(options.simulated_gpu))
+    if options.simulated_gpu:
+        simulate_gpus(options.simulated_gpu, out)
     template.start(tiny_config(combinations.models["sd3"], out, "template"))
     quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
-    ray.init("local", num_cpus=32, logging_level=logging.ERROR, **quiet)
+    gpus = 8 if options.simulated_gpu else 0
+    ray.init("local", num_cpus=32, num_gpus=gpus, logging_level=logging.ERROR, **quiet)
     wrong = 0
     try:
         for index in range(options.first, options.runs):
@@ -203,6 +224,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--first", type=int, default=0, metavar="I", help="begin with number I")
     parser.add_argument("--seed", type=int, default=0, help="of settings and faults")
+    parser.add_argument(
+        "--simulated-gpu",
+        metavar="CAPABILITY",
+        help="services compute on simulated GPUs of this compute capability: 9.0 or 10.0",
+    )
     parser.add_argument("--out", metavar="DIR", help="directory (default: runs/combinations-SEED)")
     return parser
 

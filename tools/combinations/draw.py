@@ -35,6 +35,8 @@ OF_SERVICES = ("share", "shard", "between_turns", "replicas", "threads", "regene
 """Settings of a service that are drawn. The others say where and how long actors work."""
 BACKENDS = ("emulated_nvfp4", "fp8", "bf16", "fp32")
 """Values of ``explore.backend`` that run on a CPU."""
+GPU_BACKENDS = ("auto", "torch_nvfp4", *BACKENDS)
+"""Values of ``explore.backend`` on simulated GPUs."""
 MORE: dict[str, list[Any]] = {
     "explore.modules_to_not_convert": [["*to_q"], ["*.0.*"], ["*"]],
     "lora.targets": [["to_q"], ["to_k", "to_v"], ["to_out.0"]],
@@ -66,16 +68,22 @@ def can_start(base: Tree, overrides: Sequence[str]) -> bool:
 
 
 def drawn(
-    rng: random.Random, base: Tree, is_valid: Callable[[Tree, Sequence[str]], bool] = can_start
+    rng: random.Random,
+    base: Tree,
+    is_valid: Callable[[Tree, Sequence[str]], bool] = can_start,
+    gpus: bool = False,
 ) -> list[str]:
     """Return random overrides ``key=value`` with which ``base`` is a valid configuration.
 
     Its table ``objective`` is empty. They are drawn one after the other; one that contradicts those
-    before it is left out.
+    before it is left out. ``gpus``: for simulated GPUs, which cannot run compiled code.
     """
     firsts = {name: f"objective.name={json.dumps(name)}" for name in sorted(SETTINGS)}
     name = rng.choice([name for name, first in firsts.items() if is_valid(base, [first])])
     first, values = firsts[name], options(name)
+    if gpus:
+        values = {key: each for key, each in values.items() if key not in SELDOM}
+        values["explore.backend"] = [*GPU_BACKENDS]
     number = rng.randint(FEWEST, min(MOST, len(values)))
     return [first, *_drawn_of(values, number, rng, base, [first], is_valid)]
 
