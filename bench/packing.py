@@ -1,4 +1,4 @@
-"""Count of kernels and bytes for packing an activation: ``python -m bench packing``.
+"""Count of kernels and bytes for packing activations and weights: ``python -m bench packing``.
 
 Counts, unlike times, hold on any machine. In eager mode every operation is a separate kernel, which
 reads its operands from memory and writes its result there; a packing kernel of
@@ -21,16 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from configs.section import Tree
+from policy.precision import nvfp4
 from policy.precision.fp8 import Activations
 from policy.precision.history import AmaxHistory
+from policy.precision.kernels import nvfp4_pack_weight, tensor_amax
 from policy.precision.torch_nvfp4 import pack_operand
 
 ROWS, COLUMNS = 1024, 3072
 ONLY_WRITTEN = ("copy_", "fill_", "zero_")
 """In-place operations that do not read the tensor that they overwrite."""
 HOW_TO_READ = (
-    "once per input, for all products that read it; bytes per element over a GPU's bandwidth is the"
-    " least time that packing takes, to be compared with what a quicker product saves"
+    "once per input, for all products that read it, and weights once per version; bytes per element"
+    " over a GPU's bandwidth is the least time that packing takes, to be compared with what a"
+    " quicker product saves"
 )
 
 
@@ -111,12 +114,20 @@ def by_previous_pass(device: torch.device) -> Pack:
     return lambda x: pack_operand(x, False, history)
 
 
+def weights(device: torch.device) -> Pack:
+    """Return the packing of a weight to NVFP4, without the host's check of its amax."""
+    if device.type == "cpu":
+        return lambda x: nvfp4.quantize(x, search=True)
+    return lambda x: nvfp4_pack_weight(x, tensor_amax(x), nvfp4.SEARCH_OFFSETS)
+
+
 FORMATS: dict[str, Callable[[torch.device], Pack]] = {
     "fp8": lambda device: lambda x: Activations().quantized(x),
     "nvfp4": lambda device: lambda x: pack_operand(x, False),
     "nvfp4 previous_pass": by_previous_pass,
+    "nvfp4 weights": weights,
 }
-"""By wire format, and by ``explore.activation_amax`` if that is not the default."""
+"""By wire format, and by ``explore.activation_amax`` if that is not the default; and weights."""
 
 
 def table() -> list[tuple[str, str, Counting]]:
@@ -152,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parser.parse_args(arguments).json:
         print(json.dumps(as_json(), indent=1))
         return 0
-    print(f"activations bfloat16 [{ROWS}, {COLUMNS}]; counted without a GPU, nothing is timed")
+    print(f"bfloat16 [{ROWS}, {COLUMNS}]; counted without a GPU, nothing is timed")
     print(f"{'':28}{'kernels':>9}{'on a number':>13}{'read/element':>14}{'written':>9}{'both':>8}")
     elements = ROWS * COLUMNS
     for name, form, counted in table():

@@ -261,7 +261,7 @@ CLAIMS: dict[str, Check] = {
     ): near_the_bound,
     (
         "packing by kernels moves the bytes that"
-        " [performance.md](performance.md#what-packing-activations-costs) counts, and takes little"
+        " [performance.md](performance.md#what-packing-costs) counts, and takes little"
         " of a step"
     ): packing,
     "peak memory of an actor is what `sol-rl plan` predicts": peaks,
