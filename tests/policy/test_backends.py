@@ -14,7 +14,8 @@ from configs.backends import BackendName
 from configs.sections import Guidance
 from configs.services import Services
 from configs.training import Lora
-from policy.precision import kernels, te_nvfp4
+from learner.export import PolicyExporter
+from policy.precision import backends, kernels, te_nvfp4
 from policy.precision.backends import BACKENDS, eager_note, packing_backend, resolve_backend
 from policy.precision.cost import Step
 
@@ -263,6 +264,35 @@ def test_explorer_reports_slow_eager_packing(gpu, monkeypatch, compile, ends):
     monkeypatch.setattr(rollout.RolloutActor, "_build", lambda self, backend: None)
     why = rollout.RolloutActor({}).ready().why
     assert why.startswith("fp8: as configured") and why.endswith(ends)
+
+
+@pytest.mark.parametrize(("base", "quantized"), [("full", False), ("nf4", True)])
+def test_a_packed_base_is_explored_in_a_format_that_quantizes(monkeypatch, base, quantized):
+    asked: list[bool] = []
+
+    def resolve(name, device, key="", compile=False, step=None, quantized=False):
+        asked.append(quantized)
+        return BACKENDS["fp8"], "fp8: as found"
+
+    explore = SimpleNamespace(backend="auto", compile=False, guidance=1.0)
+    run = SimpleNamespace(
+        plan=SimpleNamespace(explore=explore),
+        explore=explore,
+        guidance=Guidance(),
+        lora=Lora(base=base),
+        services=Services(),
+    )
+    monkeypatch.setattr(rollout, "load_config", lambda tree: run)
+    monkeypatch.setattr(rollout, "setup_torch", lambda run, kind: torch.device("cpu"))
+    monkeypatch.setattr(rollout, "resolve_backend", resolve)
+    monkeypatch.setattr(rollout.RolloutActor, "_build", lambda self, backend: None)
+    rollout.RolloutActor({})
+    monkeypatch.setattr(backends, "resolve_backend", resolve)
+    monkeypatch.setattr(
+        PolicyExporter, "_use", lambda self, backend: vars(self).update(_backend=backend)
+    )
+    PolicyExporter(run, None, None, torch.device("cpu"))._chosen(None)
+    assert asked == [quantized, quantized]
 
 
 def test_learner_packs_weights_for_gpus_that_it_does_not_have():

@@ -258,6 +258,8 @@ def test_non_finite_weights_are_not_published(family, adapted):
     with pytest.raises(NonFiniteWeights, match=f"the weights of '{name}' are not finite") as caught:
         publish.export("current", 1)
     assert caught.value.module == name
+    columns = adapted.get_submodule(name).in_features
+    assert f"{columns} of " in str(caught.value) and "lower optimizer.lr" in str(caught.value)
 
 
 def test_export_statistics_compare_with_the_previous_export(family, adapted, randomise):
@@ -295,6 +297,7 @@ def test_export_statistics_compare_with_the_previous_export(family, adapted, ran
     # the difference of two float32 weights loses digits
     assert statistics["weights/delta_cosine"] == pytest.approx(cosine, abs=1e-5)
     assert 0.9 < cosine < 1
+    assert export(3)[0] == {"weights/codes_changed": 0.0}  # compared with version 2
 
 
 def test_packed_copies_do_not_stay_on_the_learner_device(family, adapted, monkeypatch, randomise):

@@ -145,6 +145,33 @@ def test_packing_of_any_weight(seed, exponent, heavy):
     assert_weight(x**3 if heavy else x, True)
 
 
+def test_the_last_of_the_offsets_is_tried():
+    """It is the best one for one block in some 8,000."""
+    x = torch.randn(512, 256, generator=torch.Generator().manual_seed(0))
+    row, amax = x[434:435], x.abs().max()
+    plain, searched = (quantize(row, search, amax).scales[0, 10] for search in (False, True))
+    assert int(searched) - int(plain) == SEARCH_OFFSETS[-1]
+    assert_weight(row, True, amax)
+
+
+@pytest.mark.parametrize("search", [False, True])
+def test_weights_are_quantized_by_the_kernel_if_there_is_one(monkeypatch, search):
+    x = ordinary(5, 80).float()
+    frozen = x.abs().max() * 2
+    with mock.patch.object(nvfp4, "block_sum", pairwise):
+        expected = [quantize(x, search), quantize(x, search, frozen)]
+    monkeypatch.setattr(kernels, "missing", lambda device: None)
+    for packed, other in zip(
+        (quantize(x, search), quantize(x, search, frozen)), expected, strict=True
+    ):
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(vars(packed).values(), vars(other).values(), strict=True)
+        )
+    with pytest.raises(ValueError, match="NVFP4 cannot pack a weight with amax nan"):
+        quantize(difficult("NaN", 5, 80), search)
+
+
 def test_amax_of_a_weight_shows_what_is_not_finite():
     x = ordinary(7, 48)
     assert kernels.tensor_amax(x.to(DEVICE)).cpu() == x.abs().max()
