@@ -246,7 +246,9 @@ CLAIMS: dict[str, Check] = {
     "an image's latents do not depend on the other images of its batch": tests(
         FP8, NVFP4, capability=(8, 9)
     ),
-    "the Triton kernels that pack activations give the bits of the eager functions": bits,
+    "the Triton kernels that pack activations and weights give the bits of the eager functions": (
+        bits
+    ),
     "new weights are loaded in place, so a captured CUDA graph stays valid": tests(
         NVFP4, capability=BLACKWELL
     ),

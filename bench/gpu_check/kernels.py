@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from functools import cache
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from bench.gpu_check.setting import Setting
 from bench.packing import as_json
 from bench.timing import interleave
 from policy.device import synchronize
-from policy.precision import kernels
+from policy.precision import kernels, nvfp4
 from policy.precision.cost import FUSED, PREVIOUS_PASS
 from policy.precision.fp8 import quantize_rows, row_scales
 from policy.precision.history import AmaxHistory
@@ -71,21 +72,39 @@ def fp8_kernel(x: Tensor) -> tuple[Tensor, ...]:
     return codes.view(torch.uint8), scales
 
 
+def weight_kernel(x: Tensor) -> tuple[Tensor, ...]:
+    """Return the result of ``kernels.nvfp4_pack_weight`` with the search for scales."""
+    return kernels.nvfp4_pack_weight(x, kernels.tensor_amax(x), nvfp4.SEARCH_OFFSETS)
+
+
+def weight_reference(x: Tensor) -> tuple[Tensor, ...]:
+    """Return the expected result of ``weight_kernel``."""
+    values = x.float()
+    # on a CPU too in the order of the kernel: two scales may be equally good but for rounding
+    with mock.patch.object(nvfp4, "block_sum", nvfp4.pair_sums):
+        packed = nvfp4.pack(values, nvfp4.block_amax(values), values.abs().max(), search=True)
+    return packed.codes, packed.scales
+
+
 PACKS: dict[str, tuple[Callable[[Tensor], tuple[Tensor, ...]], ...]] = {
     "fp8": (fp8_kernel, fp8_reference),
     "nvfp4": (kernels.nvfp4_pack, nvfp4_reference),
     "nvfp4 previous_pass": (previous_pass_kernel, previous_pass_reference),
+    "nvfp4 weights": (weight_kernel, weight_reference),
 }
 """(the kernel, the eager functions that it replaces) as in ``bench.packing.FORMATS``."""
+TIMED = {"nvfp4 weights": "time of weights"}
+"""Kind of time, if it is not limited by memory: the search computes some 200 steps per weight."""
 MOVED = {form: packing.bytes for form, packing in FUSED.items()}
 MOVED["nvfp4 previous_pass"] = PREVIOUS_PASS.bytes
+MOVED["nvfp4 weights"] = 2 + 2 + 0.5 + 1 / 16  # bytes per element: read twice, codes, scales
 
 
 def measure(setting: Setting) -> Iterator[Item]:
     """Yield counts, which do not depend on the machine, then bits, and on a GPU times."""
     for form, counted in as_json().items():
         yield Finding(
-            f"{form}, bytes moved per activation element",
+            f"{form}, bytes moved per element",
             counted["bytes_per_element"],
             "B",
             {"format": form, "kind": "count"},
@@ -151,7 +170,7 @@ def _time(form: str, x: Tensor) -> Finding:
         f"{form} {list(x.shape)}, packing by kernels / copying the same tensor",
         median["kernel"] / median["copy"],
         "x",
-        {"format": form, "kind": "time", "shape": f"{len(x)} x {x.shape[1]}"},
+        {"format": form, "kind": TIMED.get(form, "time"), "shape": f"{len(x)} x {x.shape[1]}"},
         {
             "expected": MOVED[form] / 4.0,  # a copy moves 4 bytes per bfloat16 element
             "eager": median["eager"] / median["copy"],

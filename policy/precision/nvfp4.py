@@ -133,7 +133,7 @@ def quantize(weight: Tensor, search: bool = False, amax: Tensor | None = None) -
     values = weight.float()
     largest = block_amax(values)
     own = largest.max() if largest.numel() else values.new_zeros(())
-    return _pack(values, largest, _checked_amax(own, amax), search)
+    return pack(values, largest, _checked_amax(own, amax), search)
 
 
 def _checked_amax(own: Tensor, amax: Tensor | None) -> Tensor:
@@ -151,7 +151,7 @@ def _checked_amax(own: Tensor, amax: Tensor | None) -> Tensor:
     return amax
 
 
-def _pack(values: Tensor, largest: Tensor, amax: Tensor, search: bool = False) -> Packed:
+def pack(values: Tensor, largest: Tensor, amax: Tensor, search: bool = False) -> Packed:
     """Pack ``values`` float32 [N, K] with block amax ``largest`` and tensor amax ``amax``."""
     s_enc = encoding_scale(amax)
     scales = block_scales(largest, s_enc)
@@ -209,8 +209,15 @@ def _block_error(values: Tensor, codes: Tensor, s_enc: Tensor, amax: Tensor) -> 
 
 
 def block_sum(squares: Tensor) -> Tensor:
-    """Return the sums of blocks [..., 16]; kernels sum in another order."""
-    return squares.sum(-1)
+    """Return the sums of blocks [..., 16]; on a GPU in the order of the kernel."""
+    return squares.sum(-1) if squares.device.type == "cpu" else pair_sums(squares)
+
+
+def pair_sums(squares: Tensor) -> Tensor:
+    """Return the sums of blocks [..., 16], of neighbors first."""
+    while squares.shape[-1] > 1:
+        squares = squares[..., 0::2] + squares[..., 1::2]
+    return squares.squeeze(-1)
 
 
 def encode(q: Tensor, negative: Tensor) -> Tensor:
@@ -290,7 +297,7 @@ def pack_activation(x: Tensor, exact: bool = False, amax: Tensor | None = None) 
     """
     # values are not checked, because that would wait for the GPU
     values = x.float()
-    return _pack(values, *_limits(block_amax(values), exact, amax))
+    return pack(values, *_limits(block_amax(values), exact, amax))
 
 
 def quantize_activation(

@@ -103,19 +103,12 @@ def assert_nvfp4(x: torch.Tensor, exact: bool = False) -> None:
     assert factor == expected.amax * SPAN_INVERSE
 
 
-def pairwise(squares: torch.Tensor) -> torch.Tensor:
-    """Return sums of blocks [..., 16] in the order of the kernel."""
-    while squares.shape[-1] > 1:
-        squares = squares[..., 0::2] + squares[..., 1::2]
-    return squares.squeeze(-1)
-
-
 def assert_weight(x: torch.Tensor, search: bool, amax: torch.Tensor | None = None) -> None:
     """Compare a packed weight with the eager functions, which sum the errors in the same order."""
     own = x.abs().max().float() if amax is None else amax
     offsets = SEARCH_OFFSETS if search else range(0)
     codes, scales = kernels.nvfp4_pack_weight(x.to(DEVICE), own.to(DEVICE), offsets)
-    with mock.patch.object(nvfp4, "block_sum", pairwise):
+    with mock.patch.object(nvfp4, "block_sum", nvfp4.pair_sums):
         expected = quantize(x.cpu(), search, amax)
     assert torch.equal(scales.cpu(), expected.scales) and torch.equal(codes.cpu(), expected.codes)
 
@@ -158,7 +151,7 @@ def test_the_last_of_the_offsets_is_tried():
 def test_weights_are_quantized_by_the_kernel_if_there_is_one(monkeypatch, search):
     x = ordinary(5, 80).float()
     frozen = x.abs().max() * 2
-    with mock.patch.object(nvfp4, "block_sum", pairwise):
+    with mock.patch.object(nvfp4, "block_sum", nvfp4.pair_sums):
         expected = [quantize(x, search), quantize(x, search, frozen)]
     monkeypatch.setattr(kernels, "missing", lambda device: None)
     for packed, other in zip(

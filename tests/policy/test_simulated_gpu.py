@@ -87,3 +87,14 @@ def expected_waits(name: str, stage: str) -> int:
         return 3 + 2 * STEPS  # initial and final latents, images, and each state and its density
     clips = {"explore": 3, "regenerate": 2}[stage] if name in VIDEO else 1  # or all images at once
     return 1 + clips + (STEPS if name in PER_STEP else 0)
+
+
+@pytest.mark.slow
+def test_gpu_check_runs_as_where_there_is_a_gpu(tmp_path):
+    """``make gpu-check`` measures only where there is a GPU, and most of it has run on one once."""
+    command = [sys.executable, "-m", "tests.simulated_gpu.check", str(build(tmp_path))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 9 and all(row["items"] >= 3 for row in rows)
+    assert [row for row in rows if row["left"]] == []
