@@ -17,8 +17,10 @@ from planning.layouts.predict import Tasks
 
 LINK = 25e9
 """Bytes per second between two nodes: 200 Gb/s."""
-HOST = 10e9
-"""Bytes per second from an object store into an actor, and from a GPU to the host."""
+LOAD = 4e9
+"""Bytes per second from an object store into an actor's GPU: verified and copied, one after the
+other at 10 and 8 GB/s. Not measured in this form; 3 GB/s on an H200 with one more copy in between.
+"""
 PACK = 3e9
 """Bytes per second of publishing: packed on the GPU, copied to the host, hashed, and put into the
 object store, one after the other at 100, 8, 10 and 10 GB/s of packed bytes. Not measured in this
@@ -106,7 +108,7 @@ def of_tasks(config: RunConfig, tasks: Tasks, counts: Counts, nodes: int) -> Dur
         score={kind: Line(0.0, seconds / images) for kind, seconds in tasks.score.items()},
         encode=Line(0.0, tasks.encode / tasks.prompts),
         export=Line(sent / PACK),
-        load=Line(fetching(sent, nodes) + sent / HOST),
+        load=Line(fetching(sent, nodes) + sent / LOAD),
         move={
             kind: seconds
             for kind, seconds in tasks.move.items()

@@ -71,7 +71,7 @@ def _format(setting: Setting, backend: Backend) -> Iterator[Item]:
             time.perf_counter() - start,
             "s",
             {**labels, "form": "loading"},
-            {"planned s": manifest.nbytes / durations.HOST},
+            {"planned s": manifest.nbytes / durations.LOAD},
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -165,13 +166,20 @@ def _copy(
     dtype: torch.dtype, target: Tensor, pieces: Sequence[tuple[np.ndarray, slice, slice]]
 ) -> None:
     """Copy pieces of bytes of ``dtype`` into ``target``."""
-    in_place = target.dtype == dtype and target.device.type == "cpu"
-    # staged on the host first: bytes cannot be written to a device or to another float width
-    staged = target if in_place else torch.empty(target.shape, dtype=dtype)
+    if target.dtype == dtype and target.device.type != "cpu":
+        memory = _bytes(target)
+        with warnings.catch_warnings():
+            # that shards in the object store are read-only; here they are only read
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            for shard, inside, piece in pieces:
+                memory[piece].copy_(torch.from_numpy(shard[inside]))
+        return
+    # staged on the host first: bytes cannot be written to another float width
+    staged = target if target.dtype == dtype else torch.empty(target.shape, dtype=dtype)
     buffer = _bytes(staged).numpy()
     for shard, inside, piece in pieces:
         buffer[piece] = shard[inside]
-    if not in_place:
+    if staged is not target:
         target.copy_(staged)
 
 

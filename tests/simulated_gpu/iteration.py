@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,7 +125,12 @@ def publisher(trainer: Trainer, explorer: Explorer) -> Callable[[int], None]:
 
     def publish(version: int) -> None:
         manifest, shards, _ = trainer.export(version, explorer.backend.name)
-        explorer.load(manifest, shards)
+        received = [shard.copy() for shard in shards]
+        for shard in received:
+            shard.setflags(write=False)  # as in the object store
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            explorer.load(manifest, received)
 
     return publish
 
