@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -96,14 +96,6 @@ class SectionWriter:
         # one hash per shard, so that an unchanged shard need not be fetched or sent again
         hashes = tuple(xxhash.xxh3_64_hexdigest(shard.data) for shard in self._shards)
         return Section(tuple(self._entries), tuple(self._shards), hashes)
-
-
-def pack_section(named: Mapping[str, Tensor], shard_bytes: int) -> Section:
-    """Write tensors, in the order of ``named``, by a ``SectionWriter``."""
-    writer = SectionWriter(shard_bytes)
-    for name, tensor in named.items():
-        writer.add(name, tensor)
-    return writer.finish()
 
 
 def assemble(

@@ -23,9 +23,10 @@ from cluster.runtime.queue import PendingTask
 from cluster.runtime.transport import RAY
 from configs.services import Service
 from policy.precision.manifest import Manifest
-from policy.precision.wire import assemble, pack_section
+from policy.precision.wire import assemble
 from records.errors import RunFailed
 from tests.cluster.runs import run_here, tiny_config
+from tests.sections import pack_section
 
 
 def explorers(*backends: str | None, runs: tuple[str, ...] = ()) -> Any:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policy.precision.manifest import WIRE_DTYPES, Entry, Manifest, WireError
-from policy.precision.wire import assemble, pack_section, unpack_into
+from policy.precision.wire import assemble, unpack_into
+from tests.sections import pack_section
 
 SHAPE = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 SPEC = st.dictionaries(

@@ -171,7 +171,8 @@ def simulate_gpus(capability: str, out: Path) -> None:
     from tests.simulated_gpu.install import build
 
     site = Path(simulated_gpu.__file__).parent / "site"
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (site, Path.cwd())))
+    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(site), str(Path.cwd()), *filter(None, before)])
     os.environ["SIMULATED_GPU"] = f"{capability}:{build(out)}"
     os.environ["TRITON_INTERPRET"] = "1"  # for the kernel that has no substitute
 
