@@ -9,11 +9,13 @@ from collections import Counter
 
 import pytest
 
+from configs.load import ConfigError
 from configs.objectives import SETTINGS
 from tests.cluster.runs import tiny_config
 from tests.simulated_gpu.install import missing
 from tools.combinations import __main__ as combinations
 from tools.combinations.draw import LEFT_OUT, can_start, drawn, options
+from tools.combinations.layouts import draw_layout
 from tools.combinations.plans import check_plans, try_plan
 from tools.combinations.use import use
 
@@ -52,6 +54,28 @@ def test_a_run_with_random_settings_repeats(ray_here, tmp_path, monkeypatch):
     tried = combinations.Combinations(tmp_path, 0)
     assert tried.try_one(0) is None
     assert not any((tmp_path / "runs").iterdir())
+
+
+def test_another_layout_keeps_what_results_depend_on(tiny_sd3_dir, tmp_path):
+    config = tiny_config(tiny_sd3_dir, tmp_path, "base", **combinations.SMALL)
+    tree = {**config.model_dump(exclude_unset=True), "layout": {}}
+    base, rng = json.loads(json.dumps(tree)), random.Random(0)
+    firsts = [draw_layout(rng, base, [], "B200") for _ in range(6)]
+    assert len({asked[0] for asked, _ in firsts}) == 3  # modes
+    numbers = {config.services.learner.replicas for _, config in firsts}
+    assert len(numbers) > 1
+    for asked, first in firsts:
+        again, second = draw_layout(rng, base, asked, "B200", first)
+        assert again != asked
+        assert second.services.learner.replicas == first.services.learner.replicas
+        assert second.services.learner.share == first.services.learner.share
+        assert second.explore_ahead == first.explore_ahead
+    # two replicas with whole GPUs, and rollout actors elsewhere
+    asked = ["services.learner.replicas=2", "services.learner.gpus=1"]
+    for _ in range(6):
+        assert int(draw_layout(rng, base, asked, "B200")[0][1].removeprefix("layout.gpus=")) > 2
+    with pytest.raises(ConfigError, match="does not fit on . x B200"):
+        draw_layout(rng, base, [asked[0], "services.learner.gpus=5"], "B200")
 
 
 def test_an_evaluation_that_differs_from_that_of_the_run_is_found(undisturbed, tmp_path):

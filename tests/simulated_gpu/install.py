@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.simulated_gpu.tensor import GPUTensor, factory
@@ -23,6 +25,22 @@ FACTORIES = (
 MEMORY = 80 << 30
 registered: list[torch.library.Library] = []
 """Keeps the registered operators alive."""
+
+
+class Queue:
+    """A stream or an event: what is queued is done at once, and nobody waits for it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> Queue:
+        """Return the event itself."""
+        return self
+
+    def wait_stream(self, _: Queue) -> None:
+        """Return at once."""
+
+    record_event, wait_event = record, wait_stream
 
 
 def missing() -> str | None:
@@ -46,6 +64,7 @@ def install(library: Path, capability: tuple[int, int] = (9, 0)) -> None:
     hooks: Any = ctypes.CDLL(str(library))
     hooks.install_hooks()
     _replace_queries(capability)
+    _replace_nccl()
     _register_operators()
     # a parameter that moves to the GPU becomes another class, which `.data = ...` cannot do
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -67,9 +86,21 @@ def _replace_queries(capability: tuple[int, int]) -> None:
         "is_current_stream_capturing": False, "synchronize": None, "empty_cache": None,
         "reset_peak_memory_stats": None, "set_per_process_memory_fraction": None,
         "_lazy_init": None, "cudart": page_locking,
+        "current_stream": Queue(), "stream": nullcontext(),
     }  # fmt: skip
     for query, answer in answers.items():
         setattr(torch.cuda, query, lambda *_, answer=answer, **__: answer)
+    torch.cuda.Stream = torch.cuda.Event = Queue  # pyright: ignore
+
+
+def _replace_nccl() -> None:
+    """Let gloo, on the CPU values, do what NCCL does for processes on GPUs."""
+    init = dist.init_process_group
+
+    def init_gloo(backend: str, **options: Any) -> None:
+        init("gloo" if backend == "nccl" else backend, **options)
+
+    dist.init_process_group = init_gloo
 
 
 def _register_operators() -> None:

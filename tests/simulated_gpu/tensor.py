@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
-
-from tests.simulated_gpu.products import SUBSTITUTES
 
 CPU = torch.device("cpu")
 BETWEEN_DEVICES = ("aten::copy_", "aten::_to_copy")
@@ -24,6 +23,18 @@ WAITING = (
 """Operators whose result the host waits for: a number, or a shape."""
 waits: Counter[str] = Counter()
 """Number of times that the host would have waited for the GPU, by the line of code."""
+
+
+@functools.cache
+def substitutes() -> Mapping[str, Callable[..., Any]]:
+    """Return what is run in the place of operators.
+
+    It is imported with the first operator on a GPU: whatever imports torch first may be a part of
+    the project that has not been imported to its end.
+    """
+    from tests.simulated_gpu.products import SUBSTITUTES
+
+    return SUBSTITUTES
 
 
 class GPUTensor(Tensor):
@@ -47,6 +58,10 @@ class GPUTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError("a tensor on the GPU is to be pickled")
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory of the values, which may be freed and allocated again."""
+        return self.host.untyped_storage()
+
     def tolist(self) -> Any:
         """Return the values as a list, for which the host waits."""
         waits[line_of_caller()] += 1
@@ -68,7 +83,7 @@ def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     check_devices(name, tensors)
     on_gpu = result_on_gpu(name, tensors, kwargs.get("device"))
     count_wait(name, tensors, args, on_gpu)
-    run = SUBSTITUTES.get(name, func)
+    run = substitutes().get(name, func)
     result = run(
         *tree_map(host_of, args), **{key: tree_map(host_of, kwargs[key]) for key in kwargs}
     )

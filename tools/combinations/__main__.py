@@ -20,6 +20,7 @@ from configs.section import Tree
 from records.errors import Stopped
 from records.rundir import RunDirectory
 from tools.combinations.draw import configured, drawn, operational
+from tools.combinations.layouts import CPUS, GPUS, KINDS, draw_layout
 from tools.combinations.models import MODELS, changes, make
 from tools.combinations.plans import try_plans
 from tools.combinations.use import use
@@ -55,31 +56,43 @@ STOPPED = 130
 class Combinations:
     """Runs with random settings, on the Ray cluster that this process is connected to."""
 
-    def __init__(self, out: Path, seed: int, gpus: bool = False):
-        """``gpus``: all services compute on simulated GPUs, which this process does not have."""
+    def __init__(self, out: Path, seed: int, gpus: str | None = None):
+        """``gpus``: kind of the simulated GPUs of all services, which this process does not have.
+
+        None: all services compute on CPUs.
+        """
         self.out, self.seed, self.gpus = out, seed, gpus
         self.models = {name: make(name, self.out) for name in MODELS}
 
     def try_one(self, index: int) -> str | None:
         """Try run ``index`` of the seed; return None, or what went wrong and with what settings."""
         from tests.cluster.faults import FaultInjector
+        from tests.cluster.hosts import end_idle
 
         rng = random.Random(f"{self.seed} {index}")
         model = rng.choice(MODELS)
         base = self._base(model, rng.choice((1, 2)))
+        if self.gpus:
+            base |= {"layout": {}} if rng.randrange(2) else {"services": ON_GPUS}
         if rng.randrange(2):  # something to combine
             base["rewards"]["scorers"].append({"name": BRIGHTNESS, "weight": 0.5})
-        settings, faults = drawn(rng, base, gpus=self.gpus), FaultInjector()
+        settings, faults = drawn(rng, base, gpus=bool(self.gpus)), FaultInjector()
         others: list[str] = []
         try:
             base["name"] = f"{index:04d}-first"
-            first = self._train(configured(base, settings), faults)
+            asked, config = self._laid_out(rng, base, settings)
+            settings += asked
+            first = self._train(config, faults)
             if not self.gpus:  # the commands would compute on this process's CPU
                 use(self.out / "runs" / base["name"], random.Random(f"use {self.seed} {index}"))
-            others = [*operational(rng, base, settings), *other_actors(rng, base)]
-            faults = injector(rng, faults)
             base["name"] = f"{index:04d}-second"
-            second = self._train(configured(base, [*settings, *others]), faults)
+            others = [*operational(rng, base, settings), *other_actors(rng, base)]
+            asked, config = self._laid_out(rng, base, [*settings, *others], config)
+            others += asked
+            faults = injector(rng, faults)
+            if asked:
+                end_idle()  # processes of the first run hold shares of the GPUs
+            second = self._train(config, faults)
         except Stopped:
             raise  # the tool itself was asked to stop
         except Exception as error:
@@ -89,6 +102,18 @@ class Combinations:
         for run in (self.out / "runs").glob(f"{index:04d}-*"):
             shutil.rmtree(run, ignore_errors=True)
         return None
+
+    def _laid_out(
+        self,
+        rng: random.Random,
+        base: Tree,
+        settings: Sequence[str],
+        recorded: RunConfig | None = None,
+    ) -> tuple[list[str], RunConfig]:
+        """Return (overrides that ask for a layout, if any, and the configuration to train)."""
+        if self.gpus and "layout" in base:
+            return draw_layout(rng, base, settings, self.gpus, recorded)
+        return [], configured(base, settings)
 
     def _train(self, config: RunConfig, faults: FaultInjector) -> dict[str, str]:
         from tests.cluster.outcomes import outcome
@@ -104,7 +129,7 @@ class Combinations:
         more = changes(name, path, self.out, scale)
         tree |= {"objective": {}, **more, "explore": {**tree["explore"], **more["explore"]}}
         if self.gpus:
-            tree |= {"services": ON_GPUS, "regenerate": {**tree["regenerate"], **BF16}}
+            tree["regenerate"] |= BF16
             tree["explore"]["backend"] = "auto"
         return json.loads(json.dumps(tree))
 
@@ -192,13 +217,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     out = Path(options.out or f"runs/combinations-{options.seed}").absolute()
     out.mkdir(parents=True, exist_ok=True)
-    combinations = Combinations(out, options.seed, bool(options.simulated_gpu))
+    combinations = Combinations(out, options.seed, KINDS.get(options.simulated_gpu))
     if options.simulated_gpu:
         simulate_gpus(options.simulated_gpu, out)
     template.start(tiny_config(combinations.models["sd3"], out, "template"))
     quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
-    gpus = 8 if options.simulated_gpu else 0
-    ray.init("local", num_cpus=32, num_gpus=gpus, logging_level=logging.ERROR, **quiet)
+    gpus = GPUS if options.simulated_gpu else 0
+    ray.init("local", num_cpus=CPUS, num_gpus=gpus, logging_level=logging.ERROR, **quiet)
     wrong = 0
     try:
         for index in range(options.first, options.runs):
@@ -227,8 +252,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of settings and faults")
     parser.add_argument(
         "--simulated-gpu",
-        metavar="CAPABILITY",
-        help="services compute on simulated GPUs of this compute capability: 9.0 or 10.0",
+        choices=list(KINDS),
+        help="services compute on simulated GPUs of this compute capability",
     )
     parser.add_argument("--out", metavar="DIR", help="directory (default: runs/combinations-SEED)")
     return parser
