@@ -16,6 +16,7 @@ from configs.resume import differences
 from configs.schema import RunConfig
 from configs.sections import Model
 from configs.sources import refuse_unreadable
+from planning.layouts.resolve import needs_layout
 from policy import frozen
 from policy.decoders import check_decoder
 from policy.families import FAMILIES, Family, family_for
@@ -160,9 +161,11 @@ def check_explored(model: Model) -> None:
 def check_explorers(config: RunConfig) -> None:
     """Raise ValueError if rollout actors on CPUs cannot run the configured backend.
 
-    Actors on GPUs report it themselves when they start.
+    Actors on GPUs, which a layout may still assign, report it themselves when they start.
     """
-    if config.plan.explore is not None and not config.services.rollout.gpus:
+    rollout = config.services.rollout
+    may_get_gpus = "gpus" not in rollout.model_fields_set and needs_layout(config)
+    if config.plan.explore is not None and not (rollout.gpus or may_get_gpus):
         resolve_backend(config.plan.explore.backend, "cpu")
 
 

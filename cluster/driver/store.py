@@ -45,6 +45,18 @@ def published_bytes(config: RunConfig, accelerator: str | None = None) -> WireBy
         return sizes.wire_bytes(rows, layers, adapted, backend)
 
 
+def published_bytes_on(config: RunConfig, nodes: Sequence[Node]) -> WireBytes | None:
+    """Return ``published_bytes`` for the rollout actors of a run on ``nodes``.
+
+    None if the precision is left to rollout actors on an unknown kind of GPU. Raises NoRoom if the
+    run has no room on ``nodes``.
+    """
+    if config.plan.explore is None:
+        return NOTHING_SENT
+    accelerator = _accelerator(_homes(config, nodes), nodes)
+    return None if _is_unknown(config, accelerator) else published_bytes(config, accelerator)
+
+
 def most_bytes(config: RunConfig) -> float:
     """Return an upper bound of the bytes of one version, from the sizes of the model's files.
 
@@ -68,17 +80,9 @@ def check_store(
     """
     if config.plan.explore is None:
         return
-    placement, labels = place(needs_of(config), nodes), {node.id: node.labels for node in nodes}
-    homes = {
-        kind: [placement[need.actor] for need in needs_of(config) if need.kind == kind]
-        for kind in ("rollout", "learner")
-    }
-    accelerator = labels[homes["rollout"][0]].get("ray.io/accelerator-type")
-    if (
-        config.plan.explore.backend == "auto"
-        and config.services.rollout.gpus
-        and accelerator not in ACCELERATORS
-    ):
+    homes = _homes(config, nodes)
+    accelerator = _accelerator(homes, nodes)
+    if _is_unknown(config, accelerator):
         return
     sizes = object_stores() if stores is None else stores
     least = min((sizes[n] for kind in homes.values() for n in kind if n in sizes), default=math.inf)
@@ -97,3 +101,25 @@ def check_store(
             )
     if lines:
         raise ConfigError(lines)
+
+
+def _homes(config: RunConfig, nodes: Sequence[Node]) -> dict[str, list[str]]:
+    """Return the ids of the nodes of the rollout actors and of the learner's replicas."""
+    placement = place(needs_of(config), nodes)
+    return {
+        kind: [placement[need.actor] for need in needs_of(config) if need.kind == kind]
+        for kind in ("rollout", "learner")
+    }
+
+
+def _accelerator(homes: Mapping[str, Sequence[str]], nodes: Sequence[Node]) -> str | None:
+    """Return the kind of the rollout actors' GPUs, None if their node does not name it."""
+    labels = {node.id: node.labels for node in nodes}
+    return labels[homes["rollout"][0]].get("ray.io/accelerator-type")
+
+
+def _is_unknown(config: RunConfig, accelerator: str | None) -> bool:
+    """Return True if the rollout actors' precision depends on an unknown kind of GPU."""
+    explore, on_gpus = config.plan.explore, bool(config.services.rollout.gpus)
+    auto = explore is not None and explore.backend == "auto"
+    return auto and on_gpus and accelerator not in ACCELERATORS

@@ -15,7 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.driver.layout import choose_cluster_layout
-from cluster.driver.store import check_store, published_bytes
+from cluster.driver.store import check_store, published_bytes_on
 from cluster.runtime.nodes import all_nodes, free_nodes, object_stores
 from cluster.runtime.starting import cause
 from configs.load import ConfigError, parse
@@ -95,7 +95,7 @@ def _facts(config: RunConfig | None, mark: str | None) -> tuple[list[Facts], lis
     nodes = all_nodes()
     remote: Any = ray.remote(examine_node)  # pyright: ignore[reportUnknownVariableType]
     this_node = ray.get_runtime_context().get_node_id()
-    size = min(max(published_bytes(config).total, SENT), MOST_SENT) if config is not None else SENT
+    size = _bytes_to_send(config)
     weights = ray.put(np.zeros(size, np.uint8))
     all_facts, silent = list[Facts](), list[tuple[str, str]]()
     for node in nodes:
@@ -116,6 +116,18 @@ def _facts(config: RunConfig | None, mark: str | None) -> tuple[list[Facts], lis
         rate = size / received / 1e6 if received else None
         all_facts.append(replace(facts, node=node.id, clock=behind, bandwidth_mb_s=rate))
     return all_facts, silent
+
+
+def _bytes_to_send(config: RunConfig | None) -> int:
+    """Return the size of the object that measures bandwidth: as that of a run's weights.
+
+    It is ``SENT`` if there is no run or its weights are unknown, for example as it has no room.
+    """
+    published = None
+    if config is not None:
+        with contextlib.suppress(NoRoom):
+            published = published_bytes_on(config, all_nodes())
+    return SENT if published is None else min(max(published.total, SENT), MOST_SENT)
 
 
 def examine_node(

@@ -7,6 +7,10 @@ import sys
 import pytest
 
 from cli.main import main
+from cluster.driver.store import published_bytes
+from cluster.jobs import doctor
+from planning.placement import Node
+from tests.cluster.runs import tiny_config
 
 
 def test_doctor_checks_the_connected_cluster(ray_here, tmp_path, capsys):
@@ -17,6 +21,25 @@ def test_doctor_checks_the_connected_cluster(ray_here, tmp_path, capsys):
     assert any(f"{tmp_path}, readable and writable on 1" in line for line in lines)
     assert any(line.startswith("ok      object store: ") for line in lines)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("kind", "known"), [("B200", True), ("XPU", False), (None, False)])
+def test_the_link_is_measured_with_as_many_bytes_as_weights(
+    kind, known, tiny_sd3_dir, tmp_path, monkeypatch
+):
+    """Unknown ones, which depend on the kind of GPU, do not end the checks."""
+    gpus = {"services__rollout__gpus": 1.0, "explore__backend": "auto"}
+    config = tiny_config(tiny_sd3_dir, tmp_path, "doctor", **gpus)
+    labels = {} if kind is None else {"ray.io/accelerator-type": kind}
+    nodes = [Node("a" * 32, 64.0, 8.0, labels)]
+    monkeypatch.setattr(doctor, "all_nodes", lambda: nodes)
+    monkeypatch.setattr(doctor, "SENT", 1)
+    expected = published_bytes(config, kind).total if known else 1
+    assert doctor._bytes_to_send(config) == expected
+    monkeypatch.setattr(doctor, "MOST_SENT", 100)
+    assert doctor._bytes_to_send(config) == (100 if known else 1)
+    nodes.clear()  # no room
+    assert doctor._bytes_to_send(config) == doctor._bytes_to_send(None) == 1
 
 
 def test_doctor_reports_that_nothing_listens_at_the_address(monkeypatch, capsys):

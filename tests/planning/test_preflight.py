@@ -99,3 +99,23 @@ def test_a_plan_refuses_a_tiny_decoder_of_other_latents_but_not_a_missing_one(
     changes["explore__decoder_path"] = str(tmp_path / "elsewhere")
     plan = make_plan(tiny_config(tiny_sd3_dir, tmp_path, "missing", **changes))
     assert "tiny autoencoder, fp32" in plan.memory["rollout"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, True),
+        ({"services__rollout__gpus": 1.0}, False),
+        ({"layout__mode": "auto"}, False),  # it will assign GPUs
+        ({"layout__mode": "auto", "services__rollout__gpus": 0.0}, True),
+    ],
+)
+def test_a_format_of_gpus_is_refused_only_where_rollout_actors_get_none(
+    changes, refused, tiny_qwen_image_dir, tmp_path
+):
+    config = config_of(tiny_qwen_image_dir, tmp_path, explore__backend="torch_nvfp4", **changes)
+    if not refused:
+        check_model(config)
+        return
+    with pytest.raises(ConfigError, match="'torch_nvfp4' does not run on cpu here"):
+        check_model(config)

@@ -5,10 +5,10 @@ starts.
 import pytest
 import torch
 
-from cluster.driver.store import check_store, published_bytes
+from cluster.driver.store import check_store, published_bytes, published_bytes_on
 from configs.load import ConfigError
 from planning.object_store import SPILLS_AT, store_size, versions_held
-from planning.placement import Node
+from planning.placement import Node, NoRoom
 from planning.plan import make_plan
 from planning.report import lines_of
 from planning.sizes import conditioning_bytes
@@ -89,6 +89,12 @@ def test_unknown_sizes_are_not_checked(config):
         ]
         for name in ("XPU", "H200")
     }
+    assert published_bytes_on(config, kinds["XPU"]) is None
+    expected = published_bytes(config, "H200")
+    assert published_bytes_on(config, kinds["H200"]) == expected
+    assert 0 < expected.changing < expected.total
+    with pytest.raises(NoRoom):
+        published_bytes_on(config, NODES)
     check_store(config, kinds["XPU"], {"a" * 32: 0.0})
     with pytest.raises(ConfigError, match="object store"):
         check_store(config, kinds["H200"], {"a" * 32: 0.0})
