@@ -10,6 +10,8 @@ from configs.schema import RunConfig
 from configs.services import Share
 from planning.layouts.gpus import Gpus
 from planning.layouts.spec import TAKE_TURNS, Group, LayoutSpec, apply_explicit_fields
+from policy.precision.accelerators import ACCELERATORS
+from policy.precision.backends import BACKENDS
 from rewards import may_use_gpu
 
 LEARNER, ROLLOUT = 0.52, 0.36
@@ -47,7 +49,7 @@ def candidates(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[LayoutSpec]:
 def _synchronous(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[LayoutSpec]:
     """Yield layouts that do not explore ahead, before explicitly configured values are applied."""
     limit = (config.layout.gpus if config.layout else None) or sum(each.count for each in gpus)
-    for first in gpus:
+    for first in exploring_gpus(config, gpus):
         named = first.kind if len(gpus) > 1 else None
         for count, share in _replicas(config, first.count):
             yield replace(_shared(config, first, count, named), share=share)
@@ -64,6 +66,18 @@ def _synchronous(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[LayoutSpec
                     rollouts = min(first.count, limit - count)
                     layout = _split(config, first, rollouts, second, count, first.kind, second.kind)
                     yield replace(layout, share=share)
+
+
+def exploring_gpus(config: RunConfig, gpus: Sequence[Gpus]) -> list[Gpus]:
+    """Return the GPUs that run the configured precision of exploring.
+
+    They are all GPUs if nothing is explored, or rollout actors choose the precision ("auto").
+    """
+    explore = config.plan.explore
+    if explore is None or explore.backend == "auto":
+        return [*gpus]
+    backend = BACKENDS[explore.backend]
+    return [g for g in gpus if g.kind not in ACCELERATORS or ACCELERATORS[g.kind].runs(backend)]
 
 
 def _replicas(config: RunConfig, gpus: int) -> list[Replicas]:

@@ -9,11 +9,13 @@ from operator import itemgetter
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
-from planning.layouts.candidates import candidates, most_replicas, with_turns
+from planning.layouts.candidates import candidates, exploring_gpus, most_replicas, with_turns
 from planning.layouts.costs import Costs
 from planning.layouts.gpus import GpuAssignment, Gpus, assign_gpus
 from planning.layouts.predict import Prediction, bound, predict
 from planning.layouts.spec import LayoutSpec
+from policy.precision.accelerators import ACCELERATORS
+from policy.precision.backends import BACKENDS
 
 NAMES = {"rollout": "rollout actors", "learner": "the learner's frozen weights"}
 
@@ -57,7 +59,17 @@ class Choice:
 
 
 def choose(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> Choice:
-    """Choose the layout of ``config`` on ``gpus``. Raises DoesNotFit if none fits."""
+    """Choose the layout of ``config`` on ``gpus``.
+
+    Raises DoesNotFit if none fits, ConfigError if no GPU runs the configured precision of
+    exploring.
+    """
+    if not exploring_gpus(config, gpus):
+        kinds = " or ".join(each.kind for each in gpus)
+        raise ConfigError(
+            f"explore.backend: {config.explore.backend!r} does not run on {kinds}: use auto, or"
+            f" {', '.join(name for name in BACKENDS if _runs(name, gpus))}"
+        )
     mode = config.layout.mode if config.layout else "auto"
     considered = _considered(config, gpus, costs)
     table = _best_of_each(considered)
@@ -119,6 +131,10 @@ def _no_host_memory(
                 f" {part.kind}, but a node has {available:.1f} GB for each"
             )
     return None
+
+
+def _runs(backend: str, gpus: Sequence[Gpus]) -> bool:
+    return any(ACCELERATORS[each.kind].runs(BACKENDS[backend]) for each in gpus)
 
 
 def _size(numbers: LayoutSpec) -> int:

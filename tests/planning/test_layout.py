@@ -131,6 +131,24 @@ def test_rollout_actors_on_blackwell_and_learners_on_hopper():
     assert all(each.seconds > choice.best.seconds for each in alone)
 
 
+def test_rollout_actors_are_only_on_gpus_that_run_the_configured_format():
+    """Even where other GPUs would make an iteration shorter; learners may be on any."""
+    gpus, nvfp4 = [Gpus("B200", 1, 180), Gpus("H200", 8, 141)], "explore.backend=torch_nvfp4"
+    quick = costs("flux1", H200=tasks(1.0, 285, 855))
+    for override, kinds in ((nvfp4, {"B200"}), ("explore.backend=fp8", {"B200", "H200"})):
+        choice = choose(preset("flux1", override), gpus, quick)
+        rollouts = {each.numbers.groups["rollout"].accelerator for each in choice.table}
+        assert rollouts == kinds
+    with pytest.raises(ConfigError) as error:
+        choose(preset("flux1", nvfp4), gpus[1:], quick)
+    assert str(error.value) == (
+        "explore.backend: 'torch_nvfp4' does not run on H200: use auto, or fp8, emulated_nvfp4,"
+        " bf16, fp32"
+    )
+    # the arm explores at full precision, whatever the format
+    assert choose(preset("flux1", nvfp4, arm="naive_scaling"), gpus[1:], quick).best.prediction
+
+
 def test_an_arm_without_rollout_actors_uses_learners_only():
     gpus = [Gpus("B200", 8, 180)]
     numbers = choose(preset(arm="diffusionnft"), gpus, costs("flux1")).best.numbers

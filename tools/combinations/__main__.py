@@ -49,6 +49,7 @@ AUTOSCALE = {
     "services.autoscale.shrink_below": 0.99,
 }
 """Settings with which the rollout pool grows or shrinks after every iteration."""
+SHARD = "services.learner.shard="
 LONGEST_DELAY_S = 0.2
 STOPPED = 130
 
@@ -86,11 +87,9 @@ class Combinations:
             if not self.gpus:  # the commands would compute on this process's CPU
                 use(self.out / "runs" / base["name"], random.Random(f"use {self.seed} {index}"))
             base["name"] = f"{index:04d}-second"
-            others = [*operational(rng, base, settings), *other_actors(rng, base)]
-            asked, config = self._laid_out(rng, base, [*settings, *others], config)
-            others += asked
+            others, config = self._otherwise(rng, base, settings, config)
             faults = injector(rng, faults)
-            if asked:
+            if "layout" in base:
                 end_idle()  # processes of the first run hold shares of the GPUs
             second = self._train(config, faults)
         except Stopped:
@@ -102,6 +101,16 @@ class Combinations:
         for run in (self.out / "runs").glob(f"{index:04d}-*"):
             shutil.rmtree(run, ignore_errors=True)
         return None
+
+    def _otherwise(
+        self, rng: random.Random, base: Tree, settings: Sequence[str], first: RunConfig
+    ) -> tuple[list[str], RunConfig]:
+        """Return (overrides that must not change the results of ``first``, the configuration)."""
+        others = [*operational(rng, base, settings), *other_actors(rng, base)]
+        if first.services.learner.replicas == 1:  # a base is shared by several
+            others = [each for each in others if not each.startswith(SHARD)]
+        asked, config = self._laid_out(rng, base, [*settings, *others], first)
+        return [*others, *asked], config
 
     def _laid_out(
         self,
