@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
@@ -166,7 +166,9 @@ def _greedy(
         load[chosen.id].append(need)
         placed[need.actor] = chosen.id
     if unplaced:
-        raise NoRoom(_missing(unplaced, needs, nodes))
+        # without those of ``needs`` that have found a place: they are not started either
+        earlier = [(need, where) for need, where in held.values()]
+        raise NoRoom(_missing(unplaced, needs, nodes, earlier))
     return placed
 
 
@@ -186,6 +188,11 @@ def fits(node: Node, load: Sequence[Need]) -> bool:
     """Return True if a node can hold ``load``: CPU shares in sum, GPU shares below 1 on one GPU."""
     if sum(_share(need.cpus) for need in load) > _share(node.cpus):
         return False
+    return _gpus_left(node, load) is not None
+
+
+def _gpus_left(node: Node, load: Sequence[Need]) -> list[int] | None:
+    """Return what ``load`` leaves of each GPU, in units of 1/10,000; None if it has no room."""
     whole, rest = divmod(_share(node.gpus), WHOLE)
     # a share must lie on one GPU: 0.5 does not fit if two GPUs have 0.3 left each
     free = [WHOLE] * whole + ([rest] if rest else [])
@@ -194,17 +201,17 @@ def fits(node: Node, load: Sequence[Need]) -> bool:
             # Ray assigns shares of 1 and more as whole GPUs
             count = -(-share // WHOLE)
             if free.count(WHOLE) < count:
-                return False
+                return None
             for _ in range(count):
                 free.remove(WHOLE)
             continue
         with_room = [gpu for gpu in free if gpu >= share]
         if not with_room:
-            return False
+            return None
         fullest = min(with_room)
         free.remove(fullest)
         free.append(fullest - share)
-    return True
+    return free
 
 
 def _share(share: float) -> int:
@@ -212,9 +219,19 @@ def _share(share: float) -> int:
     return round(share * WHOLE)
 
 
-def _missing(unplaced: Sequence[Need], needs: Sequence[Need], nodes: Sequence[Node]) -> list[str]:
-    """Return a line per service: its actors without a place, the needs of each, what is free."""
-    node_counts = Counter(node.describe() for node in nodes)
+def _missing(
+    unplaced: Sequence[Need],
+    needs: Sequence[Need],
+    nodes: Sequence[Node],
+    held: Sequence[tuple[Need, str]],
+) -> list[str]:
+    """Return a line per service: its actors without a place, the needs of each, what is free.
+
+    ``held`` are the actors that have a place already, and the node of each.
+    """
+    node_counts = Counter(
+        _left(node, [need for need, where in held if where == node.id]) for node in nodes
+    )
     available = (
         " and ".join(f"{count} x ({text})" for text, count in sorted(node_counts.items()))
         or "no node"
@@ -231,6 +248,20 @@ def _missing(unplaced: Sequence[Need], needs: Sequence[Need], nodes: Sequence[No
             line += "; no node has these labels"
         lines.append(line)
     return lines
+
+
+def _left(node: Node, load: Sequence[Need]) -> str:
+    """Return ``24 CPU, 0.48 GPU, at most 0.12 on one``: what the actors on a node leave of it."""
+    gpus = _gpus_left(node, load) or []
+    cpus = (_share(node.cpus) - sum(_share(need.cpus) for need in load)) / WHOLE
+    text = replace(node, cpus=max(cpus, 0.0), gpus=sum(gpus) / WHOLE).describe()
+    largest = max(gpus, default=0)
+    # a share must lie on one GPU, so the sum alone would mislead
+    return (
+        f"{text}, at most {largest / WHOLE:g} on one"
+        if 0 < largest < min(sum(gpus), WHOLE)
+        else text
+    )
 
 
 def waits_for(placed: Iterable[tuple[Need, str]], gpus: Mapping[str, float]) -> dict[str, set[str]]:

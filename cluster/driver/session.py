@@ -68,6 +68,7 @@ class Session:
         self.checkpoints = Checkpoints(rundir, self.services, self.ring.monitor, self.position)
         self.scaling = Scaling(config, self.services, rundir, self.progress)
         self._stopping = Stopping(self.ring.updating)
+        self._waiting = set[object]()  # services of which an actor waits for room
         # True while the learner holds the state of ``position``, or is between two of its updates
         self._has_learner = False
 
@@ -120,6 +121,12 @@ class Session:
         self.rundir.event(name, **fields)
         if name == "actor_started":
             self.progress.actor_started()
+        elif name == "actor_waits" and fields["kind"] not in self._waiting:
+            # one line for all actors of a service: the run may stand still until they have room
+            self._waiting.add(fields["kind"])
+            self.progress.note(f"{fields['kind']}-{fields['actor']} waits: {fields['why']}")
+        elif name == "actor_replaced":
+            self._waiting.discard(fields["kind"])
 
     def _begin(self, resume: bool) -> Path | None:
         """Record the start; return the checkpoint to continue from, or None for the beginning."""

@@ -4,6 +4,7 @@ Invariants: every actor gets what it needs, no node gives more than it has, no s
 labels match; actors without a place are named, with what is free.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -145,6 +146,28 @@ def test_missing_and_existing_resources_are_reported():
     assert f"{ACCELERATOR}=B200" in rollout
     assert f"2 x (16 CPU, 8 GPU, {ACCELERATOR}=H200)" in rollout
     assert reward.startswith("services.reward: 1 of 1 actors cannot be placed: each needs 64 CPU;")
+
+
+def test_what_is_free_is_without_the_shares_of_actors_that_have_a_place():
+    """Of four GPUs with a learner and a rollout actor each, 0.12 of each is left."""
+    node = Node("n", 48, 4, B200)
+    kinds = {"learner": Need("", 4, 0.52), "rollout": Need("", 2, 0.36)}
+    held = {
+        f"{kind}-{i}": (replace(need, actor=f"{kind}-{i}"), "n")
+        for kind, need in kinds.items()
+        for i in range(4)
+    }
+    spare, other = Node("spare", 1), {"learner-9": (Need("learner-9", 9, 9), "elsewhere")}
+    with pytest.raises(NoRoom) as error:
+        place([Need("learner-4", 4, 0.52)], [node, spare], held | other)
+    assert str(error.value) == (
+        "services.learner: 1 of 1 actors cannot be placed: each needs 4 CPU and 0.52 GPU; free now:"
+        f" 1 x (1 CPU, 0 GPU) and 1 x (24 CPU, 0.48 GPU, {ACCELERATOR}=B200, at most 0.12 on one)"
+    )
+    # a whole GPU needs no such remark, nor do those of actors that are placed at the same time
+    needs = [Need("a-0", 0, 3), Need("a-1", 0, 3)]
+    with pytest.raises(NoRoom, match=rf"\(48 CPU, 4 GPU, {ACCELERATOR}=B200\)$"):
+        place(needs, [node], {})
 
 
 def test_a_label_without_a_node_is_reported():
