@@ -24,6 +24,7 @@ class Placer:
         self._nodes: dict[str, Node] = {}
         self._held: dict[str, tuple[Need, str]] = {}
         self._planned: set[str] = set()  # actors that have a place and are not yet started
+        self._waiting: set[str] = set()  # actors that are to be started again and have no place
         self._changed: dict[str, float] = {}  # by node: when a place was last taken or released
 
     def refresh(self, free: Sequence[Node], running: Collection[str] = ()) -> dict[str, list[str]]:
@@ -46,6 +47,7 @@ class Placer:
             if where not in self._nodes:
                 lost.setdefault(where, []).append(actor)
                 del self._held[actor]
+                self._waiting.add(actor)
         return lost
 
     def _count(self, free: Node, own_actors: Mapping[str, Need], running: set[str]) -> Node:
@@ -93,12 +95,41 @@ class Placer:
 
         Raises NoRoom if no node has room.
         """
-        if actor not in self._planned or actor not in self._held:
-            self.release(actor)
-            self.reserve([actor])
+        self.plan(actor)
         self._planned.discard(actor)
         self._touch(actor)
         return self._held[actor][1]
+
+    def plan(self, actor: str) -> str:
+        """Return the node that ``take`` will return, and reserve the place. Raises NoRoom.
+
+        Also while an actor that waits for a larger share of a GPU has room: whoever is first must
+        not take the place that only the other one needs.
+        """
+        if actor not in self._planned or actor not in self._held:
+            self.release(actor)
+            self._waiting.add(actor)
+            for other in sorted(self._waiting):
+                if _is_larger(self.need(other), self.need(actor)) and self._has_room(other):
+                    raise NoRoom([f"{actor} starts after {other}, which needs more of a GPU"])
+            self.reserve([actor])
+        return self._held[actor][1]
+
+    def _has_room(self, actor: str) -> bool:
+        try:
+            place([self.need(actor)], list(self._nodes.values()), self._held)
+        except NoRoom:
+            return False
+        return True
+
+    def larger_beside(self, actor: str) -> list[str]:
+        """Return the actors on the node of ``actor`` that have larger shares of a GPU."""
+        own, node = self._held[actor]
+        return [
+            other
+            for other, (need, where) in self._held.items()
+            if where == node and _is_larger(need, own)
+        ]
 
     def need(self, actor: str) -> Need:
         """Return the needs of an actor, given its name."""
@@ -120,13 +151,20 @@ class Placer:
         self._touch(actor)
         self._held.pop(actor, None)
         self._planned.discard(actor)
+        self._waiting.discard(actor)
 
     def _hold(self, needs: Sequence[Need], chosen: Mapping[str, str]) -> None:
         self._held |= {need.actor: (need, chosen[need.actor]) for need in needs}
         self._planned |= set(chosen)
+        self._waiting -= set(chosen)
         for actor in chosen:
             self._touch(actor)
 
     def _touch(self, actor: str) -> None:
         if actor in self._held:
             self._changed[self._held[actor][1]] = self._clock()
+
+
+def _is_larger(need: Need, other: Need) -> bool:
+    """Return True for two parts of a GPU of which the first is larger."""
+    return 0 < other.gpus < need.gpus < 1

@@ -88,7 +88,7 @@ class SimulatedPlaces(ActorPlacement):
     async def choose(self, kinds: Collection[str]) -> None:
         """Do nothing: every actor has a place."""
 
-    def take(self, actor: str) -> str:
+    def take(self, name: str) -> str:
         """Return the one name that is used for all nodes."""
         return "simulated"
 

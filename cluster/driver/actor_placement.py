@@ -14,6 +14,7 @@ from cluster.runtime.nodes import (
     all_nodes,
     find_room,
     free_nodes,
+    started_actors,
 )
 from cluster.runtime.watch import NodeWatch
 from configs.load import ConfigError
@@ -35,6 +36,8 @@ class ActorPlacement:
         self._placer = Placer(config)
         self._requests = Requests()
         self._watch = NodeWatch(config.services.node_silence_s)
+        self._names: dict[str, str] = {}  # by actor: the name in Ray of its last incarnation
+        self._started: set[str] | None = None  # names that hold resources; None: not asked yet
 
     async def choose(self, kinds: Collection[str]) -> None:
         """Choose a node for every actor of ``kinds``. Raises ConfigError if there is no room."""
@@ -48,12 +51,14 @@ class ActorPlacement:
             waits_for(gpu_needs, {node.id: node.gpus for node in all_nodes()}) if gpu_needs else {}
         )
 
-    def take(self, actor: str) -> str:
-        """Return the node to start an actor on. Raises NoRoom if there is none.
+    def take(self, name: str) -> str:
+        """Return the node to start an actor on, which Ray will know as ``name``.
 
-        In that case a node is requested from the autoscaler if the run may wait for nodes, and
-        later calls raise NoRoom until Ray has granted one.
+        Raises NoRoom if there is none. In that case a node is requested from the autoscaler if the
+        run may wait for nodes, and later calls raise NoRoom until Ray has granted one. Raises
+        NoRoom also while an actor with a larger share of a GPU is to be started there first.
         """
+        actor = name.rpartition("/")[2].rpartition(".")[0]
         if actor in self._requests:
             granted = self._requests.granted(actor)
             if granted is None:
@@ -62,15 +67,32 @@ class ActorPlacement:
             self._placer.put([actor], granted)
             self._requests.withdraw(actor)
         try:
-            return self._placer.take(actor)
+            self._placer.plan(actor)
         except NoRoom:
             if self._config.services.wait_for_nodes_s:
                 self._request([actor])
             raise
+        self._let_larger_first(actor)
+        self._names[actor] = name
+        return self._placer.take(actor)
+
+    def _let_larger_first(self, actor: str) -> None:
+        """Raise NoRoom while a larger share of a GPU on the actor's node has ended or is to start.
+
+        Ray puts a share on the fullest GPU that has room at that moment, so a small one that came
+        first could take the room of a large one, which would then wait for ever.
+        """
+        larger = [each for each in self._placer.larger_beside(actor) if each in self._names]
+        if larger and self._started is None:
+            self._started = started_actors()
+        for other in larger:
+            if self._names[other] not in (self._started or ()):
+                raise NoRoom([f"{actor} starts after {other}, which needs more of a GPU"])
 
     def release(self, actor: str) -> None:
         """Free the place of an actor that has left for good."""
         self._placer.release(actor)
+        self._names.pop(actor, None)
         # otherwise the autoscaler would add a node that is not needed
         self._requests.withdraw(actor)
 
@@ -91,6 +113,7 @@ class ActorPlacement:
 
         ``running``: names of the actors that are alive.
         """
+        self._started = None
         self._watch.set_addresses(addresses())
         # Ray still lists a node that the watch has found lost for up to half a minute, and would
         # start actors there

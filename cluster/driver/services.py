@@ -179,7 +179,7 @@ class ActorServices:
         requested = {f"{self.config.name}/{name}" for name in names}
         # an actor that dies from here on can be replaced in the room that it left: all others hold
         # theirs within a second or two
-        while not requested <= started_actors():
+        while not requested <= {name.rpartition(".")[0] for name in started_actors()}:
             await asyncio.sleep(HOLDING_S)
 
     async def stop(self) -> None:
@@ -285,12 +285,13 @@ class ActorServices:
 
         def spawn(name: str) -> Handle:
             self.refresh_nodes()
-            node = self.places.take(name.rpartition(".")[0])
+            name = f"{self.config.name}/{name}"
+            node = self.places.take(name)
             # ``nodes.started_actors`` finds the actor by its name. The namespace is the job's own,
             # as a cluster may have two runs of one name. Hard affinity: on another node the actor
             # would take room that is planned for others
             return remote.options(
-                name=f"{self.config.name}/{name}",
+                name=name,
                 namespace=f"sol-rl-{ray.get_runtime_context().get_job_id()}",
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
                 **options,

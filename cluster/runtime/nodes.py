@@ -70,7 +70,7 @@ def object_stores() -> dict[str, float]:
 
 
 def started_actors() -> set[str]:
-    """Return names (without incarnation and attempt) of this job's actors that hold resources.
+    """Return the names of this job's actors that hold resources.
 
     Their processes exist, though they may still load models for minutes.
     """
@@ -79,9 +79,7 @@ def started_actors() -> set[str]:
 
     job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
     return {
-        row["Name"].rpartition(".")[0]
-        for row in actors(job_id=job).values()
-        if row["Pid"] and row["State"] != "DEAD"
+        row["Name"] for row in actors(job_id=job).values() if row["Pid"] and row["State"] != "DEAD"
     }
 
 

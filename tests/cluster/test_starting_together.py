@@ -14,7 +14,7 @@ from actors.messages import ActorInfo
 from cluster.driver import actor_placement, services
 from cluster.driver.services import ActorServices
 from configs.load import load
-from planning.placement import Node
+from planning.placement import Node, NoRoom
 from records.errors import RunFailed
 from records.rundir import RunDirectory
 from tests.cluster.gpus import SHARES
@@ -64,9 +64,8 @@ def made(monkeypatch, tmp_path) -> Any:
             monkeypatch.setattr(actor_placement, look, lambda: [node])
         monkeypatch.setattr(actor_placement, "addresses", lambda: {node.id: ("127.0.0.1", 9)})
         monkeypatch.setattr(actor_placement, "find_room", find_room)
-        monkeypatch.setattr(
-            services, "started_actors", lambda: {f"shares/{actor}" for actor in held}
-        )
+        for module in (services, actor_placement):
+            monkeypatch.setattr(module, "started_actors", lambda: {full_name(a) for a in held})
         monkeypatch.setattr(services, "HOLDING_S", 0.0)
         remote = SimpleNamespace(options=options)
         context = SimpleNamespace(get_job_id=lambda: "1")
@@ -95,6 +94,11 @@ EVERYONE = {
     "rollout-1",
     "selector-0",
 }
+
+
+def full_name(actor: str) -> str:
+    """Return the name in Ray of ``rollout-0``, or of an incarnation of it, ``rollout-0.1``."""
+    return f"shares/{actor if '.' in actor else f'{actor}.0'}"
 
 
 async def settle() -> None:
@@ -135,6 +139,40 @@ def test_on_nodes_with_several_gpus_larger_shares_are_reserved_first(made):
         assert len(transport.loading) == len(EVERYONE) and not starting.done()
         transport.loaded()
         await starting
+        await services.stop()
+
+    asyncio.run(run())
+
+
+def test_a_smaller_share_is_started_again_after_the_larger_ones_beside_it(made):
+    """Ray would put it on the fullest GPU, where it may take the room of a larger one."""
+
+    async def run() -> None:
+        services, transport, held = made(2)
+        starting = asyncio.create_task(services.start())
+        for gets in ("rollout-0", "rollout-1", "reward-0", "reward-1", "learner-0", "encoder-0"):
+            held.add(gets)
+            await settle()
+        transport.loaded()
+        await starting
+        places = services.places
+        held -= {"rollout-1", "reward-0"}  # both have died
+        places.refresh([])
+        with pytest.raises(NoRoom, match="reward-0 starts after rollout-1, which needs more of a"):
+            places.take("shares/reward-0.1")
+        assert places.take("shares/rollout-1.1") == f"{0:056x}"  # larger than all
+        places.refresh([])
+        held.add("rollout-1")  # as Ray reports the dead one for a while
+        with pytest.raises(NoRoom):
+            places.take("shares/reward-0.1")
+        held.add("rollout-1.1")
+        places.refresh([])
+        assert places.take("shares/reward-0.1") == f"{0:056x}"
+        # the larger one has left for good
+        held.remove("rollout-1.1")
+        places.release("rollout-1")
+        places.refresh([])
+        assert places.take("shares/reward-1.1") == f"{0:056x}"
         await services.stop()
 
     asyncio.run(run())

@@ -232,6 +232,34 @@ def placer_of(actors: int, clock: Clock | None = None) -> Placer:
     return Placer(config(rollout={"actors": actors, "cpus": 1}), clock or Clock())
 
 
+@pytest.mark.parametrize(("gpus", "learners"), [(2, 2), (1, 1), (0.5, 0)])
+def test_after_the_loss_of_a_node_larger_shares_take_the_new_room_first(gpus, learners):
+    """Rollout actors that came first would leave no GPU with room for a learner.
+
+    They do not wait for learners that have no room anyway.
+    """
+    placer = Placer(
+        config(
+            learner={"replicas": 2, "gpus": 0.52, "cpus": 1},
+            rollout={"actors": 2, "gpus": 0.36, "cpus": 1},
+        ),
+        Clock(),
+    )
+    placer.refresh([Node("x", 8, 2)])
+    placer.place_all(["learner", "rollout"])
+    names = [f"{kind}-{i}" for kind in ("rollout", "learner") for i in range(2)]
+    assert [placer.take(name) for name in names] == ["x"] * 4
+    assert sorted(placer.refresh([Node("y", 8, gpus)])["x"]) == sorted(names)
+    for learner in range(learners):
+        with pytest.raises(NoRoom, match=f"rollout-0 starts after learner-{learner}, which needs"):
+            placer.take("rollout-0")
+        assert placer.take(f"learner-{learner}") == "y"
+    for learner in range(learners, 2):
+        with pytest.raises(NoRoom, match="services.learner: 1 of 1 actors cannot be placed"):
+            placer.take(f"learner-{learner}")
+    assert placer.take("rollout-0") == "y"
+
+
 def test_free_resources_of_a_node_are_kept_while_our_actors_change():
     """The share of a dying actor is still reported as taken; its replacement must not be refused
     for that.
