@@ -38,6 +38,8 @@ class ActorPlacement:
         self._watch = NodeWatch(config.services.node_silence_s)
         self._names: dict[str, str] = {}  # by actor: the name in Ray of its last incarnation
         self._started: set[str] | None = None  # names that hold resources; None: not asked yet
+        self._served: set[str] = set()  # those of ``_names`` that have been alive
+        self._running: set[str] = set()  # actors that are alive
 
     async def choose(self, kinds: Collection[str]) -> None:
         """Choose a node for every actor of ``kinds``. Raises ConfigError if there is no room."""
@@ -82,12 +84,17 @@ class ActorPlacement:
         Ray puts a share on the fullest GPU that has room at that moment, so a small one that came
         first could take the room of a large one, which would then wait for ever.
         """
-        larger = [each for each in self._placer.larger_beside(actor) if each in self._names]
-        if larger and self._started is None:
-            self._started = started_actors()
-        for other in larger:
-            if self._names[other] not in (self._started or ()):
+        for other in self._placer.larger_beside(actor):
+            if other in self._names and not self._holds_gpu(other):
                 raise NoRoom([f"{actor} starts after {other}, which needs more of a GPU"])
+
+    def _holds_gpu(self, actor: str) -> bool:
+        name = self._names[actor]
+        if name in self._served and actor not in self._running:
+            return False  # killed, though Ray may not know it yet
+        if self._started is None:
+            self._started = started_actors()
+        return name in self._started
 
     def release(self, actor: str) -> None:
         """Free the place of an actor that has left for good."""
@@ -113,7 +120,11 @@ class ActorPlacement:
 
         ``running``: names of the actors that are alive.
         """
-        self._started = None
+        self._started, self._running = None, set(running)
+        known = set(self._names.values())
+        self._served = (self._served & known) | {
+            self._names[actor] for actor in running if actor in self._names
+        }
         self._watch.set_addresses(addresses())
         # Ray still lists a node that the watch has found lost for up to half a minute, and would
         # start actors there

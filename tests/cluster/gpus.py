@@ -9,7 +9,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -61,23 +61,39 @@ class LoadingServices(ActorServices):
         return super()._spawner(kind, Loading, self._folder)
 
 
-async def start(node: str, scratch: Path) -> dict[str, Any]:
-    """Return, by GPU, the ``shares`` of the actors on it."""
+async def start(node: str, scratch: Path) -> list[dict[str, Any]]:
+    """Return, by GPU, the ``SHARES`` of the actors on it: at the start, and of replacements.
+
+    All reward and rollout actors are killed at once, and replaced.
+    """
     settings = ["services.reward.actors=2", f"services.start_deadline_s={DEADLINE_S}"]
     for kind, share in SHARES[node].items():
         settings += [f"services.{kind}.gpus={share}", f"services.{kind}.labels.home='{node}'"]
     recorded: list[dict[str, Any]] = []
     config = load("quickstart", settings)
     services = LoadingServices(
-        config, RunDirectory(scratch), lambda name, **row: recorded.append(row)
+        config, RunDirectory(scratch), lambda name, **row: recorded.append({"event": name, **row})
     )
     try:
         await services.start()
+        pools = {pool.kind: pool.supervisor for pool in services.pools}
+        await asyncio.gather(
+            *(
+                pools[kind].replace(member, 0, "killed")
+                for kind in ("reward", "rollout")  # smaller shares are killed first
+                for member in pools[kind].members
+            )
+        )
     finally:
         await services.stop()
+    return [_shares(recorded, node, event) for event in ("actor_started", "actor_replaced")]
+
+
+def _shares(rows: Sequence[dict[str, Any]], node: str, event: str) -> dict[str, list[float]]:
+    """Return, by GPU, the shares of the actors that the events of this name report."""
     on: dict[str, list[float]] = {}
-    for row in recorded:
-        if row["kind"] in SHARES[node]:
+    for row in rows:
+        if row["event"] == event and row["kind"] in SHARES[node]:
             on.setdefault(row["device"], []).append(SHARES[node][row["kind"]])
     return {gpu: sorted(on[gpu]) for gpu in sorted(on)}
 
