@@ -78,6 +78,13 @@ class NoRoom(Exception):
         self.lines = list(lines)
 
 
+class LargerFirst(NoRoom):
+    """There is room for an actor, but one with a larger share of a GPU is to be started first."""
+
+    def __init__(self, actor: str, larger: str):
+        super().__init__([f"{actor} starts after {larger}, which needs more of a GPU"])
+
+
 def kinds_of(config: RunConfig) -> tuple[str, ...]:
     """Return the services of a run; rollout only if it explores, scoring services only if used."""
     scoring = [

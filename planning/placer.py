@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from configs.schema import RunConfig
-from planning.placement import Need, Node, NoRoom, need_of, needs_of, place
+from planning.placement import LargerFirst, Need, Node, NoRoom, need_of, needs_of, place
 
 SETTLED_S = 10.0
 """Seconds for which Ray's count of a node is stale after an actor was started or ended there."""
@@ -93,7 +93,7 @@ class Placer:
     def take(self, actor: str) -> str:
         """Return the node to start an actor on: the planned one at first, a new one at restarts.
 
-        Raises NoRoom if no node has room.
+        Raises NoRoom as ``plan`` does.
         """
         self.plan(actor)
         self._planned.discard(actor)
@@ -101,17 +101,17 @@ class Placer:
         return self._held[actor][1]
 
     def plan(self, actor: str) -> str:
-        """Return the node that ``take`` will return, and reserve the place. Raises NoRoom.
+        """Return the node that ``take`` will return, and reserve the place.
 
-        Also while an actor that waits for a larger share of a GPU has room: whoever is first must
-        not take the place that only the other one needs.
+        Raises NoRoom if there is none, and LargerFirst while an actor that waits for a larger share
+        of a GPU has room: a smaller one must not take the only place where it fits.
         """
         if actor not in self._planned or actor not in self._held:
             self.release(actor)
             self._waiting.add(actor)
             for other in sorted(self._waiting):
                 if _is_larger(self.need(other), self.need(actor)) and self._has_room(other):
-                    raise NoRoom([f"{actor} starts after {other}, which needs more of a GPU"])
+                    raise LargerFirst(actor, other)
             self.reserve([actor])
         return self._held[actor][1]
 

@@ -19,7 +19,7 @@ from cluster.runtime.nodes import (
 from cluster.runtime.watch import NodeWatch
 from configs.load import ConfigError
 from configs.schema import RunConfig
-from planning.placement import NoRoom, waits_for
+from planning.placement import LargerFirst, NoRoom, waits_for
 from planning.placer import Placer
 from records.rundir import Event
 
@@ -58,7 +58,7 @@ class ActorPlacement:
 
         Raises NoRoom if there is none. In that case a node is requested from the autoscaler if the
         run may wait for nodes, and later calls raise NoRoom until Ray has granted one. Raises
-        NoRoom also while an actor with a larger share of a GPU is to be started there first.
+        LargerFirst while an actor with a larger share of a GPU is to be started before this one.
         """
         actor = name.rpartition("/")[2].rpartition(".")[0]
         if actor in self._requests:
@@ -70,6 +70,8 @@ class ActorPlacement:
             self._requests.withdraw(actor)
         try:
             self._placer.plan(actor)
+        except LargerFirst:
+            raise  # no node is missing
         except NoRoom:
             if self._config.services.wait_for_nodes_s:
                 self._request([actor])
@@ -79,14 +81,14 @@ class ActorPlacement:
         return self._placer.take(actor)
 
     def _let_larger_first(self, actor: str) -> None:
-        """Raise NoRoom while a larger share of a GPU on the actor's node has ended or is to start.
+        """Raise LargerFirst while a larger share on the actor's node has ended or is to start.
 
         Ray puts a share on the fullest GPU that has room at that moment, so a small one that came
         first could take the room of a large one, which would then wait for ever.
         """
         for other in self._placer.larger_beside(actor):
             if other in self._names and not self._holds_gpu(other):
-                raise NoRoom([f"{actor} starts after {other}, which needs more of a GPU"])
+                raise LargerFirst(actor, other)
 
     def _holds_gpu(self, actor: str) -> bool:
         name = self._names[actor]

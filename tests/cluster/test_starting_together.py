@@ -14,7 +14,7 @@ from actors.messages import ActorInfo
 from cluster.driver import actor_placement, services
 from cluster.driver.services import ActorServices
 from configs.load import load
-from planning.placement import Node, NoRoom
+from planning.placement import LargerFirst, Node, NoRoom
 from records.errors import RunFailed
 from records.rundir import RunDirectory
 from tests.cluster.gpus import SHARES
@@ -176,6 +176,22 @@ def test_a_smaller_share_is_started_again_after_the_larger_ones_beside_it(made):
         await services.stop()
 
     asyncio.run(run())
+
+
+def test_no_node_is_requested_for_an_actor_that_lets_a_larger_one_go_first(made, monkeypatch):
+    places, requested = made(2)[0].places, []
+    waits = places._config.services.model_copy(update={"wait_for_nodes_s": 60.0})
+    places._config = places._config.model_copy(update={"services": waits})
+    monkeypatch.setattr(places, "_request", requested.append)
+    for error, expected in ((LargerFirst("reward-0", "rollout-1"), []), (NoRoom([]), ["reward-0"])):
+
+        def plan(actor: str, error: Exception = error) -> str:
+            raise error
+
+        monkeypatch.setattr(places._placer, "plan", plan)
+        with pytest.raises(type(error)):
+            places.take("shares/reward-0.1")
+        assert requested == [expected] * bool(expected)
 
 
 def test_a_failed_start_ends_the_waiting_of_the_others(made):

@@ -15,6 +15,7 @@ from configs.load import ConfigError, load
 from configs.schema import RunConfig
 from planning.placement import (
     ACCELERATOR,
+    LargerFirst,
     Need,
     Node,
     NoRoom,
@@ -251,7 +252,9 @@ def test_after_the_loss_of_a_node_larger_shares_take_the_new_room_first(gpus, le
     assert [placer.take(name) for name in names] == ["x"] * 4
     assert sorted(placer.refresh([Node("y", 8, gpus)])["x"]) == sorted(names)
     for learner in range(learners):
-        with pytest.raises(NoRoom, match=f"rollout-0 starts after learner-{learner}, which needs"):
+        with pytest.raises(
+            LargerFirst, match=f"rollout-0 starts after learner-{learner}, which needs"
+        ):
             placer.take("rollout-0")
         assert placer.take(f"learner-{learner}") == "y"
     for learner in range(learners, 2):
