@@ -24,7 +24,8 @@ class Placer:
         self._nodes: dict[str, Node] = {}
         self._held: dict[str, tuple[Need, str]] = {}
         self._planned: set[str] = set()  # actors that have a place and are not yet started
-        self._waiting: set[str] = set()  # actors that are to be started again and have no place
+        # actors that are to be started again and have no place, by service
+        self._waiting: dict[str, list[str]] = {}
         self._changed: dict[str, float] = {}  # by node: when a place was last taken or released
 
     def refresh(self, free: Sequence[Node], running: Collection[str] = ()) -> dict[str, list[str]]:
@@ -47,7 +48,7 @@ class Placer:
             if where not in self._nodes:
                 lost.setdefault(where, []).append(actor)
                 del self._held[actor]
-                self._waiting.add(actor)
+                self._wait(actor)
         return lost
 
     def _count(self, free: Node, own_actors: Mapping[str, Need], running: set[str]) -> Node:
@@ -108,12 +109,25 @@ class Placer:
         """
         if actor not in self._planned or actor not in self._held:
             self.release(actor)
-            self._waiting.add(actor)
-            for other in sorted(self._waiting):
-                if _is_larger(self.need(other), self.need(actor)) and self._has_room(other):
+            self._wait(actor)
+            own = self.need(actor)
+            # one of each service: its actors have equal needs, and a thousand may wait
+            for other in [each[0] for each in self._waiting.values()]:
+                if _is_larger(self.need(other), own) and self._has_room(other):
                     raise LargerFirst(actor, other)
             self.reserve([actor])
         return self._held[actor][1]
+
+    def _wait(self, actor: str) -> None:
+        self._waiting.setdefault(actor.rpartition("-")[0], []).append(actor)
+
+    def _end_waiting(self, actor: str) -> None:
+        kind = actor.rpartition("-")[0]
+        waiting = self._waiting.get(kind, [])
+        if actor in waiting:
+            waiting.remove(actor)
+        if not waiting:
+            self._waiting.pop(kind, None)
 
     def _has_room(self, actor: str) -> bool:
         try:
@@ -125,6 +139,8 @@ class Placer:
     def larger_beside(self, actor: str) -> list[str]:
         """Return the actors on the node of ``actor`` that have larger shares of a GPU."""
         own, node = self._held[actor]
+        if not 0 < own.gpus < 1:
+            return []
         return [
             other
             for other, (need, where) in self._held.items()
@@ -151,13 +167,13 @@ class Placer:
         self._touch(actor)
         self._held.pop(actor, None)
         self._planned.discard(actor)
-        self._waiting.discard(actor)
+        self._end_waiting(actor)
 
     def _hold(self, needs: Sequence[Need], chosen: Mapping[str, str]) -> None:
         self._held |= {need.actor: (need, chosen[need.actor]) for need in needs}
         self._planned |= set(chosen)
-        self._waiting -= set(chosen)
         for actor in chosen:
+            self._end_waiting(actor)
             self._touch(actor)
 
     def _touch(self, actor: str) -> None:
