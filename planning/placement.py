@@ -271,26 +271,6 @@ def _left(node: Node, load: Sequence[Need]) -> str:
     )
 
 
-def waits_for(placed: Iterable[tuple[Need, str]], gpus: Mapping[str, float]) -> dict[str, set[str]]:
-    """Return, by service, the services whose actors must hold their GPUs before it may start.
-
-    Ray puts a fraction on the fullest GPU that has room when the actor arrives, so a small one that
-    came first could take the room of a large one. This cannot happen on nodes with one GPU, which
-    are left out. ``gpus`` has the number of GPUs by node id.
-    """
-    shares: dict[str, dict[str, float]] = {}  # by node and service
-    for need, node in placed:
-        if 0 < need.gpus < 1 and gpus.get(node, 0.0) > 1:
-            shares.setdefault(node, {})[need.kind] = need.gpus
-    result: dict[str, set[str]] = {}
-    for on_node in shares.values():
-        for kind, share in on_node.items():
-            larger = {other for other, other_share in on_node.items() if other_share > share}
-            if larger:
-                result.setdefault(kind, set()).update(larger)
-    return result
-
-
 def check_placement(
     config: RunConfig, free: Sequence[Node], kinds: Iterable[str] | None = None
 ) -> None:

@@ -136,16 +136,18 @@ class Placer:
             return False
         return True
 
-    def larger_beside(self, actor: str) -> list[str]:
-        """Return the actors on the node of ``actor`` that have larger shares of a GPU."""
-        own, node = self._held[actor]
-        if not 0 < own.gpus < 1:
-            return []
+    def larger(self, kind: str, nodes: Collection[str]) -> list[str]:
+        """Return the actors on ``nodes`` with larger shares of a GPU than those of a service."""
+        own = self.need(f"{kind}-0")
         return [
-            other
-            for other, (need, where) in self._held.items()
-            if where == node and _is_larger(need, own)
+            actor
+            for actor, (need, where) in self._held.items()
+            if where in nodes and _is_larger(need, own)
         ]
+
+    def nodes_of(self, kind: str) -> set[str]:
+        """Return the node ids on which actors of a service have places."""
+        return {where for need, where in self._held.values() if need.kind == kind}
 
     def need(self, actor: str) -> Need:
         """Return the needs of an actor, given its name."""
@@ -156,11 +158,6 @@ class Placer:
         """Return the node id chosen for an actor, or None."""
         held = self._held.get(actor)
         return held[1] if held else None
-
-    @property
-    def placed(self) -> list[tuple[Need, str]]:
-        """The needs and the chosen node id of every actor that has a place."""
-        return list(self._held.values())
 
     def release(self, actor: str) -> None:
         """Free the place of an actor that has ended."""

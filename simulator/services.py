@@ -88,6 +88,9 @@ class SimulatedPlaces(ActorPlacement):
     async def choose(self, kinds: Collection[str]) -> None:
         """Do nothing: every actor has a place."""
 
+    async def wait_for_larger(self, kind: str) -> None:
+        """Do nothing: every actor has its GPU."""
+
     def take(self, name: str) -> str:
         """Return the one name that is used for all nodes."""
         return "simulated"

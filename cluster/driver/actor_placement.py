@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from cluster.runtime.nodes import (
     LAG_S,
@@ -19,9 +19,12 @@ from cluster.runtime.nodes import (
 from cluster.runtime.watch import NodeWatch
 from configs.load import ConfigError
 from configs.schema import RunConfig
-from planning.placement import LargerFirst, NoRoom, waits_for
+from planning.placement import LargerFirst, NoRoom
 from planning.placer import Placer
 from records.rundir import Event
+
+HOLDING_S = 0.1
+"""Seconds between polls of granted GPUs: Ray takes a second to grant one, and sends no notice."""
 
 
 class ActorPlacement:
@@ -46,12 +49,17 @@ class ActorPlacement:
         self._placer.refresh(await find_room(self._config, tuple(kinds)))
         self._placer.place_all(kinds)
 
-    def waits_for(self) -> Mapping[str, Collection[str]]:
-        """Return, by service, the services that must hold their GPUs before it is started."""
-        gpu_needs = [(need, node) for need, node in self._placer.placed if need.gpus]
-        return (
-            waits_for(gpu_needs, {node.id: node.gpus for node in all_nodes()}) if gpu_needs else {}
-        )
+    async def wait_for_larger(self, kind: str) -> None:
+        """Return when a service may be started: all larger shares beside its actors are held.
+
+        All actors that have places are being started. On a node with one GPU no share can take the
+        room of another one, so nobody waits there.
+        """
+        several = {node.id for node in all_nodes() if node.gpus > 1}
+        larger = self._placer.larger(kind, self._placer.nodes_of(kind) & several)
+        while not all(other in self._names and self._holds_gpu(other) for other in larger):
+            await asyncio.sleep(HOLDING_S)
+            self._started = None
 
     def take(self, name: str) -> str:
         """Return the node to start an actor on, which Ray will know as ``name``.
@@ -86,7 +94,8 @@ class ActorPlacement:
         Ray puts a share on the fullest GPU that has room at that moment, so a small one that came
         first could take the room of a large one, which would then wait for ever.
         """
-        for other in self._placer.larger_beside(actor):
+        kind, node = actor.rpartition("-")[0], self._placer.where(actor)
+        for other in self._placer.larger(kind, {node} if node else ()):
             if other in self._names and not self._holds_gpu(other):
                 raise LargerFirst(actor, other)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,6 @@ from cluster.driver.learner_group import LearnerGroup
 from cluster.driver.scoring import RewardService
 from cluster.driver.weights import WeightChannel, incompatibility
 from cluster.runtime import template
-from cluster.runtime.nodes import started_actors
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.tasks import run_together
 from cluster.runtime.transport import RAY, Handle, Transport
@@ -37,8 +36,6 @@ from records.errors import RunFailed
 from records.rundir import Event, RunDirectory
 from records.timeline import Span
 
-HOLDING_S = 0.1
-"""Seconds between polls of granted GPUs: Ray takes a second to grant one, and sends no notice."""
 STOP_S = 20.0
 """Seconds that the end of a run waits for a service's tasks before killing its actors."""
 
@@ -163,24 +160,12 @@ class ActorServices:
         if "learner" in starting:
             starting["learner"] = self.learners
         await self._choose_places()
-        larger = self.places.waits_for()
 
         async def start(kind: str) -> None:
-            if kind in larger:
-                await self._hold_gpus(larger[kind])
+            await self.places.wait_for_larger(kind)
             await starting[kind].start()
 
         await run_together(*map(start, starting))
-
-    async def _hold_gpus(self, kinds: Collection[str]) -> None:
-        """Return when all actors of these services hold their GPUs, loaded or not."""
-        pools = [pool.supervisor for pool in self.pools if pool.kind in kinds]
-        names = {pool.name(member) for pool in pools for member in pool.members}
-        requested = {f"{self.config.name}/{name}" for name in names}
-        # an actor that dies from here on can be replaced in the room that it left: all others hold
-        # theirs within a second or two
-        while not requested <= {name.rpartition(".")[0] for name in started_actors()}:
-            await asyncio.sleep(HOLDING_S)
 
     async def stop(self) -> None:
         """Kill all actors of every service, then raise the first failure.

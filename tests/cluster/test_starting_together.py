@@ -64,9 +64,10 @@ def made(monkeypatch, tmp_path) -> Any:
             monkeypatch.setattr(actor_placement, look, lambda: [node])
         monkeypatch.setattr(actor_placement, "addresses", lambda: {node.id: ("127.0.0.1", 9)})
         monkeypatch.setattr(actor_placement, "find_room", find_room)
-        for module in (services, actor_placement):
-            monkeypatch.setattr(module, "started_actors", lambda: {full_name(a) for a in held})
-        monkeypatch.setattr(services, "HOLDING_S", 0.0)
+        monkeypatch.setattr(
+            actor_placement, "started_actors", lambda: {full_name(actor) for actor in held}
+        )
+        monkeypatch.setattr(actor_placement, "HOLDING_S", 0.0)
         remote = SimpleNamespace(options=options)
         context = SimpleNamespace(get_job_id=lambda: "1")
         stub = SimpleNamespace(remote=lambda actor: remote, get_runtime_context=lambda: context)

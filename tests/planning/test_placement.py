@@ -23,7 +23,6 @@ from planning.placement import (
     fits,
     matches,
     place,
-    waits_for,
 )
 from planning.placer import SETTLED_S, Placer
 
@@ -181,20 +180,24 @@ def test_placement_without_nodes_is_refused():
         check_placement(config(), [])
 
 
-def test_larger_fractions_are_placed_first_on_nodes_with_several_gpus():
-    """The order is per node, by service. Whole GPUs, and shares of one size, need no order."""
-    shares = {"learner": 2, "rollout": 0.7, "reward": 0.3, "encoder": 0.3, "scorers.x": 0.2}
-    needs = {kind: Need(f"{kind}-0", 0, share) for kind, share in shares.items()}
-    one, two = [(need, "a") for need in needs.values()], [(needs["scorers.x"], "b")]
-    assert waits_for(one, {"a": 4.0}) == {
-        "reward": {"rollout"},
-        "encoder": {"rollout"},
-        "scorers.x": {"rollout", "reward", "encoder"},
-    }
-    assert waits_for(one[2:4], {"a": 4.0}) == {}
-    assert waits_for(one[1:], {"a": 1.0}) == {}
-    both = [*two, (needs["rollout"], "a"), (needs["reward"], "b")]
-    assert waits_for(both, {"a": 2.0, "b": 2.0}) == {"scorers.x": {"reward"}}
+def test_larger_shares_of_a_gpu_are_found_per_node_and_service():
+    """Whole GPUs, and shares of one size, need no order."""
+    shares = {"learner": 2, "rollout": 0.7, "reward": 0.3, "encoder": 0.3, "scorers.shapes": 0.2}
+    tables = {f"services.{kind}.gpus": share for kind, share in shares.items()}
+    run = load("quickstart", [f"{key}={value}" for key, value in tables.items()])
+    placer = Placer(run)
+    on_a = ["learner-0", "rollout-0", "reward-0", "encoder-0", "scorers.shapes-0"]
+    placer.put([*on_a, "scorers.shapes-1", "reward-1"], ["a"] * 5 + ["b"] * 2)
+
+    def larger(kind: str, *nodes: str) -> list[str]:
+        return placer.larger(kind, nodes)
+
+    assert larger("learner", "a", "b") == larger("rollout", "a", "b") == []
+    assert larger("reward", "a") == larger("encoder", "a") == ["rollout-0"]
+    assert larger("scorers.shapes", "a") == ["rollout-0", "reward-0", "encoder-0"]
+    assert larger("scorers.shapes", "b") == ["reward-1"]
+    assert placer.nodes_of("scorers.shapes") == {"a", "b"}
+    assert placer.nodes_of("rollout") == {"a"}
 
 
 def test_actors_of_a_lost_node_are_placed_elsewhere():
