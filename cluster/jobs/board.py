@@ -124,8 +124,9 @@ def board() -> ActorProxy[Board]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    # soft affinity and no CPU share: it must run on a full cluster, or on one that loses nodes
-    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    # no CPU share: it must run on a full cluster. Hard affinity: it is lost only with the driver's
+    # node; with soft affinity Ray puts an actor without resources on any node
+    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(Board).options(
         name=NAME,
         namespace=NAMESPACE,

@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -359,3 +361,28 @@ def test_a_dead_board_is_recreated(ray_here):
         return None
 
     assert with_runs({"a#1": ("a", allow)}, work) == "a"
+
+
+NODES = """
+import ray
+from ray._private.state import actors
+from cluster.jobs.board import board
+from tests.cluster.nodes import Machines
+
+with Machines({"num_cpus": 1}, {"num_cpus": 1}, {"num_cpus": 1}):
+    here = ray.get_runtime_context().get_node_id()
+    for _ in range(4):
+        made = board()
+        ray.get(made.runs.remote())
+        print(actors(made._actor_id.hex())["Address"]["NodeID"] == here)
+        ray.kill(made)
+"""
+
+
+@pytest.mark.slow
+def test_the_board_is_on_the_drivers_node():
+    """On another one it could be lost before the run. In a process without another Ray."""
+    made = subprocess.run(
+        [sys.executable, "-c", NODES], capture_output=True, text=True, timeout=280
+    )
+    assert made.stdout.split() == ["True"] * 4, made.stderr
