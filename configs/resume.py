@@ -16,6 +16,7 @@ OPERATIONAL = (
     "layout",
     *(f"services.*.{name}" for name in PER_SERVICE),
     "services.learner.silence_s",
+    "services.learner.elastic",
     "services.learner.shard",
     "services.rollout.between_turns",
     "services.learner.between_turns",
@@ -36,6 +37,8 @@ OPERATIONAL = (
     "prompts.encode_once",
     "rewards.deterministic",
 )
+ELASTIC = ("services.learner.replicas", "services.learner.share")
+"""Fields that may differ as well if ``services.learner.elastic`` is set."""
 DEVICES = (
     "services.learner.gpus",
     "services.encoder.gpus",
@@ -77,6 +80,8 @@ def differences(before: RunConfig, now: RunConfig, also_free: Sequence[str] = ()
     free: set[str] = {*OPERATIONAL, *also_free}
     if now.optimizer.schedule == "constant":
         free.add("iterations")
+    if now.services.learner.elastic:
+        free.update(ELASTIC)
     return [
         f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
         for key in sorted(old.keys() | new.keys())

@@ -190,6 +190,13 @@ class LearnerService(Service):
             " actors explore"
         ),
     )
+    elastic: bool = Field(
+        default=False,
+        description=(
+            "--resume may continue with other `replicas` and `share`, for example on fewer"
+            " GPUs; affects results from there on, as `replicas` does"
+        ),
+    )
     silence_s: float = Field(
         default=600.0,
         gt=0,

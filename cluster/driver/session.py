@@ -140,12 +140,24 @@ class Session:
             event(
                 "run_resumed", arm=arm, iterations=iterations, iteration=iteration, checkpoint=name
             )
+            self._compare_replicas(iteration)
         else:
             event("run_started", arm=arm, iterations=iterations)
         if why := self.rundir.lock_unsupported:
             why = f"{why}: do not start a second driver in this directory"
             event("run_not_locked", why=why)
         return checkpoint
+
+    def _compare_replicas(self, iteration: int) -> None:
+        """Record that the learner has other replicas than the run started with."""
+        before = self.rundir.configuration().services.learner.replicas
+        now = self.config.services.learner.replicas
+        if now != before:
+            self.rundir.event("replicas_changed", before=before, now=now, iteration=iteration)
+            self.progress.note(
+                f"learner: {now} replicas, where the run started with {before}: from iteration"
+                f" {iteration + 1} on, gradients are summed in another order"
+            )
 
     async def _train(self, checkpoint: Path | None) -> None:
         self.progress.starting(sum(len(pool.members) for pool in self.services.pools))

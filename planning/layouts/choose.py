@@ -199,7 +199,13 @@ def _nothing_fits(
     there = " and ".join(f"{each.count} x {each.kind} of {each.memory_gb:g} GB" for each in gpus)
     mode = config.layout.mode if config.layout else "auto"
     why = closest.why_not if closest else "it needs separate GPUs for rollout actors and learners"
-    if not closest and config.services.learner.shard == "base":
+    learner, most = config.services.learner, max((each.count for each in gpus), default=0)
+    if not closest and "replicas" in learner.model_fields_set and learner.replicas > most:
+        why = (
+            f"services.learner.replicas = {learner.replicas} need a GPU each; with"
+            " services.learner.elastic = true, --resume may use fewer"
+        )
+    elif not closest and learner.shard == "base":
         why = (
             "replicas that share the base (services.learner.shard) need one GPU each, at least two"
         )

@@ -115,13 +115,13 @@ def keep_layout(config: RunConfig, recorded: RunConfig) -> RunConfig:
     """Return the configuration for ``--resume``, with recorded values that affect results fixed.
 
     These values count as configured explicitly; everything else is chosen for the GPUs that are
-    available now.
+    available now, with ``services.learner.elastic`` also the learner's replicas.
     """
     if config.layout is None:
         return config
     explicit, services, own = explicit_fields(config), recorded.services, config.services
     learner: dict[str, object] = {}
-    if "actors" not in explicit["learner"]:
+    if "actors" not in explicit["learner"] and not own.learner.elastic:
         learner["replicas"] = services.learner.replicas
         learner |= (
             {} if "share" in own.learner.model_fields_set else {"share": services.learner.share}

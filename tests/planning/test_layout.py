@@ -311,6 +311,24 @@ def test_a_resumed_run_keeps_its_replicas_on_the_current_gpus():
     assert differences(started, other) == ["services.learner.replicas: 8 -> 4"]
 
 
+def test_an_elastic_run_resumes_with_other_replicas():
+    gpus = [Gpus("B200", 8, 180)]
+    started = with_layout(
+        preset("flux1"), choose(preset("flux1"), gpus, costs("flux1")).best.numbers
+    )
+    four, elastic = [Gpus("B200", 4, 180)], preset("flux1", "services.learner.elastic=true")
+    with pytest.raises(ConfigError, match=r"replicas = 8 need a GPU each; with .*elastic = true"):
+        choose(keep_layout(preset("flux1"), started), four, costs("flux1"))
+    for given, count in ((four, 4), (gpus, 8), ([Gpus("B200", 16, 180)], 16)):
+        again = choose(keep_layout(elastic, started), given, costs("flux1")).best.numbers
+        assert again.groups["learner"].actors == count
+        assert differences(started, with_layout(elastic, again)) == []
+    # what else affects results is still compared
+    other = preset("flux1", "services.learner.elastic=true", "optimizer.lr=0.5")
+    (line,) = differences(started, with_layout(other, again))
+    assert line.startswith("optimizer.lr: ")
+
+
 # ---- invariants
 
 
