@@ -319,8 +319,8 @@ def test_an_elastic_run_resumes_with_other_replicas():
     four, elastic = [Gpus("B200", 4, 180)], preset("flux1", "services.learner.elastic=true")
     with pytest.raises(ConfigError, match=r"replicas = 8 need a GPU each; with .*elastic = true"):
         choose(keep_layout(preset("flux1"), started), four, costs("flux1"))
-    for given, count in ((four, 4), (gpus, 8), ([Gpus("B200", 16, 180)], 16)):
-        again = choose(keep_layout(elastic, started), given, costs("flux1")).best.numbers
+    for present, count in ((four, 4), (gpus, 8), ([Gpus("B200", 16, 180)], 16)):
+        again = choose(keep_layout(elastic, started), present, costs("flux1")).best.numbers
         assert again.groups["learner"].actors == count
         assert differences(started, with_layout(elastic, again)) == []
     # what else affects results is still compared
