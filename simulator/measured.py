@@ -49,7 +49,15 @@ def measured(rundir: RunDirectory, cores: int | None = None) -> Measured:
 
 
 def iteration_seconds(rundir: RunDirectory) -> list[float]:
-    """Return the seconds of all iterations but the first. Raises ConfigError if there is none."""
+    """Return the seconds of all iterations but the first.
+
+    Raises ConfigError if there is none, or if not all had the same number of replicas.
+    """
+    if any(event["event"] == "replicas_changed" for event in rundir.events()):
+        raise ConfigError(
+            f"--from {rundir.path}: it was resumed with other replicas of the learner, so its"
+            " updates are not of one size"
+        )
     rows = [row for row in rundir.metrics() if row.get("kind") == "iteration"]
     seconds = [float(row["time/iteration_s"]) for row in rows[1:]]
     if not seconds:

@@ -340,6 +340,9 @@ def test_plan_from_a_run_predicts_another_layout(tmp_path, capsys, monkeypatch):
     assert main([*command, "--set", "explore.steps=7"]) == 2
     error = capsys.readouterr().err
     assert "the run has a different explore.steps" in error and error.count("\n") == 1
+    rundir.event("replicas_changed", before=1, now=2, iteration=2)
+    assert main(command) == 2
+    assert "it was resumed with other replicas of the learner" in capsys.readouterr().err
 
 
 def test_line_is_fitted_through_two_sizes():
