@@ -21,7 +21,7 @@ from actors.learner import LearnerActor
 from cluster.driver.rounds import Rounds, SerialExecutor, Serialized
 from cluster.runtime.member import ActorLost, Member
 from cluster.runtime.pool import ActorPool
-from cluster.runtime.starting import cause
+from cluster.runtime.starting import NotPlaced, cause
 from cluster.runtime.tasks import run_together
 from configs.services import LearnerService
 from learner.replicas import GroupBroken
@@ -72,7 +72,12 @@ class LearnerGroup:
 
     async def renew(self, why: str) -> None:
         """Replace all replicas, and join the new ones into one group."""
-        await self.pool.renew(why)
+        try:
+            await self.pool.renew(why)
+        except NotPlaced as error:
+            fewer = "; with services.learner.elastic = true also on fewer GPUs"
+            several = fewer if len(self.pool.members) > 1 else ""
+            raise RunFailed(f"{error}; continue with --resume{several}") from None
         await self._form_group()
 
     async def _form_group(self) -> None:

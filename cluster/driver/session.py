@@ -155,8 +155,8 @@ class Session:
         if now != before:
             self.rundir.event("replicas_changed", before=before, now=now, iteration=iteration)
             self.progress.note(
-                f"learner: {now} replicas, where the run started with {before}: from iteration"
-                f" {iteration + 1} on, gradients are summed in another order"
+                f"services.learner.replicas: {before} at the start, {now} from iteration"
+                f" {iteration + 1} on: gradients are summed in another order"
             )
 
     async def _train(self, checkpoint: Path | None) -> None:

@@ -40,6 +40,10 @@ COLOR = re.compile(r"\x1b\[[0-9;]*m")
 READY = Call("ready", (), {})
 
 
+class NotPlaced(RunFailed):
+    """There was no room for an actor until its deadline."""
+
+
 async def start_actor(
     transport: Transport,
     spawn: Spawn,
@@ -95,7 +99,7 @@ class _Start:
     async def without_room(self, error: NoRoom) -> None:
         """Handle an attempt for which no node had room."""
         if self._late:
-            raise RunFailed(
+            raise NotPlaced(
                 f"{self.who} could not be placed for {self.deadline_s:g} s: {error}"
             ) from None
         await self._wait(str(error), PAUSE_S)

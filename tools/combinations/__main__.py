@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import random
 import shutil
@@ -20,7 +19,8 @@ from configs.section import Tree
 from records.errors import Stopped
 from records.rundir import RunDirectory
 from tools.combinations.draw import configured, drawn, operational
-from tools.combinations.layouts import CPUS, GPUS, KINDS, draw_layout
+from tools.combinations.layouts import KINDS, draw_layout
+from tools.combinations.machines import Replaced, simulate_gpus, started
 from tools.combinations.models import MODELS, changes, make
 from tools.combinations.plans import try_plans
 from tools.combinations.use import use
@@ -63,6 +63,7 @@ class Combinations:
         None: all services compute on CPUs.
         """
         self.out, self.seed, self.gpus = out, seed, gpus
+        self.machines: Replaced | None = None  # nodes that runs may lose
         self.models = {name: make(name, self.out) for name in MODELS}
 
     def try_one(self, index: int) -> str | None:
@@ -88,7 +89,7 @@ class Combinations:
                 use(self.out / "runs" / base["name"], random.Random(f"use {self.seed} {index}"))
             base["name"] = f"{index:04d}-second"
             others, config = self._otherwise(rng, base, settings, config)
-            faults = injector(rng, faults)
+            faults = injector(rng, faults, self.machines)
             if "layout" in base:
                 end_idle()  # processes of the first run hold shares of the GPUs
             second = self._train(config, faults)
@@ -174,10 +175,13 @@ def other_actors(rng: random.Random, base: Tree) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
-def injector(rng: random.Random, undisturbed: FaultInjector) -> FaultInjector:
+def injector(
+    rng: random.Random, undisturbed: FaultInjector, machines: Replaced | None
+) -> FaultInjector:
     """Return an injector that disturbs a run at a random moment of the undisturbed one.
 
-    It kills a random actor or, in one run of three, stops the run by SIGTERM.
+    It kills a random actor or, in one run of three, stops the run by SIGTERM. On several
+    ``machines``, half of the actors are lost with their node.
     """
     from tests.cluster.faults import RUN, Fault, FaultInjector
 
@@ -187,7 +191,9 @@ def injector(rng: random.Random, undisturbed: FaultInjector) -> FaultInjector:
     kinds = [pool.kind for pool in undisturbed.session.services.pools]
     if rng.randrange(3):
         kind = rng.choice(kinds)
-        return FaultInjector(Fault(kind, "kill", iteration, moment, count, delay_s=delay))
+        way = "node" if machines and rng.randrange(2) else "kill"
+        fault = Fault(kind, way, iteration, moment, count, delay_s=delay)
+        return FaultInjector(fault, machines=machines)
     return FaultInjector(Fault(RUN, "term", iteration, moment, count, delay_s=delay))
 
 
@@ -199,27 +205,16 @@ def described(
     return f"{model}: {' '.join([*settings, *others])}; {faulty}"
 
 
-def simulate_gpus(capability: str, out: Path) -> None:
-    """Let every process that is started from now on have a GPU (``tests.simulated_gpu``)."""
-    from tests import simulated_gpu
-    from tests.simulated_gpu.install import build
-
-    site = Path(simulated_gpu.__file__).parent / "site"
-    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(site), str(Path.cwd()), *filter(None, before)])
-    os.environ["SIMULATED_GPU"] = f"{capability}:{build(out)}"
-    os.environ["TRITON_INTERPRET"] = "1"  # for the kernel that has no substitute
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try the runs and print a line for each that went wrong; return 1 if any did."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.nodes > 1 and not options.simulated_gpu:
+        parser.error("--nodes: needs --simulated-gpu")
     if options.plans:
         return try_plans(range(options.first, options.plans), options.seed)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    import ray
-
     from cluster.runtime import template
     from tests.cluster.hosts import end_idle
     from tests.cluster.runs import tiny_config
@@ -230,21 +225,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.simulated_gpu:
         simulate_gpus(options.simulated_gpu, out)
     template.start(tiny_config(combinations.models["sd3"], out, "template"))
-    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
-    gpus = GPUS if options.simulated_gpu else 0
-    ray.init("local", num_cpus=CPUS, num_gpus=gpus, logging_level=logging.ERROR, **quiet)
     wrong = 0
-    try:
+    with started(combinations.gpus, options.nodes) as combinations.machines:
         for index in range(options.first, options.runs):
-            why = combinations.try_one(index)
+            try:
+                why = combinations.try_one(index)
+            except (Stopped, KeyboardInterrupt):
+                print(f"stopped in run {index}; continue with --first {index}")
+                return STOPPED
             wrong += why is not None
             print(f"{index:4}  {why or 'same results'}", flush=True)
             end_idle()
-    except (Stopped, KeyboardInterrupt):
-        print(f"stopped in run {index}; continue with --first {index}")
-        return STOPPED
-    finally:
-        ray.shutdown()
+            if combinations.machines:
+                combinations.machines.repair()
     print(f"{wrong} of {options.runs - options.first} runs went wrong")
     return 1 if wrong else 0
 
@@ -263,6 +256,13 @@ def _parser() -> argparse.ArgumentParser:
         "--simulated-gpu",
         choices=list(KINDS),
         help="services compute on simulated GPUs of this compute capability",
+    )
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        default=1,
+        choices=(1, 2, 4),
+        help="with --simulated-gpu: nodes that share the GPUs; some are lost and replaced",
     )
     parser.add_argument("--out", metavar="DIR", help="directory (default: runs/combinations-SEED)")
     return parser
