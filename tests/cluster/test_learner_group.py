@@ -18,6 +18,7 @@ from actors.calls import Call, Task
 from cluster.driver.learner_group import LearnerGroup
 from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
+from cluster.runtime.starting import NotPlaced
 from cluster.runtime.template import runtime_env
 from configs.load import load
 from configs.services import LearnerService
@@ -86,6 +87,21 @@ def test_calls_go_to_the_right_replicas_and_a_loss_is_state_lost(ray_here):
     asyncio.run(work())
     assert sorted(event["actor"] for event in events if event["event"] == "actor_died") == [0, 1]
     assert [event["replicas"] for event in events if event["event"] == "replicas_met"] == [2, 2]
+
+
+@pytest.mark.parametrize(("replicas", "more"), [(1, False), (2, True)])
+def test_a_learner_without_room_says_how_to_continue(monkeypatch, replicas, more):
+    async def work() -> None:
+        async def without_room(why: str) -> None:
+            raise NotPlaced("learner actor 1 could not be placed for 600 s")
+
+        group = group_of(replicas, [])
+        monkeypatch.setattr(group.pool, "renew", without_room)
+        with pytest.raises(RunFailed, match="600 s; continue with --resume") as failed:
+            await group.renew("its node was lost")
+        assert ("elastic = true also on fewer GPUs" in str(failed.value)) == more
+
+    asyncio.run(work())
 
 
 # ---- the ring
