@@ -327,6 +327,13 @@ class Services(Section):
             raise ValueError(
                 "autoscale.enabled needs an upper limit: set services.rollout.max_actors = N"
             )
+        for kind in ("learner", "rollout", "encoder", "selector"):
+            if (gpus := getattr(self, kind).gpus) > 1:
+                more = "replicas" if kind == "learner" else "actors"
+                raise ValueError(
+                    f"{kind}.gpus = {gpus:g}: each process uses one GPU: set {kind}.{more} ="
+                    f" {gpus:g} and {kind}.gpus = 1 to use as many"
+                )
         for kind in ("learner", "encoder", "selector"):
             if (service := getattr(self, kind)).max_actors not in (None, service.actors):
                 raise ValueError(

@@ -75,7 +75,7 @@ def test_another_layout_keeps_what_results_depend_on(tiny_sd3_dir, tmp_path):
     for _ in range(6):
         assert int(draw_layout(rng, base, asked, "B200")[0][1].removeprefix("layout.gpus=")) > 2
     with pytest.raises(ConfigError, match="does not fit on . x B200"):
-        draw_layout(rng, base, [asked[0], "services.learner.gpus=5"], "B200")
+        draw_layout(rng, base, ["services.rollout.actors=9", "services.rollout.gpus=1"], "B200")
 
 
 def test_an_evaluation_that_differs_from_that_of_the_run_is_found(undisturbed, tmp_path):

@@ -101,6 +101,8 @@ def test_a_wrong_value_names_key_value_and_choices():
         ("audit.random_seeds=97", "more than explore.pool_size = 96"),
         ("explore", "expected key=value"),
         ("name.x=1", "name is a value, not a table"),
+        ("services.learner.gpus=2", "set learner.replicas = 2 and learner.gpus = 1 to use as many"),
+        ("services.rollout.gpus=3", "set rollout.actors = 3 and rollout.gpus = 1 to use as many"),
     ],
 )
 def test_impossible_values_are_one_line(override, message):

@@ -182,7 +182,7 @@ def test_placement_without_nodes_is_refused():
 
 def test_larger_shares_of_a_gpu_are_found_per_node_and_service():
     """Whole GPUs, and shares of one size, need no order."""
-    shares = {"learner": 2, "rollout": 0.7, "reward": 0.3, "encoder": 0.3, "scorers.shapes": 0.2}
+    shares = {"learner": 1, "rollout": 0.7, "reward": 0.3, "encoder": 0.3, "scorers.shapes": 0.2}
     tables = {f"services.{kind}.gpus": share for kind, share in shares.items()}
     run = load("quickstart", [f"{key}={value}" for key, value in tables.items()])
     placer = Placer(run)
