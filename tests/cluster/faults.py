@@ -80,9 +80,10 @@ class Fault:
 
 
 class Machines(Protocol):
-    """Nodes that can be removed."""
+    """Nodes that can be removed, and replaced by others."""
 
     def remove(self, node: str, workers: Sequence[int]) -> None: ...
+    def repair(self) -> None: ...
 
 
 class MachineLike(Protocol):
@@ -104,10 +105,16 @@ class FaultInjector(Progress):
     session: Any = None
 
     def __init__(
-        self, *faults: Fault, machines: Machines | None = None, machine: MachineLike | None = None
+        self,
+        *faults: Fault,
+        machines: Machines | None = None,
+        machine: MachineLike | None = None,
+        replaced_after_s: float | None = None,
     ):
+        """``replaced_after_s``: seconds after which another node replaces a removed one."""
         super().__init__(console=Console(file=io.StringIO()))
         self.faults, self.machines, self.machine = faults, machines, machine
+        self.replaced_after_s = replaced_after_s
         self.done: list[Fault] = []
         self.background: list[asyncio.Task[Any]] = []
         self.homes: dict[int, str] = {}  # nodes of the processes that were hit
@@ -202,6 +209,8 @@ class FaultInjector(Progress):
             self.removal = asyncio.get_running_loop().run_in_executor(
                 None, self.machines.remove, node, there
             )
+            if self.replaced_after_s is not None:
+                self.background.append(asyncio.create_task(self._replace_node()))
         elif fault.way == "memory":
             assert self.machine is not None
             self.machine.starve(pid)
@@ -232,6 +241,13 @@ class FaultInjector(Progress):
             self.machine.jump(fault.amount)
         else:
             self.background.append(asyncio.create_task(self._low_memory()))
+
+    async def _replace_node(self) -> None:
+        """Start another node, in this thread as Ray needs it: the driver waits meanwhile."""
+        assert self.machines is not None and self.removal is not None
+        await self.removal
+        await asyncio.sleep(self.replaced_after_s or 0.0)
+        self.machines.repair()
 
     async def _low_memory(self) -> None:
         """Lower the available memory until an actor was killed for it."""

@@ -20,13 +20,14 @@ from records.errors import Stopped
 from records.rundir import RunDirectory
 from tools.combinations.draw import configured, drawn, operational
 from tools.combinations.layouts import KINDS, draw_layout
-from tools.combinations.machines import Replaced, simulate_gpus, started
+from tools.combinations.machines import simulate_gpus, started
 from tools.combinations.models import MODELS, changes, make
 from tools.combinations.plans import try_plans
 from tools.combinations.use import use
 
 if TYPE_CHECKING:
     from tests.cluster.faults import FaultInjector
+    from tests.cluster.nodes import Machines
 
 SMALL = {
     "iterations": 2,
@@ -51,6 +52,8 @@ AUTOSCALE = {
 """Settings with which the rollout pool grows or shrinks after every iteration."""
 SHARD = "services.learner.shard="
 LONGEST_DELAY_S = 0.2
+REPLACED_AFTER_S = 3.0
+"""Seconds after which another node comes in the place of a lost one."""
 STOPPED = 130
 
 
@@ -63,7 +66,7 @@ class Combinations:
         None: all services compute on CPUs.
         """
         self.out, self.seed, self.gpus = out, seed, gpus
-        self.machines: Replaced | None = None  # nodes that runs may lose
+        self.machines: Machines | None = None  # nodes that runs may lose
         self.models = {name: make(name, self.out) for name in MODELS}
 
     def try_one(self, index: int) -> str | None:
@@ -176,7 +179,7 @@ def other_actors(rng: random.Random, base: Tree) -> list[str]:
 
 
 def injector(
-    rng: random.Random, undisturbed: FaultInjector, machines: Replaced | None
+    rng: random.Random, undisturbed: FaultInjector, machines: Machines | None
 ) -> FaultInjector:
     """Return an injector that disturbs a run at a random moment of the undisturbed one.
 
@@ -193,7 +196,8 @@ def injector(
         kind = rng.choice(kinds)
         way = "node" if machines and rng.randrange(2) else "kill"
         fault = Fault(kind, way, iteration, moment, count, delay_s=delay)
-        return FaultInjector(fault, machines=machines)
+        back = REPLACED_AFTER_S if machines else None
+        return FaultInjector(fault, machines=machines, replaced_after_s=back)
     return FaultInjector(Fault(RUN, "term", iteration, moment, count, delay_s=delay))
 
 

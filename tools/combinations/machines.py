@@ -4,38 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planning.placement import ACCELERATOR
 from tools.combinations.layouts import CPUS, GPUS
 
-BACK_AFTER_S = 3.0
-"""Seconds after which another node comes in the place of a lost one."""
-
-
-class Replaced:
-    """Nodes of which each lost one is replaced by another one."""
-
-    def __init__(self, machines: Any):
-        self._machines = machines
-
-    def remove(self, node: str, workers: Sequence[int]) -> None:
-        """Kill everything on a node, and start another node a little later."""
-        self._machines.remove(node, workers)
-        time.sleep(BACK_AFTER_S)
-        self.repair()
-
-    def repair(self) -> None:
-        """Start nodes in the place of those that are lost."""
-        self._machines.repair()
+if TYPE_CHECKING:
+    from tests.cluster.nodes import Machines
 
 
 @contextmanager
-def started(kind: str | None, nodes: int) -> Iterator[Replaced | None]:
+def started(kind: str | None, nodes: int) -> Iterator[Machines | None]:
     """Start Ray for the duration of the block; yield its nodes if there are several.
 
     ``kind`` is that of the simulated GPUs, or None. With several ``nodes`` the GPUs are spread over
@@ -49,7 +31,7 @@ def started(kind: str | None, nodes: int) -> Iterator[Replaced | None]:
         assert kind is not None
         each = {"num_cpus": CPUS // nodes, "num_gpus": GPUS // nodes, "labels": {ACCELERATOR: kind}}
         with Machines({"num_cpus": 0}, *[each] * nodes) as machines:
-            yield Replaced(machines)
+            yield machines
         return
     quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
     gpus = GPUS if kind else 0
