@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from records.rundir import RunDirectory
 
 DONE, USER_ERROR, RUN_FAILED, STOPPED = 0, 2, 3, 130
+RESUME, AUTO_RESUME = "--resume", "--auto-resume"
 
 
 def add_config(
@@ -41,9 +42,14 @@ def add_measuring(sub: argparse.ArgumentParser, out: str = "directory to write")
 
 
 def add_resume(sub: argparse.ArgumentParser) -> None:
-    """Add ``--resume``."""
+    """Add ``--resume`` and ``--auto-resume``; both set ``resume``, which else is None."""
+    choice = sub.add_mutually_exclusive_group()
     text = "continue the run of this name from its last checkpoint"
-    sub.add_argument("--resume", action="store_true", help=text)
+    choice.add_argument("--resume", action="store_const", const=RESUME, help=text)
+    text = "the same if there is such a run, else start it: for what starts a failed job again"
+    choice.add_argument(
+        "--auto-resume", dest="resume", action="store_const", const=AUTO_RESUME, help=text
+    )
 
 
 def add_cluster(sub: argparse.ArgumentParser) -> None:

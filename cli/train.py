@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
-from cli.common import DONE, add_config, add_resume
+from cli.common import AUTO_RESUME, DONE, RESUME, add_config, add_resume
 from configs.load import load
+from records.rundir import RunDirectory
 
 HELP = "train, on this machine or on the cluster of RAY_ADDRESS"
 
@@ -27,7 +28,9 @@ def run(options: argparse.Namespace) -> int:
     reexec.fork_template(config)
     from cluster.driver.train import train
 
-    rundir = train(config, options.resume)
+    automatic = options.resume == AUTO_RESUME
+    resume = RunDirectory.of(config).is_started() if automatic else options.resume == RESUME
+    rundir = train(config, resume)
     for line in summary(rundir.metrics()):
         print(line)
     print(f"report: {rundir.path / 'report.html'}")

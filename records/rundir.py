@@ -80,12 +80,14 @@ class RunDirectory:
         Called before anything is started. ``create`` checks again, as another driver may have
         created the run in the meantime.
         """
+        if self.is_started():
+            with self.locked():  # raises if another driver is running, which is the better reason
+                raise self._name_taken()
+
+    def is_started(self) -> bool:
+        """Return True if a run of this name has computed something. Raises ConfigError."""
         try:
-            if self.config_file.exists() and self.has_results():
-                with (
-                    self.locked()
-                ):  # raises if another driver is running, which is the better reason
-                    raise self._name_taken()
+            return self.config_file.exists() and self.has_results()
         except OSError as error:
             raise self._unwritable(error) from None
 

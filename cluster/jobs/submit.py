@@ -60,9 +60,11 @@ ELSEWHERE = "submitted"
 
 
 def submit(
-    source: str, overrides: Sequence[str], address: str | None, resume: bool
+    source: str, overrides: Sequence[str], address: str | None, resume: str | None = None
 ) -> tuple[JobSubmissionClient, str]:
     """Submit a job that trains ``source``; return (client, job id).
+
+    ``resume``: the option of ``sol-rl train`` that says whether it continues a run, or None.
 
     Raises ConfigError if the configuration is invalid, run_root is not an absolute path, a file is
     not sent with the job, nothing answers at ``address``, or the job is refused there.
@@ -202,12 +204,10 @@ def is_sent_with_job(name: str) -> bool:
     return (is_tree or parts[:1] in [(package,) for package in PACKAGES]) and (TREE / name).exists()
 
 
-def entrypoint(config: str, overrides: Sequence[str], resume: bool) -> str:
-    """Return the job's command line."""
-    resume_option = ["--resume"] if resume else []
-    return shlex.join(
-        ["python", "-m", "cluster", "train", config, *set_options(overrides), *resume_option]
-    )
+def entrypoint(config: str, overrides: Sequence[str], resume: str | None) -> str:
+    """Return the job's command line; ``resume`` as in ``submit``."""
+    options = [*set_options(overrides), *filter(None, [resume])]
+    return shlex.join(["python", "-m", "cluster", "train", config, *options])
 
 
 def set_options(overrides: Sequence[str]) -> list[str]:

@@ -115,7 +115,8 @@ def keep_layout(config: RunConfig, recorded: RunConfig) -> RunConfig:
     """Return the configuration for ``--resume``, with recorded values that affect results fixed.
 
     These values count as configured explicitly; everything else is chosen for the GPUs that are
-    available now, with ``services.learner.elastic`` also the learner's replicas.
+    available now, with ``services.learner.elastic`` also the learner's replicas. Raises ConfigError
+    if weights are to leave GPUs between turns and the recorded run explores ahead.
     """
     if config.layout is None:
         return config
@@ -133,6 +134,11 @@ def keep_layout(config: RunConfig, recorded: RunConfig) -> RunConfig:
     top: dict[str, object] = {"services": own.model_copy(update=changed)}
     if "explore_ahead" not in config.model_fields_set:
         top["explore_ahead"] = recorded.explore_ahead
+        if recorded.explore_ahead and own.takes_turns:
+            raise ConfigError(
+                "--resume: the layout of the run explores ahead, so that rollout actors and the"
+                " learner work at the same time: leave out between_turns = 'host'"
+            )
     return config.model_copy(update=top)
 
 

@@ -13,6 +13,9 @@ from ray.exceptions import AuthenticationError
 
 from cli.main import main
 from cli.train import summary
+from configs.load import load
+from configs.schema import RunConfig
+from records.rundir import RunDirectory
 from tests.cluster.runs import main_here, tiny_config, write_toml
 
 
@@ -87,6 +90,26 @@ def test_a_directory_that_is_not_a_pipeline_is_one_line(config_file, tmp_path, c
 def test_resuming_a_missing_run_is_one_line(config_file, capsys):
     assert main(["train", str(config_file), "--resume"]) == 2
     assert "no readable run" in capsys.readouterr().err
+
+
+def test_auto_resume_continues_a_run_only_if_it_has_results(config_file, tmp_path, monkeypatch):
+    rundir = RunDirectory.of(load(str(config_file)))
+    asked: list[bool] = []
+
+    def trained(config: RunConfig, resume: bool) -> RunDirectory:
+        asked.append(resume)
+        return rundir
+
+    monkeypatch.setattr("cluster.driver.train.train", trained)
+    command = ["train", str(config_file), "--auto-resume"]
+    assert main(command) == 0
+    rundir.create(load(str(config_file)))
+    assert main(command) == 0  # it ended before it had computed anything
+    rundir.metric({"kind": "evaluation"})
+    assert main(command) == main(command[:2]) == main([*command[:2], "--resume"]) == 0
+    assert asked == [False, False, True, False, True]
+    with pytest.raises(SystemExit):
+        main([*command, "--resume"])
 
 
 def test_a_run_root_that_cannot_be_written(ray_here, config_file, capsys):

@@ -202,7 +202,7 @@ def assert_a_second_one_is_refused(
     before = [(path.stat().st_ino, path.read_bytes()) for path in files]
     assert main_here("report", run.path) == 0
     capsys.readouterr()
-    for more in ((), ("--resume",)):
+    for more in ((), ("--resume",), ("--auto-resume",)):
         assert main_here("train", file, *more) == 2
         errors = capsys.readouterr().err
         assert f"{run.path}: a run is active here: process {first} on " in errors, errors
@@ -229,7 +229,7 @@ def test_a_killed_driver_is_resumed_with_the_same_results(
 ):
     config = tiny_config(tiny_sd3_dir, tmp_path, "resumed", services__rollout__actors=1)
     file, run = write_toml(config, tmp_path), RunDirectory.of(config)
-    process = start("train", str(file), stdout=DEVNULL, stderr=DEVNULL)
+    process = start("train", str(file), "--auto-resume", stdout=DEVNULL, stderr=DEVNULL)
     try:
         wait_until(
             lambda: run.events_file.exists() and line in run.events_file.read_text(), process
@@ -245,7 +245,7 @@ def test_a_killed_driver_is_resumed_with_the_same_results(
         kill_tree(process)
     assert not (run.checkpoints / "step_000003").exists()
     began = time.time()
-    code, message = main_here("train", file, "--resume"), capsys.readouterr()
+    code, message = main_here("train", file, "--auto-resume"), capsys.readouterr()
     assert code == 0, message.err
     assert "held-out reward after" in message.out
     assert_as_if_nothing_had_been(run, undisturbed)

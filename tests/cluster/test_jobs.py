@@ -21,10 +21,9 @@ from tests.cluster.head import ROOT, Head, wait_for
 from tests.cluster.runs import adapters, tiny_config, write_toml
 
 
-def test_the_entrypoint_survives_a_shell():
-    line = jobs.entrypoint(
-        "my configs/a b.toml", ['name="x y"', "run_root=/data/$HOME"], resume=True
-    )
+@pytest.mark.parametrize("resume", ["--resume", "--auto-resume"])
+def test_the_entrypoint_survives_a_shell(resume):
+    line = jobs.entrypoint("my configs/a b.toml", ['name="x y"', "run_root=/data/$HOME"], resume)
     expected = [
         "python",
         "-m",
@@ -36,11 +35,12 @@ def test_the_entrypoint_survives_a_shell():
         "--set",
         "run_root=/data/$HOME",
     ]
-    assert shlex.split(line) == [*expected, "--resume"]
+    assert shlex.split(line) == [*expected, resume]
+    assert shlex.split(jobs.entrypoint("a", [], None))[4:] == ["a"]
     options = _parser().parse_args(shlex.split(line)[3:])
     assert (options.config, options.resume, options.overrides) == (
         expected[4],
-        True,
+        resume,
         ['name="x y"', "run_root=/data/$HOME"],
     )
 

@@ -311,6 +311,13 @@ def test_a_resumed_run_keeps_its_replicas_on_the_current_gpus():
     assert differences(started, other) == ["services.learner.replicas: 8 -> 4"]
 
 
+def test_a_run_that_explores_ahead_is_not_resumed_in_turns():
+    started = preset("flux1").model_copy(update={"explore_ahead": 1})
+    with pytest.raises(ConfigError, match="leave out between_turns = 'host'"):
+        keep_layout(preset("flux1", "services.rollout.between_turns=host"), started)
+    assert keep_layout(preset("flux1"), started).explore_ahead == 1
+
+
 def test_an_elastic_run_resumes_with_other_replicas():
     gpus = [Gpus("B200", 8, 180)]
     started = with_layout(
