@@ -50,7 +50,7 @@ AUTOSCALE = {
     "services.autoscale.shrink_below": 0.99,
 }
 """Settings with which the rollout pool grows or shrinks after every iteration."""
-SHARD = "services.learner.shard="
+SHARD, HOST = "services.learner.shard=", 'between_turns="host"'
 LONGEST_DELAY_S = 0.2
 REPLACED_AFTER_S = 3.0
 """Seconds after which another node comes in the place of a lost one."""
@@ -113,6 +113,8 @@ class Combinations:
         others = [*operational(rng, base, settings), *other_actors(rng, base)]
         if first.services.learner.replicas == 1:  # a base is shared by several
             others = [each for each in others if not each.startswith(SHARD)]
+        if first.explore_ahead:  # both sides work at the same time
+            others = [each for each in others if not each.endswith(HOST)]
         asked, config = self._laid_out(rng, base, [*settings, *others], first)
         return [*others, *asked], config
 
