@@ -21,6 +21,7 @@ import ray
 from ray.exceptions import RayError
 
 from actors.messages import ActorInfo
+from cluster.driver.actor_placement import ActorPlacement
 from cluster.driver.services import ActorServices
 from cluster.runtime.pool import ActorPool
 
@@ -119,10 +120,36 @@ class Kept:
         await stop_and_keep(pools, stop, lambda pool: self.idle)
 
 
+REUSED = "reused/"
+"""Prefix of the names of actors whose processes, which have other names, hold their GPUs."""
+
+
+class HostedPlaces(ActorPlacement):
+    """Placement of actors of which some have processes already."""
+
+    def take_again(self, actor: str, node: str) -> None:
+        """Place an actor on the node where it runs, not where most room is.
+
+        Its share of that node is its own.
+        """
+        self._placer.put([actor], [node])
+        self._placer.take(actor)
+        self._names[actor] = REUSED + actor
+
+    def _holds_gpu(self, actor: str) -> bool:
+        name = self._names[actor]
+        if name.startswith(REUSED):
+            return name not in self._served or actor in self._running
+        return super()._holds_gpu(actor)
+
+
 class HostedServices(ActorServices):
     """Services of a run in processes that may have served another run, and that stay for the
     next.
     """
+
+    def _places(self) -> ActorPlacement:
+        return HostedPlaces(self.config, self._event)
 
     def _spawner(self, kind: str, actor: type, *args: Any) -> Callable[[str], Any]:
         self._actors = {**getattr(self, "_actors", {}), kind: actor}
@@ -131,11 +158,9 @@ class HostedServices(ActorServices):
         def spawn(name: str) -> Any:
             if name.endswith(".0") and idle:
                 handle, node = idle.pop()
-                # on the node where it runs, not where most room is; its share of that node is its
-                # own
-                who, placer = name.removesuffix(".0"), self.places._placer
-                placer.put([who], [node])
-                placer.take(who)
+                places = self.places
+                assert isinstance(places, HostedPlaces)
+                places.take_again(name.removesuffix(".0"), node)
             else:
                 handle = start(f"{name}-{next(NUMBERS)}")
             handle.take.remote(*args)

@@ -96,7 +96,7 @@ def test_a_run_that_differs_is_named_with_its_settings(tiny_sd3_dir, tmp_path, m
     monkeypatch.setattr(combinations, "trained", lambda config, faults: None)
     monkeypatch.setattr(combinations, "MODELS", ("sd3",))
     monkeypatch.setattr(combinations, "use", lambda path, rng: None)
-    monkeypatch.setattr(combinations, "injector", lambda rng, before: before)
+    monkeypatch.setattr(combinations, "injector", lambda rng, before, machines: before)
     why = combinations.Combinations(tmp_path, 0).try_one(0)
     assert why is not None and why.startswith("lora differ; sd3: objective.name=")
     assert "services.rollout.actors=" in why and why.endswith("; no fault")
