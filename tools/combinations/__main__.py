@@ -151,6 +151,7 @@ class Combinations:
 
 def trained(config: RunConfig, faults: FaultInjector) -> RunDirectory:
     """Train a run to its end; resume it if ``faults`` stopped it."""
+    from tests.cluster.hosts import end_idle
     from tests.cluster.runs import run_here
 
     try:
@@ -158,6 +159,8 @@ def trained(config: RunConfig, faults: FaultInjector) -> RunDirectory:
     except Stopped:
         if not faults.done:  # somebody else stopped it
             raise
+        if config.layout is not None:
+            end_idle()  # they hold shares of the GPUs, which the layout needs
         return run_here(config, resume=True)
 
 
