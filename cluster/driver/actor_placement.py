@@ -55,8 +55,11 @@ class ActorPlacement:
         All actors that have places are being started. On a node with one GPU no share can take the
         room of another one, so nobody waits there.
         """
+        nodes = self._placer.nodes_of(kind)
+        if not self._placer.larger(kind, nodes):
+            return
         several = {node.id for node in all_nodes() if node.gpus > 1}
-        larger = self._placer.larger(kind, self._placer.nodes_of(kind) & several)
+        larger = self._placer.larger(kind, nodes & several)
         while not all(other in self._names and self._holds_gpu(other) for other in larger):
             await asyncio.sleep(HOLDING_S)
             self._started = None
