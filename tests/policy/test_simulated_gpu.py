@@ -80,7 +80,9 @@ def test_second_twins_give_the_results_of_the_cpu(request, tmp_path):
 
 def check(name: str, row: dict[str, Any]) -> None:
     """Check the results of a case, and how often it waited for the GPU."""
-    limits = {key: PROXIES.get(name, LEVELS) if "proxies" in key else ROUNDING for key in row["apart"]}
+    limits = {
+        key: PROXIES.get(name, LEVELS) if "proxies" in key else ROUNDING for key in row["apart"]
+    }
     far = {key: value for key, value in row["apart"].items() if value > limits[key]}
     assert far == {}
     for stage in ("explore", "regenerate"):
