@@ -202,7 +202,7 @@ def _nothing_fits(
     learner, most = config.services.learner, max((each.count for each in gpus), default=0)
     if not closest and "replicas" in learner.model_fields_set and learner.replicas > most:
         why = (
-            f"services.learner.replicas = {learner.replicas} need a GPU each; with"
+            f"services.learner.replicas = {learner.replicas} need a GPU of one kind each; with"
             " services.learner.elastic = true, --resume may use fewer"
         )
     elif not closest and learner.shard == "base":

@@ -324,7 +324,9 @@ def test_an_elastic_run_resumes_with_other_replicas():
         preset("flux1"), choose(preset("flux1"), gpus, costs("flux1")).best.numbers
     )
     four, elastic = [Gpus("B200", 4, 180)], preset("flux1", "services.learner.elastic=true")
-    with pytest.raises(ConfigError, match=r"replicas = 8 need a GPU each; with .*elastic = true"):
+    with pytest.raises(
+        ConfigError, match=r"replicas = 8 need a GPU of one kind each; with .*elastic = true"
+    ):
         choose(keep_layout(preset("flux1"), started), four, costs("flux1"))
     for present, count in ((four, 4), (gpus, 8), ([Gpus("B200", 16, 180)], 16)):
         again = choose(keep_layout(elastic, started), present, costs("flux1")).best.numbers

@@ -36,8 +36,10 @@ def started(kind: str | None, nodes: int) -> Iterator[Machines | None]:
     quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
     gpus = GPUS if kind else 0
     ray.init("local", num_cpus=CPUS, num_gpus=gpus, logging_level=logging.ERROR, **quiet)
-    yield None
-    ray.shutdown()
+    try:
+        yield None
+    finally:
+        ray.shutdown()
 
 
 def simulate_gpus(capability: str, out: Path) -> None:
