@@ -377,10 +377,13 @@ def replica(rank: int, size: int, port: int, model: Path, out: Path, only: tuple
         # forked before connecting to the store, because one of the two will be killed
         child = os.fork()
         if not child:
+            # again: each thread would replace the parent's pool, and two at a time can fail
+            torch.set_num_threads(1)
             store = reach_store("127.0.0.1", port, 240)
             run_scene("sharded_dies", last)
             os._exit(0)
-        os.waitpid(child, 0)
+        _, status = os.waitpid(child, 0)
+        assert status == (signal.SIGKILL if rank == size - 1 else 0), f"sharded_dies: {status}"
     store = reach_store("127.0.0.1", port, 240)
     for name, scene in scenes.items():
         run_scene(name, scene)

@@ -6,3 +6,6 @@ kernels, memory, speed, ``torch.compile``, CUDA graphs and NCCL.
 
 ``install`` changes torch for the rest of a process, so tests do it in processes of their own.
 """
+
+NORMS_CHANNELS_LAST = 2, 15
+"""Release of torch from which group norms on a GPU keep channels-last images, and do not copy."""

@@ -34,6 +34,9 @@ struct Hooks final : at::CUDAHooksInterface {
   void init() const override {}
   DeviceIndex deviceCount() const override { return 1; }
   DeviceIndex getCurrentDevice() const override { return 0; }
+  // none: torch 2.15 asks before it chooses a kernel for attention
+  long versionCuDNN() const override { return 0; }
+  long versionRuntimeCuDNN() const override { return 0; }
 };
 static_assert(sizeof(Hooks) == sizeof(at::CUDAHooksInterface));
 

@@ -27,12 +27,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from configs.schema import RunConfig
 from learner.batch import Group
 from learner.trainer import Trainer
+from policy.device import torch_release
 from policy.explorer import Explorer
 from policy.families import Family, family_for
 from policy.precision.backends import BACKENDS, Backend
 from policy.sampling.guidance import Guided
 from policy.types import Conditioning
 from tests.learner.tiny import tiny_config
+from tests.simulated_gpu import NORMS_CHANNELS_LAST
 from tests.simulated_gpu.install import install
 from tests.simulated_gpu.tensor import waits
 from tests.tiny_families import SOLVER, encode, tiny_model
@@ -169,13 +171,14 @@ def apart(first: dict[str, Any], second: dict[str, Any]) -> dict[str, float]:
 def kernels_of_a_gpu() -> Iterator[None]:
     """Let a CPU choose the kernels whose sums are those on the simulated GPU.
 
-    Attention is by matrix products there. Group norms copy what is not contiguous, where those of a
-    CPU have a kernel for the channels-last images of autoencoders.
+    Attention is by matrix products there. Until torch 2.15 group norms copy what is not contiguous,
+    where those of a CPU have a kernel for the channels-last images of autoencoders.
     """
     group_norm = functional.group_norm
+    copies = torch_release() < NORMS_CHANNELS_LAST
 
     def contiguous(x: Tensor, *args: Any, **options: Any) -> Tensor:
-        return group_norm(x.contiguous(), *args, **options)
+        return group_norm(x.contiguous() if copies else x, *args, **options)
 
     with sdpa_kernel(SDPBackend.MATH), mock.patch.object(functional, "group_norm", contiguous):
         yield

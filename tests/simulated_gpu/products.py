@@ -63,10 +63,24 @@ def nvfp4_weight(x: Tensor, amax: Tensor, first: int, last: int) -> tuple[Tensor
     return packed.codes, packed.scales
 
 
+def rms_norm_backward(
+    gradient: Tensor, x: Tensor, shape: list[int], inverse: Tensor, weight: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of x and of the weight; ``inverse`` is 1 / rms(x)."""
+    over = list(range(-len(shape), 0))
+    normed, scaled = x * inverse, gradient if weight is None else gradient * weight
+    of_x = inverse * (scaled - normed * (scaled * normed).mean(over, keepdim=True))
+    if weight is None:
+        return of_x, None
+    return of_x, (gradient * normed).reshape(-1, *shape).sum(0)
+
+
 SUBSTITUTES: dict[str, Callable[..., Any]] = {
     # attention by matrix products: the other kernels have names of their own on a GPU
     "aten::_fused_sdp_choice": lambda *_, **__: 0,
     "aten::_scaled_mm_v2": nvfp4_product,
+    # CPUs have none; torch 2.15 uses it on a GPU
+    "aten::_fused_rms_norm_backward": rms_norm_backward,
     # Triton's interpreter takes seconds for what these take milliseconds
     "sol_rl::fp8_rows": fp8_rows,
     "sol_rl::partial_amax": partial_amax,
