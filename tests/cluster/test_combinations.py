@@ -15,7 +15,7 @@ from tests.cluster.runs import tiny_config
 from tests.simulated_gpu.install import missing
 from tools.combinations import __main__ as combinations
 from tools.combinations.draw import LEFT_OUT, can_start, drawn, options
-from tools.combinations.layouts import draw_layout
+from tools.combinations.layouts import draw_layout, simulated
 from tools.combinations.plans import check_plans, try_plan
 from tools.combinations.use import use
 
@@ -59,13 +59,13 @@ def test_a_run_with_random_settings_repeats(ray_here, tmp_path, monkeypatch):
 def test_another_layout_keeps_what_results_depend_on(tiny_sd3_dir, tmp_path):
     config = tiny_config(tiny_sd3_dir, tmp_path, "base", **combinations.SMALL)
     tree = {**config.model_dump(exclude_unset=True), "layout": {}}
-    base, rng = json.loads(json.dumps(tree)), random.Random(0)
-    firsts = [draw_layout(rng, base, [], "B200") for _ in range(6)]
+    base, rng, gpus = json.loads(json.dumps(tree)), random.Random(0), simulated(["B200"])
+    firsts = [draw_layout(rng, base, [], gpus) for _ in range(6)]
     assert len({asked[0] for asked, _ in firsts}) == 3  # modes
     numbers = {config.services.learner.replicas for _, config in firsts}
     assert len(numbers) > 1
     for asked, first in firsts:
-        again, second = draw_layout(rng, base, asked, "B200", first)
+        again, second = draw_layout(rng, base, asked, gpus, first)
         assert again != asked
         assert second.services.learner.replicas == first.services.learner.replicas
         assert second.services.learner.share == first.services.learner.share
@@ -73,9 +73,10 @@ def test_another_layout_keeps_what_results_depend_on(tiny_sd3_dir, tmp_path):
     # two replicas with whole GPUs, and rollout actors elsewhere
     asked = ["services.learner.replicas=2", "services.learner.gpus=1"]
     for _ in range(6):
-        assert int(draw_layout(rng, base, asked, "B200")[0][1].removeprefix("layout.gpus=")) > 2
+        again, _ = draw_layout(rng, base, asked, gpus)
+        assert int(again[1].removeprefix("layout.gpus=")) > 2
     with pytest.raises(ConfigError, match="does not fit on . x B200"):
-        draw_layout(rng, base, ["services.rollout.actors=9", "services.rollout.gpus=1"], "B200")
+        draw_layout(rng, base, ["services.rollout.actors=9", "services.rollout.gpus=1"], gpus)
 
 
 def test_an_evaluation_that_differs_from_that_of_the_run_is_found(undisturbed, tmp_path):

@@ -16,10 +16,11 @@ import tools.combinations
 from configs.rewards import Scorer
 from configs.schema import RunConfig
 from configs.section import Tree
+from planning.layouts.gpus import Gpus
 from records.errors import Stopped
 from records.rundir import RunDirectory
 from tools.combinations.draw import configured, drawn, operational
-from tools.combinations.layouts import KINDS, draw_layout
+from tools.combinations.layouts import KINDS, draw_layout, simulated
 from tools.combinations.machines import simulate_gpus, started
 from tools.combinations.models import MODELS, changes, make
 from tools.combinations.plans import try_plans
@@ -60,8 +61,8 @@ STOPPED = 130
 class Combinations:
     """Runs with random settings, on the Ray cluster that this process is connected to."""
 
-    def __init__(self, out: Path, seed: int, gpus: str | None = None):
-        """``gpus``: kind of the simulated GPUs of all services, which this process does not have.
+    def __init__(self, out: Path, seed: int, gpus: Sequence[Gpus] = ()):
+        """``gpus``: the simulated ones of all services, which this process does not have, by kind.
 
         None: all services compute on CPUs.
         """
@@ -78,7 +79,9 @@ class Combinations:
         model = rng.choice(MODELS)
         base = self._base(model, rng.choice((1, 2)))
         if self.gpus:
-            base |= {"layout": {}} if rng.randrange(2) else {"services": ON_GPUS}
+            # only a layout tells services of GPUs of several kinds where they belong
+            by_layout = bool(rng.randrange(2)) or len(self.gpus) > 1
+            base |= {"layout": {}} if by_layout else {"services": ON_GPUS}
         if rng.randrange(2):  # something to combine
             base["rewards"]["scorers"].append({"name": BRIGHTNESS, "weight": 0.5})
         settings, faults = drawn(rng, base, gpus=bool(self.gpus)), FaultInjector()
@@ -220,6 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.nodes > 1 and not options.simulated_gpu:
         parser.error("--nodes: needs --simulated-gpu")
+    if len(options.simulated_gpu) > options.nodes:
+        parser.error("--simulated-gpu: a node has GPUs of one kind; use --nodes")
     if options.plans:
         return try_plans(range(options.first, options.plans), options.seed)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -230,12 +235,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     out = Path(options.out or f"runs/combinations-{options.seed}").absolute()
     out.mkdir(parents=True, exist_ok=True)
-    combinations = Combinations(out, options.seed, KINDS.get(options.simulated_gpu))
-    if options.simulated_gpu:
-        simulate_gpus(options.simulated_gpu, out)
+    kinds = [KINDS[capability] for capability in options.simulated_gpu]
+    combinations = Combinations(out, options.seed, simulated(kinds))
+    library = simulate_gpus(kinds[0], out) if kinds else None
     template.start(tiny_config(combinations.models["sd3"], out, "template"))
     wrong = 0
-    with started(combinations.gpus, options.nodes) as combinations.machines:
+    with started(combinations.gpus, options.nodes, library) as combinations.machines:
         for index in range(options.first, options.runs):
             try:
                 why = combinations.try_one(index)
@@ -263,8 +268,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of settings and faults")
     parser.add_argument(
         "--simulated-gpu",
+        nargs="+",
+        default=[],
         choices=list(KINDS),
-        help="services compute on simulated GPUs of this compute capability",
+        help="services compute on simulated GPUs of these compute capabilities",
     )
     parser.add_argument(
         "--nodes",

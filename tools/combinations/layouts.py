@@ -1,4 +1,4 @@
-"""Random layouts of a run on the GPUs of one node."""
+"""Random layouts of a run on simulated GPUs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,22 @@ from tools.combinations.draw import configured
 
 MODES = ("auto", "shared", "split")
 CPUS, GPUS = 32, 8
-"""Numbers of CPUs and GPUs of the node."""
+"""Numbers of CPUs and GPUs of all nodes."""
 KINDS = {"9.0": "H200", "10.0": "B200"}
 """Kind of the GPUs, by their compute capability."""
+
+
+def simulated(kinds: Sequence[str]) -> list[Gpus]:
+    """Return as many GPUs of each of these kinds."""
+    count = GPUS // max(1, len(kinds))
+    return [Gpus(kind, count, ACCELERATORS[kind].memory_gb, CPUS / GPUS) for kind in kinds]
 
 
 def draw_layout(
     rng: random.Random,
     base: Tree,
     settings: Sequence[str],
-    kind: str,
+    gpus: Sequence[Gpus],
     recorded: RunConfig | None = None,
 ) -> tuple[list[str], RunConfig]:
     """Return (overrides that ask for a random layout, the configuration with its numbers).
@@ -43,15 +49,14 @@ def draw_layout(
         if recorded is not None:
             config = keep_layout(config, recorded)
         try:
-            return overrides, resolved(config, kind)
+            return overrides, resolved(config, gpus)
         except ConfigError as error:
             why = error
     assert why is not None
     raise why
 
 
-def resolved(config: RunConfig, kind: str) -> RunConfig:
+def resolved(config: RunConfig, gpus: Sequence[Gpus]) -> RunConfig:
     """Return a configuration with the numbers of its layout. Raises ConfigError if none fits."""
-    gpus = [Gpus(kind, GPUS, ACCELERATORS[kind].memory_gb, CPUS / GPUS)]
     with open_architecture(config) as (family, _):
         return resolve_layout(with_recomputation(config, family, gpus), family, gpus).config
