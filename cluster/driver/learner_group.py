@@ -22,7 +22,7 @@ from cluster.driver.rounds import Rounds, SerialExecutor, Serialized
 from cluster.runtime.member import ActorLost, Member
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.starting import NotPlaced, cause
-from cluster.runtime.tasks import run_together
+from cluster.runtime.tasks import BackgroundTasks, run_together
 from configs.services import LearnerService
 from learner.replicas import GroupBroken
 from records.errors import InputsLost, RunFailed, StateLost
@@ -47,10 +47,12 @@ class LearnerGroup:
 
     def __init__(self, pool: ActorPool):
         self.pool = pool
-        pool.lost_by = self._lost_by
+        pool.lost_by, pool.on_state_stranded = self._lost_by, self._restart_now
         assert isinstance(pool.service, LearnerService)
         by, sharding = pool.service.share, pool.service.shard
         self._order = SerialExecutor()
+        self._restarts = BackgroundTasks()
+        self._restart: asyncio.Task[None] | None = None  # after the loss of a node, until ``renew``
         first = FirstReplica(pool)
         if sharding == "none":
             self.client = LearnerClient(pool, first, EveryReplica(pool), by)
@@ -68,17 +70,36 @@ class LearnerGroup:
         """Kill every replica."""
         # before the actors: calls in progress would mistake their end for a loss of the state
         await self._order.end()
+        await self._restarts.end()
         await self.pool.stop()
 
     async def renew(self, why: str) -> None:
         """Replace all replicas, and join the new ones into one group."""
         try:
-            await self.pool.renew(why)
+            await self._replace_all(why)
         except NotPlaced as error:
             fewer = "; with services.learner.elastic = true also on fewer GPUs"
             several = fewer if len(self.pool.members) > 1 else ""
             raise RunFailed(f"{error}; continue with --resume{several}") from None
         await self._form_group()
+
+    def _restart_now(self, why: str) -> None:
+        """Start new replicas at once after the loss of a node; they get no calls before ``renew``.
+
+        The run returns to a checkpoint only at its next call to the learner. It might never come to
+        that: what it explores before may need the rollout actors of the lost node, and these are
+        started after the learner, whose share of a GPU is larger (``ActorPlacement``).
+        """
+        if self._restart is None or self._restart.done():
+            self._restart = self._restarts.start(self.pool.supervisor.renew(why))
+
+    async def _replace_all(self, why: str) -> None:
+        restart, self._restart = self._restart, None
+        if restart is not None:
+            await restart
+            if all(member.handle is not None for member in self.pool.members):
+                return self.pool.reopen()
+        await self.pool.renew(why)
 
     async def _form_group(self) -> None:
         """Join the replicas into one group. Raises RunFailed if that is not possible."""

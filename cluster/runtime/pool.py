@@ -72,6 +72,7 @@ class ActorPool(Caller):
         self.prepare: Callable[[Member, object], Awaitable[None]] = _nothing
         self.accepts: Callable[[ActorInfo], str | None] = lambda info: None
         self.lost_by: Callable[[RayError], Awaitable[str | None]] | None = None
+        self.on_state_stranded: Callable[[str], None] = lambda why: None
         self._stateful, self._transport = stateful, transport
         self._answers = Answers(kind, transport, service, record, self._why_lost)
         # look up hooks when they are called, as they are set after construction
@@ -111,6 +112,10 @@ class ActorPool(Caller):
         """Replace all actors and accept calls again. Raises RunFailed if one does not start."""
         await self.supervisor.renew(why)
         # only now: calls made during the renewal belong to the iteration that is being abandoned
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Accept calls again, after all actors were replaced."""
         self._outcomes.reopen()
 
     @property
@@ -269,6 +274,7 @@ class ActorPool(Caller):
     def _stranded(self, member: Member, incarnation: int, why: str) -> None:
         if self._stateful:
             self._discard(member, incarnation, why)
+            self.on_state_stranded(why)
         else:
             self._replacements.start(self._replace(member, incarnation, why))
 

@@ -18,7 +18,7 @@ from actors.calls import Call, Task
 from cluster.driver.learner_group import LearnerGroup
 from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
-from cluster.runtime.starting import NotPlaced
+from cluster.runtime.starting import Gone, NotPlaced
 from cluster.runtime.template import runtime_env
 from configs.load import load
 from configs.services import LearnerService
@@ -31,7 +31,14 @@ from tests.cluster.runs import adapters, run_here, selections, tiny_config
 # ---- the group, with actors that only record their calls
 
 
-def group_of(replicas: int, events: list[dict[str, Any]], **more: Any) -> LearnerGroup:
+def stays(actor: str, node: str | None) -> asyncio.Future[str]:
+    """Return a future that is never done, as no node is lost."""
+    return asyncio.get_running_loop().create_future()
+
+
+def group_of(
+    replicas: int, events: list[dict[str, Any]], gone: Gone = stays, **more: Any
+) -> LearnerGroup:
     as_fork = runtime_env(load("quickstart"), "learner")
     remote = ray.remote(RecordingLearner).options(num_cpus=0, runtime_env=as_fork)
     pool = ActorPool(
@@ -40,8 +47,44 @@ def group_of(replicas: int, events: list[dict[str, Any]], **more: Any) -> Learne
         LearnerService(replicas=replicas, deadline_s=120, **more),
         lambda name, **more: events.append({"event": name, **more}),
         stateful=True,
+        gone=gone,
     )
     return LearnerGroup(pool)
+
+
+def test_replicas_are_started_again_before_the_next_call_if_a_node_is_lost(ray_here):
+    """Rollout actors of that node may wait for the learner, and the next call for them."""
+    nodes: dict[str, asyncio.Future[str]] = {}
+
+    def gone(actor: str, node: str | None) -> asyncio.Future[str]:
+        nodes[actor] = asyncio.get_running_loop().create_future()
+        return nodes[actor]
+
+    async def work() -> None:
+        group = group_of(2, [], gone)
+        members = group.pool.members
+
+        def load(path: str) -> Any:
+            return group.client.every_replica.call(
+                Task[Any](("load", path)), RecordingLearner.load, path
+            )
+
+        await group.start()
+        try:
+            for loss in (1, 2):  # the second one of replicas that have had no call yet
+                nodes["learner-0"].set_result("its node is lost")
+                async with asyncio.timeout(60):
+                    while [m.incarnation for m in members if m.handle is not None] != [loss] * 2:
+                        await asyncio.sleep(0.01)
+                with pytest.raises(StateLost, match="its node is lost"):
+                    await load("a")  # of the state that was lost
+            await group.renew("its node is lost")
+            assert [member.incarnation for member in members] == [2, 2]
+            assert await load("b") == ((0, 2, HERE), ["b"])
+        finally:
+            await group.stop()
+
+    asyncio.run(work())
 
 
 def test_calls_go_to_the_right_replicas_and_a_loss_is_state_lost(ray_here):
