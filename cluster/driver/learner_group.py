@@ -53,6 +53,7 @@ class LearnerGroup:
         self._order = SerialExecutor()
         self._restarts = BackgroundTasks()
         self._restart: asyncio.Task[None] | None = None  # after the loss of a node, until ``renew``
+        self._forming = True  # ``start`` or ``renew`` is running
         first = FirstReplica(pool)
         if sharding == "none":
             self.client = LearnerClient(pool, first, EveryReplica(pool), by)
@@ -65,6 +66,7 @@ class LearnerGroup:
         """Create every replica, and join them into one group."""
         await self.pool.start()
         await self._form_group()
+        self._forming = False
 
     async def stop(self) -> None:
         """Kill every replica."""
@@ -75,6 +77,7 @@ class LearnerGroup:
 
     async def renew(self, why: str) -> None:
         """Replace all replicas, and join the new ones into one group."""
+        self._forming = True
         try:
             await self._replace_all(why)
         except NotPlaced as error:
@@ -82,6 +85,7 @@ class LearnerGroup:
             several = fewer if len(self.pool.members) > 1 else ""
             raise RunFailed(f"{error}; continue with --resume{several}") from None
         await self._form_group()
+        self._forming = False
 
     def _restart_now(self, why: str) -> None:
         """Start new replicas at once after the loss of a node; they get no calls before ``renew``.
@@ -90,7 +94,8 @@ class LearnerGroup:
         that: what it explores before may need the rollout actors of the lost node, and these are
         started after the learner, whose share of a GPU is larger (``ActorPlacement``).
         """
-        if self._restart is None or self._restart.done():
+        # what is being formed finds a lost replica itself, and must not lose others to a restart
+        if not self._forming and (self._restart is None or self._restart.done()):
             self._restart = self._restarts.start(self.pool.supervisor.renew(why))
 
     async def _replace_all(self, why: str) -> None:
