@@ -64,7 +64,7 @@ class Combinations:
     def __init__(self, out: Path, seed: int, gpus: Sequence[Gpus] = ()):
         """``gpus``: the simulated ones of all services, which this process does not have, by kind.
 
-        None: all services compute on CPUs.
+        With none, all services compute on CPUs.
         """
         self.out, self.seed, self.gpus = out, seed, gpus
         self.machines: Machines | None = None  # nodes that runs may lose
