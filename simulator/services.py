@@ -116,6 +116,9 @@ class SimulatedServices(ActorServices):
         self._tree = config.model_dump(mode="json")
         super().__init__(without_deadlines(config), RunDirectory(Path()), event, record)
 
+    async def _watch_idle(self) -> None:
+        """Do nothing: simulated actors do not end, and a timer would hide that all tasks wait."""
+
     def _places(self) -> ActorPlacement:
         return SimulatedPlaces(self.config, self._event)
 

@@ -81,6 +81,10 @@ class SimulatedTransport:
     def kill(self, handle: Handle) -> None:
         """See ``Transport``."""
 
+    def ended(self, handle: Handle) -> bool:
+        """See ``Transport``; simulated actors do not end."""
+        return False
+
     def _arrives(self, actor: Actor, call: Call, refs: Sequence[Reference]) -> None:
         actor.waiting.append((call, refs))
         if not actor.working:

@@ -26,7 +26,7 @@ from cluster.driver.scoring import RewardService
 from cluster.driver.weights import WeightChannel, incompatibility
 from cluster.runtime import template
 from cluster.runtime.pool import ActorPool
-from cluster.runtime.tasks import run_together
+from cluster.runtime.tasks import BackgroundTasks, run_together
 from cluster.runtime.transport import RAY, Handle, Transport
 from configs.load import ConfigError
 from configs.prompts import Prompt
@@ -36,6 +36,8 @@ from records.errors import RunFailed
 from records.rundir import Event, RunDirectory
 from records.timeline import Span
 
+IDLE_CHECK_S = 1.0
+"""Seconds between checks whether the processes of idle actors still exist."""
 STOP_S = 20.0
 """Seconds that the end of a run waits for a service's tasks before killing its actors."""
 
@@ -57,6 +59,7 @@ class ActorServices:
         self._placed = False  # True once every actor has a place
         self._nodes_refreshed = False  # in this iteration of the event loop
         self._scaling = asyncio.Lock()  # sizes are changed one after the other
+        self._watching = BackgroundTasks()
         tree = config.model_dump(mode="json")
         failures = str(rundir.path / "failure")
 
@@ -160,6 +163,7 @@ class ActorServices:
         if "learner" in starting:
             starting["learner"] = self.learners
         await self._choose_places()
+        self._watching.start(self._watch_idle())
 
         async def start(kind: str) -> None:
             await self.places.wait_for_larger(kind)
@@ -167,13 +171,20 @@ class ActorServices:
 
         await run_together(*map(start, starting))
 
+    async def _watch_idle(self) -> None:
+        """Replace actors that end while they are idle, so that nothing waits for them."""
+        while True:
+            await asyncio.sleep(IDLE_CHECK_S)
+            for pool in self.pools:
+                pool.supervisor.report_ended()
+
     async def stop(self) -> None:
         """Kill all actors of every service, then raise the first failure.
 
         They are killed even if ending something else fails or hangs: an actor that is left would
         keep its GPUs.
         """
-        ends = [self.places.close(), *map(self._stop, self.pools)]
+        ends = [self._watching.end(), self.places.close(), *map(self._stop, self.pools)]
         for failure in await asyncio.gather(*ends, return_exceptions=True):
             if isinstance(failure, BaseException):
                 raise failure

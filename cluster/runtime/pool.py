@@ -94,7 +94,7 @@ class ActorPool(Caller):
             on_release=released,
             accepts=lambda info: self.accepts(info),
             gone=gone,
-            on_node_lost=self._stranded,
+            on_loss=self._stranded,
         )
         self._replacements = BackgroundTasks()  # replacements that no slot waits for
 
@@ -185,8 +185,11 @@ class ActorPool(Caller):
     ) -> R:
         """Call a method of one particular actor, without retries; may be part of a task.
 
-        Raises ActorLost if the actor dies or hangs, and RayError for what the method raises.
+        Raises ActorLost if the actor dies or hangs, Vacant if there is none, and RayError for what
+        the method raises.
         """
+        if member.handle is None:  # its loss was noticed in between
+            raise Vacant(f"{self.supervisor.name(member)} was lost")
         call = Call(method.__name__, args, named)
         refs = self._transport.send(member.handle, call)
         return cast(R, await self._answers.wait_for(member, (method.__name__,), 0, refs[0]))

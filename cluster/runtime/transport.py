@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import ray
 from ray import ObjectRef
+from ray.core.generated.gcs_pb2 import ActorTableData  # pyright: ignore[reportAttributeAccessIssue]
 
 from actors.calls import Answer, Call
 
@@ -36,6 +37,10 @@ class Transport(Protocol):
 
     def kill(self, handle: Handle) -> None:
         """Kill the actor."""
+        ...
+
+    def ended(self, handle: Handle) -> bool:
+        """Return True if the actor, which has answered before, is known to have ended."""
         ...
 
 
@@ -71,6 +76,10 @@ class RayTransport:
     def kill(self, handle: Handle) -> None:
         """See ``Transport``."""
         ray.kill(handle, no_restart=True)
+
+    def ended(self, handle: Handle) -> bool:
+        """See ``Transport``. Asks nobody: Ray notifies each process that has a handle."""
+        return handle._get_local_state() == ActorTableData.DEAD
 
 
 def _settle(mine: asyncio.Future[Answer], theirs: concurrent.futures.Future[Answer]) -> None:

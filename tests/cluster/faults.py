@@ -27,12 +27,13 @@ SERVICES = ("rollout", "reward", "encoder", "selector", "learner")
 RUN = "run"
 """The target of faults that hit no particular actor."""
 Way = Literal[
-    "kill", "stop", "node", "memory", "monitor", "disk", "driver", "clock", "scale", "term"
+    "kill", "stop", "node", "gpu", "memory", "monitor", "disk", "driver", "clock", "scale", "term"
 ]
 WORDS: dict[str, str] = {
     "kill": "SIGKILL to",
     "stop": "SIGSTOP to",
     "node": "SIGKILL to the node of",
+    "gpu": "SIGKILL to all actors on the GPU of",
     "memory": "no more memory from the kernel for",
     "monitor": "Ray's memory monitors see little memory",
     "disk": "the disk is full",
@@ -41,7 +42,7 @@ WORDS: dict[str, str] = {
     "scale": "rollout is scaled",
     "term": "SIGTERM to the driver",
 }
-TO_ACTORS = ("kill", "stop", "node", "memory")
+TO_ACTORS = ("kill", "stop", "node", "gpu", "memory")
 MONITOR_S = 20.0
 """Seconds for which memory stays low if no actor is killed for it."""
 RECOVERING = "recovering"
@@ -211,6 +212,8 @@ class FaultInjector(Progress):
             )
             if self.replaced_after_s is not None:
                 self.background.append(asyncio.create_task(self._replace_node()))
+        elif fault.way == "gpu":  # as an error that ends all of its contexts
+            self._kill_all_on(member.info.gpu)
         elif fault.way == "memory":
             assert self.machine is not None
             self.machine.starve(pid)
@@ -218,6 +221,15 @@ class FaultInjector(Progress):
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if fault.way == "kill" else signal.SIGSTOP)
+
+    def _kill_all_on(self, gpu: str | None) -> None:
+        assert gpu is not None, "the target of the fault has no GPU"
+        for pool in self.session.services.pools:
+            for member in pool.members:
+                if member.handle is not None and member.info.gpu == gpu:
+                    self.homes[member.info.pid] = member.info.node
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(member.info.pid, signal.SIGKILL)
 
     def _inject_run(self, fault: Fault) -> None:
         if fault in self.done:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import Any
 
 import ray
 
+from actors.calls import Task
 from actors.messages import ActorInfo
 from actors.runtime import identity
 from cluster.driver.services import ActorServices
+from cluster.runtime.member import Member
 from configs.load import load
 from configs.schema import RunConfig
 from records.rundir import Event, RunDirectory
@@ -47,7 +50,7 @@ class Loading:
 
     def ready(self) -> ActorInfo:
         (gpu,) = ray.get_gpu_ids() or ["none"]
-        return ActorInfo(0, "here", identity().node, device=str(gpu))
+        return ActorInfo(os.getpid(), "here", identity().node, device=str(gpu))
 
 
 class LoadingServices(ActorServices):
@@ -89,6 +92,41 @@ async def start(node: str, scratch: Path) -> list[dict[str, Any]]:
     return [_shares(recorded, node, event) for event in ("actor_started", "actor_replaced")]
 
 
+async def end_all_on_gpu(scratch: Path) -> list[str]:
+    """Return the services that are replaced when the learner and the rollout actors end idle.
+
+    The learner has the larger share, is called by nobody, and rollout actors start after it.
+    """
+    settings = ["services.reward.actors=2", "services.start_deadline_s=60"]
+    for kind, share in SHARES["one"].items():
+        settings += [f"services.{kind}.gpus={share}", f"services.{kind}.labels.home='one'"]
+    recorded: list[dict[str, Any]] = []
+    services = LoadingServices(
+        load("quickstart", settings),
+        RunDirectory(scratch),
+        lambda name, **row: recorded.append({"event": name, **row}),
+    )
+    services.rollout_pool.prepare = _no_weights
+    try:
+        await services.start()
+        ending = [*services.rollout_pool.members, *services.learners.pool.members]
+        for member in ending:
+            assert member.info is not None
+            os.kill(member.info.pid, signal.SIGKILL)
+        call = services.rollout_pool.call(Task[ActorInfo]("explore"), Loading.ready)
+        async with asyncio.timeout(60):
+            await call
+            # the learner has its share, but may not have answered yet
+            while any(member.handle is None for member in ending):
+                await asyncio.sleep(0.01)
+    finally:
+        await services.stop()
+    return sorted(row["kind"] for row in recorded if row["event"] == "actor_replaced")
+
+
+async def _no_weights(member: Member, key: object) -> None: ...
+
+
 def _shares(rows: Sequence[dict[str, Any]], node: str, event: str) -> dict[str, list[float]]:
     """Return, by GPU, the shares of the actors that the events of this name report."""
     on: dict[str, list[float]] = {}
@@ -99,7 +137,7 @@ def _shares(rows: Sequence[dict[str, Any]], node: str, event: str) -> dict[str, 
 
 
 def main() -> None:
-    """Print a line of JSON for each of both nodes."""
+    """Print a line of JSON for each of both nodes, and one for actors that end while idle."""
     one, two = (
         {"num_cpus": 8, "num_gpus": n, "labels": {"home": h}} for n, h in enumerate(SHARES, 1)
     )
@@ -107,6 +145,8 @@ def main() -> None:
         for node in SHARES:
             with TemporaryDirectory() as scratch:
                 print(json.dumps(asyncio.run(start(node, Path(scratch)))), flush=True)
+        with TemporaryDirectory() as scratch:
+            print(json.dumps(asyncio.run(end_all_on_gpu(Path(scratch)))), flush=True)
 
 
 if __name__ == "__main__":

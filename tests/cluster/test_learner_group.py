@@ -87,6 +87,31 @@ def test_replicas_are_started_again_before_the_next_call_if_a_node_is_lost(ray_h
     asyncio.run(work())
 
 
+def test_a_node_lost_while_replicas_connect_loses_no_others(ray_here):
+    """What forms the group replaces all replicas, once."""
+    nodes: dict[str, asyncio.Future[str]] = {}
+
+    def gone(actor: str, node: str | None) -> asyncio.Future[str]:
+        nodes[actor] = asyncio.get_running_loop().create_future()
+        return nodes[actor]
+
+    async def work() -> list[int]:
+        group = group_of(2, [], gone)
+        members = group.pool.members
+        starting = asyncio.create_task(group.start())
+        try:
+            async with asyncio.timeout(60):
+                while not all(member.slots for member in members):
+                    await asyncio.sleep(0.001)
+                nodes["learner-1"].set_result("its node is lost")
+                await starting
+            return [member.incarnation for member in members]
+        finally:
+            await group.stop()
+
+    assert asyncio.run(work()) == [1, 1]
+
+
 def test_calls_go_to_the_right_replicas_and_a_loss_is_state_lost(ray_here):
     events: list[dict[str, Any]] = []
 

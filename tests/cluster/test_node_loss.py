@@ -35,6 +35,7 @@ class Nodes:
         self.gone: dict[str, asyncio.Future[str]] = {}
         self.homes: dict[str, str] = {}
         self.killed: list[str] = []
+        self.ended_on = set[str]()
         self.events: list[tuple[str, dict[str, Any]]] = []
 
     def spawn(self, name: str) -> str:
@@ -64,6 +65,9 @@ class Nodes:
 
     def kill(self, handle: str) -> None:
         self.killed.append(handle)
+
+    def ended(self, handle: str) -> bool:
+        return handle in self.ended_on
 
     def pool(self, actors: int = 1, stateful: bool = False, **service: Any) -> ActorPool:
         def tell(name: str, **fields: Any) -> None:
@@ -142,6 +146,47 @@ def test_an_idle_actor_on_a_lost_node_is_replaced_at_once():
 
     assert run(pool, work) == "b"
     assert len(nodes.recorded("actor_died")) == 1 and not nodes.recorded("chunk_reissued")
+
+
+def test_an_actor_that_ended_while_idle_is_replaced_without_a_call():
+    nodes = Nodes("a")
+    pool = nodes.pool(actors=2, max_restarts=1)
+
+    async def work() -> list[int]:
+        nodes.silent.add("a")
+        call = asyncio.create_task(
+            pool.perform_on(pool.members[0], Task("x"), Call("work", (), {}))
+        )
+        while not pool.members[0].sent:
+            await asyncio.sleep(0.01)
+        nodes.ended_on.add("a")  # the end of an actor with a task is reported by the call
+        nodes.silent.clear()
+        pool.supervisor.report_ended()
+        pool.supervisor.report_ended()  # while it is being replaced
+        while not nodes.recorded("actor_replaced"):
+            await asyncio.sleep(0.01)
+        call.cancel()
+        return [member.incarnation for member in pool.members]
+
+    assert run(pool, work) == [0, 1]
+    (died,) = nodes.recorded("actor_died")
+    assert died["why"] == "its process ended while it had no task"
+    assert not nodes.recorded("chunk_reissued")
+
+
+def test_state_of_an_actor_that_ended_while_idle_is_lost():
+    nodes, restarts = Nodes("a"), []
+    pool = nodes.pool(stateful=True)
+    pool.on_state_stranded = restarts.append
+
+    async def work() -> None:
+        nodes.ended_on.add("a")
+        pool.supervisor.report_ended()
+        with pytest.raises(StateLost, match="its process ended while it had no task"):
+            await pool.call(Task("x"), Works.work)
+
+    run(pool, work)
+    assert restarts == ["its process ended while it had no task"]
 
 
 def test_an_actor_starts_elsewhere_if_its_node_is_lost_meanwhile(monkeypatch):

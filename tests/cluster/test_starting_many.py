@@ -44,6 +44,9 @@ class Ready:
     def kill(self, handle: Any) -> None:
         pass
 
+    def ended(self, handle: Any) -> bool:
+        return False
+
 
 class Looked(Sequence[Any]):
     """Members of a pool that count accesses."""

@@ -38,6 +38,9 @@ class Slow:
     def kill(self, handle: Any) -> None:
         pass
 
+    def ended(self, handle: Any) -> bool:
+        return False
+
     def loaded(self) -> None:
         for future in self.loading:
             future.set_result(ActorInfo(1, "here", f"{0:056x}", backend="fp8"))
@@ -218,9 +221,12 @@ def test_services_on_simulated_gpus_start_in_parallel():
         [sys.executable, "-m", "tests.cluster.gpus"], capture_output=True, text=True, timeout=580
     )
     assert made.returncode == 0, made.stderr
-    (one, _), (two, replaced) = (json.loads(line) for line in made.stdout.splitlines())
+    lines = [line for line in made.stdout.splitlines() if line[:1] == "["]  # others are Ray's
+    (one, _), (two, replaced), ended = map(json.loads, lines)
     assert one == {"0": [0.04, 0.08, 0.08, 0.15, 0.15, 0.5]}
     # rollout actors first, then reward actors: each on the fullest GPU with room
     assert two == {"0": [0.1, 0.3, 0.6], "1": [0.05, 0.3, 0.6]}
     # in one of the two orders Ray would find no GPU with 0.6 left for the second rollout actor
     assert replaced == {"0": [0.3, 0.6], "1": [0.3, 0.6]}
+    # the learner's end was noticed without a call, so that the rollout actors could follow it
+    assert ended == ["learner", "rollout", "rollout"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,12 +73,26 @@ def install(library: Path, capability: tuple[int, int] = (9, 0)) -> None:
     torch.Tensor.data = property(_data, _set_data)  # pyright: ignore
 
 
+@dataclass(frozen=True)
+class Properties:
+    """Properties of the GPU; each one that Ray grants, on each node, has another UUID."""
+
+    name: str
+    major: int
+    minor: int
+    total_memory: int = MEMORY
+
+    @property
+    def uuid(self) -> str:
+        # read at each call: the process is installed before Ray grants it a GPU
+        names = ("RAY_NODE_ID", "CUDA_VISIBLE_DEVICES")
+        return "-".join(["simulated", *(os.environ.get(name, "") for name in names)])
+
+
 def _replace_queries(capability: tuple[int, int]) -> None:
     """Let torch.cuda say that there is a GPU of this compute capability."""
     name = NAMES[capability[0]]
-    properties = SimpleNamespace(
-        name=name, major=capability[0], minor=capability[1], total_memory=MEMORY, uuid="simulated"
-    )
+    properties = Properties(name, *capability)
     page_locking = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
     answers: dict[str, Any] = {
         "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0,

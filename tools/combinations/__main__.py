@@ -95,7 +95,7 @@ class Combinations:
                 use(self.out / "runs" / base["name"], random.Random(f"use {self.seed} {index}"))
             base["name"] = f"{index:04d}-second"
             others, config = self._otherwise(rng, base, settings, config)
-            faults = injector(rng, faults, self.machines)
+            faults = injector(rng, faults, self.machines, config)
             if "layout" in base:
                 end_idle()  # processes of the first run hold shares of the GPUs
             second = self._train(config, faults)
@@ -187,14 +187,14 @@ def other_actors(rng: random.Random, base: Tree) -> list[str]:
 
 
 def injector(
-    rng: random.Random, undisturbed: FaultInjector, machines: Machines | None
+    rng: random.Random, undisturbed: FaultInjector, machines: Machines | None, config: RunConfig
 ) -> FaultInjector:
     """Return an injector that disturbs a run at a random moment of the undisturbed one.
 
-    It kills a random actor or, in one run of three, stops the run by SIGTERM. On several
-    ``machines``, half of the actors are lost with their node.
+    It kills a random actor or, in one run of three, stops the run by SIGTERM. Others are lost with
+    the actor: all that share its GPU, or its node if there are several ``machines``.
     """
-    from tests.cluster.faults import RUN, Fault, FaultInjector
+    from tests.cluster.faults import RUN, Fault, FaultInjector, Way
 
     iteration, moment = rng.choice(sorted(key for key in undisturbed.seen if key[0] >= 0))
     count = 1 + rng.randrange(undisturbed.seen[iteration, moment])
@@ -202,7 +202,12 @@ def injector(
     kinds = [pool.kind for pool in undisturbed.session.services.pools]
     if rng.randrange(3):
         kind = rng.choice(kinds)
-        way = "node" if machines and rng.randrange(2) else "kill"
+        ways: dict[Way, bool] = {
+            "kill": True,
+            "node": machines is not None,
+            "gpu": config.services.of(kind).gpus > 0,
+        }
+        way: Way = rng.choice([each for each, possible in ways.items() if possible])
         fault = Fault(kind, way, iteration, moment, count, delay_s=delay)
         back = REPLACED_AFTER_S if machines else None
         return FaultInjector(fault, machines=machines, replaced_after_s=back)
