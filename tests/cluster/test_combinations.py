@@ -6,11 +6,14 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from configs.load import ConfigError
 from configs.objectives import SETTINGS
+from tests.cluster.faults import FaultInjector
 from tests.cluster.runs import tiny_config
 from tests.simulated_gpu.install import missing
 from tools.combinations import __main__ as combinations
@@ -97,10 +100,24 @@ def test_a_run_that_differs_is_named_with_its_settings(tiny_sd3_dir, tmp_path, m
     monkeypatch.setattr(combinations, "trained", lambda config, faults: None)
     monkeypatch.setattr(combinations, "MODELS", ("sd3",))
     monkeypatch.setattr(combinations, "use", lambda path, rng: None)
-    monkeypatch.setattr(combinations, "injector", lambda rng, before, machines: before)
+    monkeypatch.setattr(combinations, "injector", lambda rng, before, *_: before)
     why = combinations.Combinations(tmp_path, 0).try_one(0)
     assert why is not None and why.startswith("lora differ; sd3: objective.name=")
     assert "services.rollout.actors=" in why and why.endswith("; no fault")
+
+
+def test_actors_are_lost_with_the_others_on_their_gpu_if_they_have_one(tiny_sd3_dir, tmp_path):
+    config = tiny_config(tiny_sd3_dir, tmp_path, "base", services__rollout={"gpus": 0.1})
+    pools = [SimpleNamespace(kind=kind) for kind in ("rollout", "selector")]
+    session = SimpleNamespace(services=SimpleNamespace(pools=pools))
+    before = cast(FaultInjector, SimpleNamespace(seen={(0, "begin"): 1}, session=session))
+    drawn = [
+        combinations.injector(random.Random(seed), before, None, config).faults[0]
+        for seed in range(60)
+    ]
+    assert {(fault.kind, fault.way) for fault in drawn} == {
+        ("run", "term"), ("rollout", "kill"), ("rollout", "gpu"), ("selector", "kill")
+    }  # fmt: skip
 
 
 def test_a_plan_with_random_settings(monkeypatch):
