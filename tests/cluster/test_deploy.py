@@ -9,6 +9,7 @@ import yaml
 from cli.main import _parser
 from cluster.jobs import submit as jobs
 from configs.load import load
+from planning.placement import Node, needs_of, place
 from records.metrics import METRICS, exported_name
 from tests.cluster.head import ROOT
 
@@ -40,15 +41,42 @@ def test_the_kuberay_manifest_names_a_valid_configuration():
     cluster = spec["rayClusterSpec"]
     assert cluster["autoscalerOptions"]["version"] == "v2"  # v1 ignores labels
     rollout, learner = cluster["workerGroupSpecs"]
-    assert (
-        rollout["rayStartParams"]["labels"]
-        == f"ray.io/accelerator-type={config.services.rollout.accelerator}"
-    )
     most = config.services.rollout.max_actors
     assert most is not None
     assert rollout["maxReplicas"] * 8 * 1.0 >= most * config.services.rollout.gpus
     grace = cluster["headGroupSpec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     assert grace > int(env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) and learner["maxReplicas"] == 1
+
+
+def test_the_run_of_the_kuberay_manifest_has_room_on_the_nodes_that_the_autoscaler_reads():
+    from ray.autoscaler._private.kuberay import autoscaling_config
+
+    spec = yaml.safe_load((DEPLOY / "kuberay" / "rayjob.yaml").read_text())["spec"]
+    cluster = spec["rayClusterSpec"]
+    kinds = autoscaling_config._generate_available_node_types_from_ray_cr_spec(cluster)
+    nodes = [
+        Node(f"{name}-{n}", has["CPU"], has["GPU"], kind["labels"])
+        for name, kind in kinds.items()
+        for n in range(kind["min_workers"] or 1)  # there is one head
+        for has in [kind["resources"]]
+    ]
+    options = _parser().parse_args(shlex.split(spec["entrypoint"])[3:])
+    where = place(needs_of(load(options.config, options.overrides)), nodes)
+    assert {where[f"rollout-{n}"] for n in range(8)} == {"explorers-0"}
+    assert where["learner-0"] == "learner-0"
+
+
+def test_the_kuberay_manifest_is_one_that_kuberay_accepts():
+    """KubeRay 1.5 and later refuse labels among the start parameters; tokens came with 1.5.1."""
+    spec = yaml.safe_load((DEPLOY / "kuberay" / "rayjob.yaml").read_text())["spec"]
+    cluster = spec["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert "labels" not in group["rayStartParams"]
+        # either there or among the group's resources
+        assert not ("num-gpus" in group["rayStartParams"] and "resources" in group)
+        assert group["template"]["spec"]["restartPolicy"] == "Never"
+    # without it everybody who reaches the pods could run code in them
+    assert cluster["authOptions"] == {"mode": "token"} and cluster["rayVersion"] == "2.60.0"
 
 
 def test_the_cluster_launcher_example_is_valid_for_ray():
