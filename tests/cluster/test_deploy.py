@@ -79,6 +79,23 @@ def test_the_kuberay_manifest_is_one_that_kuberay_accepts():
     assert cluster["authOptions"] == {"mode": "token"} and cluster["rayVersion"] == "2.60.0"
 
 
+def test_the_pod_monitors_scrape_ports_of_the_kuberay_manifest():
+    spec = yaml.safe_load((DEPLOY / "kuberay" / "rayjob.yaml").read_text())["spec"]
+    (head,) = spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in head["ports"]}
+    # KubeRay adds the first three to the head's service only if there are no others
+    assert {"gcs-server": 6379, "dashboard": 8265, "client": 10001}.items() <= ports.items()
+    options = _parser().parse_args(shlex.split(spec["entrypoint"])[3:])
+    logging = load(options.config, options.overrides).logging
+    assert (logging.prometheus_host, logging.prometheus_port) == ("0.0.0.0", ports["sol-rl"])
+    monitors = yaml.safe_load_all((DEPLOY / "kuberay" / "podmonitors.yaml").read_text())
+    ends = [end for monitor in monitors for end in monitor["spec"]["podMetricsEndpoints"]]
+    assert [end["port"] for end in ends] == ["sol-rl", "metrics"] and ports["metrics"] == 8080
+    scraped = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+    jobs = [end["relabelings"][0]["replacement"] for end in ends]
+    assert jobs == [job["job_name"] for job in scraped]  # what alerts and dashboards may name
+
+
 def test_the_cluster_launcher_example_is_valid_for_ray():
     from ray.autoscaler._private.util import prepare_config, validate_config
 
