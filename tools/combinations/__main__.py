@@ -68,6 +68,7 @@ class Combinations:
         """
         self.out, self.seed, self.gpus = out, seed, gpus
         self.machines: Machines | None = None  # nodes that runs may lose
+        self.faults = ""  # those of the last run
         self.models = {name: make(name, self.out) for name in MODELS}
 
     def try_one(self, index: int) -> str | None:
@@ -96,6 +97,7 @@ class Combinations:
             base["name"] = f"{index:04d}-second"
             others, config = self._otherwise(rng, base, settings, config)
             faults = injector(rng, faults, self.machines, config)
+            self.faults = ", ".join(map(str, faults.faults))
             if "layout" in base:
                 end_idle()  # processes of the first run hold shares of the GPUs
             second = self._train(config, faults)
@@ -253,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"stopped in run {index}; continue with --first {index}")
                 return STOPPED
             wrong += why is not None
-            print(f"{index:4}  {why or 'same results'}", flush=True)
+            print(f"{index:4}  {why or f'same results; {combinations.faults}'}", flush=True)
             end_idle()
             if combinations.machines:
                 combinations.machines.repair()
