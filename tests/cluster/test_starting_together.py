@@ -26,6 +26,7 @@ class Slow:
     def __init__(self) -> None:
         self.requested: list[str] = []
         self.loading: list[asyncio.Future[ActorInfo]] = []
+        self.dead: list[Any] = []
 
     def send(self, handle: Any, call: Any) -> Sequence[Any]:
         assert call.method == "ready"
@@ -39,7 +40,7 @@ class Slow:
         pass
 
     def ended(self, handle: Any) -> bool:
-        return False
+        return handle in self.dead
 
     def loaded(self) -> None:
         for future in self.loading:
@@ -143,6 +144,25 @@ def test_on_nodes_with_several_gpus_larger_shares_are_reserved_first(made):
         assert len(transport.loading) == len(EVERYONE) and not starting.done()
         transport.loaded()
         await starting
+        await services.stop()
+
+    asyncio.run(run())
+
+
+def test_an_actor_that_ends_while_idle_is_started_again(made, monkeypatch):
+    monkeypatch.setattr(services, "IDLE_CHECK_S", 0.0)
+
+    async def run() -> None:
+        services, transport, held = made(1)
+        starting = asyncio.create_task(services.start())
+        await settle()
+        held.update(transport.requested)
+        transport.loaded()
+        await starting
+        transport.requested.clear()
+        transport.dead.append(services.learners.pool.members[0].handle)
+        await settle()
+        assert transport.requested == ["learner-0"]
         await services.stop()
 
     asyncio.run(run())
