@@ -176,7 +176,7 @@ class ActorServices:
         while True:
             await asyncio.sleep(IDLE_CHECK_S)
             for pool in self.pools:
-                pool.supervisor.report_ended()
+                pool.report_ended()
 
     async def stop(self) -> None:
         """Kill all actors of every service, then raise the first failure.

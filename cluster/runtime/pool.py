@@ -28,7 +28,7 @@ from cluster.runtime.member import ActorLost, Member, Vacant
 from cluster.runtime.outcomes import Outcomes
 from cluster.runtime.queue import PendingTask
 from cluster.runtime.sender import Sender
-from cluster.runtime.starting import Gone, Spawn, cause
+from cluster.runtime.starting import READY, Gone, Spawn, cause
 from cluster.runtime.supervisor import Supervisor
 from cluster.runtime.tasks import BackgroundTasks
 from cluster.runtime.transport import RAY, Transport
@@ -94,7 +94,7 @@ class ActorPool(Caller):
             on_release=released,
             accepts=lambda info: self.accepts(info),
             gone=gone,
-            on_loss=self._stranded,
+            on_node_lost=self._stranded,
         )
         self._replacements = BackgroundTasks()  # replacements that no slot waits for
 
@@ -265,6 +265,23 @@ class ActorPool(Caller):
         return await self.lost_by(error) if self.lost_by else None
 
     # ---- failures
+
+    def report_ended(self) -> None:
+        """Report the loss of actors that ended while they were idle: no call would report it.
+
+        A service may wait for another one's idle actor (``ActorPlacement``), which a task that
+        needs both never comes to call.
+        """
+        for member in self.supervisor.ended():
+            self._replacements.start(self._report(member, member.incarnation))
+
+    async def _report(self, member: Member, incarnation: int) -> None:
+        try:
+            # it raises why the actor ended
+            await self._transport.answer(self._transport.send(member.handle, READY)[0])
+        except RayError as error:
+            if member.incarnation == incarnation:
+                self._stranded(member, incarnation, f"{cause(error)} (it had no task)")
 
     def _lose_state(self, member: Member, pending: PendingTask, why: str) -> None:
         """Fail this task, and all others until the pool is renewed, as the state is lost.

@@ -39,8 +39,7 @@ class Supervisor:
     on_release: Callable[[str], None]  # called with the name of an actor that leaves for good
     accepts: Callable[[ActorInfo], str | None]  # why an actor does not match the others, or None
     gone: Gone
-    # called when an incarnation is lost and perhaps no call reports it
-    on_loss: Callable[[Member, int, str], None]
+    on_node_lost: Callable[[Member, int, str], None]  # called when an incarnation's node is lost
     members: list[Member] = field(init=False)  # by rising index
     starting: int = field(default=0, init=False)  # additional actors that are being started
     lost: int = field(default=0, init=False)  # actors that died or hung since the pool exists
@@ -263,18 +262,18 @@ class Supervisor:
         """Replace the actor immediately, even if idle, so that the next task need not wait."""
         member.alarm.wake()  # all waiters for answers of this member
         if not why.cancelled() and member.handle and member.incarnation == incarnation:
-            self.on_loss(member, incarnation, why.result())
+            self.on_node_lost(member, incarnation, why.result())
 
-    def report_ended(self) -> None:
-        """Report the loss of idle actors whose processes have ended; a call would report its own.
-
-        A service may wait for another one's idle actor (``ActorPlacement``), which a task that
-        needs both never comes to call.
-        """
-        for member in list(self.members):
-            idle = member.handle is not None and not member.busy and not member.lock.locked()
-            if idle and self.transport.ended(member.handle):
-                self.on_loss(member, member.incarnation, "its process ended while it had no task")
+    def ended(self) -> list[Member]:
+        """Return the members whose actors ended while they were idle."""
+        return [
+            member
+            for member in self.members
+            if member.handle is not None
+            and not member.busy
+            and not member.lock.locked()
+            and self.transport.ended(member.handle)
+        ]
 
     def _record(self, name: str, member: Member, **fields: object) -> None:
         """Record an event about the member's present actor."""

@@ -5,6 +5,7 @@ is blamed, and a start on a lost node is repeated elsewhere.
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -18,6 +19,10 @@ from cluster.runtime.pool import ActorPool
 from cluster.runtime.starting import LOW_MEMORY_STARTS
 from configs.services import Service
 from records.errors import RunFailed, StateLost
+
+IDLE_END = (
+    "Ray killed it because its node is low on memory (RAY_memory_usage_threshold) (it had no task)"
+)
 
 
 class Works:
@@ -55,7 +60,10 @@ class Nodes:
 
     def send(self, handle: str, call: Call) -> Sequence[Any]:
         future = asyncio.get_running_loop().create_future()
-        if handle not in self.silent:
+        if handle in self.ended_on and handle not in self.silent:
+            future.set_exception(OutOfMemoryError("Refer to the documentation on how to address"))
+            self.ended_on.clear()  # a new one can be started
+        elif handle not in self.silent:
             answer = ActorInfo(1, handle, handle) if call.method == "ready" else handle
             future.set_result(answer)
         return [future]
@@ -161,8 +169,8 @@ def test_an_actor_that_ended_while_idle_is_replaced_without_a_call():
             await asyncio.sleep(0.01)
         nodes.ended_on.add("a")  # the end of an actor with a task is reported by the call
         nodes.silent.clear()
-        pool.supervisor.report_ended()
-        pool.supervisor.report_ended()  # while it is being replaced
+        pool.report_ended()
+        pool.report_ended()  # before the reason is known
         while not nodes.recorded("actor_replaced"):
             await asyncio.sleep(0.01)
         call.cancel()
@@ -170,7 +178,7 @@ def test_an_actor_that_ended_while_idle_is_replaced_without_a_call():
 
     assert run(pool, work) == [0, 1]
     (died,) = nodes.recorded("actor_died")
-    assert died["why"] == "its process ended while it had no task"
+    assert died["why"] == IDLE_END
     assert not nodes.recorded("chunk_reissued")
 
 
@@ -181,12 +189,12 @@ def test_state_of_an_actor_that_ended_while_idle_is_lost():
 
     async def work() -> None:
         nodes.ended_on.add("a")
-        pool.supervisor.report_ended()
-        with pytest.raises(StateLost, match="its process ended while it had no task"):
+        pool.report_ended()
+        with pytest.raises(StateLost, match=re.escape(IDLE_END)):
             await pool.call(Task("x"), Works.work)
 
     run(pool, work)
-    assert restarts == ["its process ended while it had no task"]
+    assert restarts == [IDLE_END]
 
 
 def test_an_actor_starts_elsewhere_if_its_node_is_lost_meanwhile(monkeypatch):

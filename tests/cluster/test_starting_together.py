@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayError
 
 from actors.messages import ActorInfo
 from cluster.driver import actor_placement, services
@@ -30,6 +31,10 @@ class Slow:
 
     def send(self, handle: Any, call: Any) -> Sequence[Any]:
         assert call.method == "ready"
+        if handle in self.dead:
+            ended = asyncio.get_running_loop().create_future()
+            ended.set_exception(RayError("it was killed"))
+            return [ended]
         self.loading.append(asyncio.get_running_loop().create_future())
         return [self.loading[-1]]
 
