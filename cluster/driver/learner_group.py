@@ -52,7 +52,7 @@ class LearnerGroup:
         by, sharding = pool.service.share, pool.service.shard
         self._order = SerialExecutor()
         self._restarts = BackgroundTasks()
-        self._restart: asyncio.Task[None] | None = None  # after the loss of a node, until ``renew``
+        self._restart: asyncio.Task[None] | None = None  # until ``renew``
         self._forming = True  # ``start`` or ``renew`` is running
         first = FirstReplica(pool)
         if sharding == "none":
@@ -88,10 +88,10 @@ class LearnerGroup:
         self._forming = False
 
     def _restart_now(self, why: str) -> None:
-        """Start new replicas at once after the loss of a node; they get no calls before ``renew``.
+        """Start new replicas at once after a loss that no call reports; ``renew`` joins them.
 
         The run returns to a checkpoint only at its next call to the learner. It might never come to
-        that: what it explores before may need the rollout actors of the lost node, and these are
+        that: what it explores before may need rollout actors that were lost as well, and these are
         started after the learner, whose share of a GPU is larger (``ActorPlacement``).
         """
         # what is being formed finds a lost replica itself, and must not lose others to a restart

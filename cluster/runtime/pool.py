@@ -31,7 +31,7 @@ from cluster.runtime.sender import Sender
 from cluster.runtime.starting import READY, Gone, Spawn, cause
 from cluster.runtime.supervisor import Supervisor
 from cluster.runtime.tasks import BackgroundTasks
-from cluster.runtime.transport import RAY, Transport
+from cluster.runtime.transport import RAY, Handle, Transport
 from configs.services import Service
 from records.errors import InputsLost, OutOfMemoryError, RunFailed, StateLost
 from records.rundir import Event
@@ -46,6 +46,7 @@ class ActorPool(Caller):
     Hooks that are set before it starts: ``prepare(member, key)`` runs before every task,
     ``accepts(info)`` returns why an actor that joins later does not match the others, and
     ``lost_by(error)`` why an error of a method means that its actor is lost; else both return None.
+    ``on_state_stranded(why)`` is called if a stateful actor is lost and perhaps no call reports it.
     """
 
     def __init__(
@@ -273,14 +274,14 @@ class ActorPool(Caller):
         needs both never comes to call.
         """
         for member in self.supervisor.ended():
-            self._replacements.start(self._report(member, member.incarnation))
+            self._replacements.start(self._report(member, member.handle, member.incarnation))
 
-    async def _report(self, member: Member, incarnation: int) -> None:
+    async def _report(self, member: Member, handle: Handle, incarnation: int) -> None:
         try:
             # it raises why the actor ended
-            await self._transport.answer(self._transport.send(member.handle, READY)[0])
+            await self._transport.answer(self._transport.send(handle, READY)[0])
         except RayError as error:
-            if member.incarnation == incarnation:
+            if member.incarnation == incarnation:  # not reported meanwhile
                 self._stranded(member, incarnation, f"{cause(error)} (it had no task)")
 
     def _lose_state(self, member: Member, pending: PendingTask, why: str) -> None:

@@ -46,6 +46,7 @@ class Nodes:
     def spawn(self, name: str) -> str:
         home = next(node for node in self.names if not self._of(node).done())
         self.homes[name.rpartition(".")[0]] = home
+        self.ended_on.discard(home)
         return home
 
     def _of(self, node: str) -> asyncio.Future[str]:
@@ -62,7 +63,6 @@ class Nodes:
         future = asyncio.get_running_loop().create_future()
         if handle in self.ended_on and handle not in self.silent:
             future.set_exception(OutOfMemoryError("Refer to the documentation on how to address"))
-            self.ended_on.clear()  # a new one can be started
         elif handle not in self.silent:
             answer = ActorInfo(1, handle, handle) if call.method == "ready" else handle
             future.set_result(answer)
@@ -190,6 +190,7 @@ def test_state_of_an_actor_that_ended_while_idle_is_lost():
     async def work() -> None:
         nodes.ended_on.add("a")
         pool.report_ended()
+        pool.report_ended()  # before the reason is known
         with pytest.raises(StateLost, match=re.escape(IDLE_END)):
             await pool.call(Task("x"), Works.work)
 
