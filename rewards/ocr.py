@@ -36,8 +36,10 @@ class OcrScorer(BuiltIn):
     def __init__(self, threads: int = 1) -> None:
         try:
             from rapidocr_onnxruntime import RapidOCR  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
+        except ModuleNotFoundError as error:
             raise ScorerSetupError(f"{error}: pip install 'sol-rl[ocr]'") from None
+        except ImportError as error:  # OpenCV names the library of the system that it lacks
+            raise ScorerSetupError(f"{error}: install libgl1 and libglib2.0-0") from None
         self._engine = RapidOCR(intra_op_num_threads=threads, inter_op_num_threads=1)
 
     def __call__(

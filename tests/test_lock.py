@@ -44,12 +44,16 @@ def test_markers_and_names_as_a_resolver_writes_them_are_read():
 
 def test_packages_are_assigned_to_lock_files():
     run = {("torch", "1"): {A}, ("numpy", "2"): {B}, ("nvidia-x", "3"): {C}}
-    files = lock.split(run, {**run, ("pytest", "4"): {A}}, ["torch", "NumPy", "pytest"])
-    assert files == {
+    compiled = {("engine", "5"): {B}, (lock.COMPILED, "5"): {A}, ("cuda-y", "6"): {C}}
+    extras = {"dev": {**run, ("pytest", "4"): {A}}, "gpu": {**run, **compiled}}
+    named = ["torch", "NumPy", "pytest", "engine", lock.COMPILED]
+    assert lock.split(run, extras, named) == {
         "torch.txt": {("torch", "1"): {A}},
         "run.txt": {("numpy", "2"): {B}},
         "dev.txt": {("pytest", "4"): {A}},
-        "cuda.txt": {("nvidia-x", "3"): {C}},
+        "cuda.txt": {("nvidia-x", "3"): {C}, ("cuda-y", "6"): {C}},
+        "gpu.txt": {("engine", "5"): {B}},
+        "gpu_source.txt": {(lock.COMPILED, "5"): {A}},
     }
 
 

@@ -10,6 +10,9 @@ to 3.13:
   addition.
 * ``cuda.txt``: the CUDA libraries that the index's torch builds depend on. A CPU build does not
   need them.
+* ``gpu.txt`` and ``ocr.txt``: what these extras need in addition, for the image.
+* ``gpu_source.txt``: TransformerEngine's binding to torch, which is compiled on the machine that
+  installs it, with what is in the other files.
 
 ``--wheel FILE`` only adds the hash of a torch build from elsewhere, which is kept until the version
 changes. The hash of the CPU build for Linux on x86_64 with Python 3.11 is included.
@@ -37,7 +40,13 @@ WHAT = {
     "run.txt": "What the program needs.",
     "dev.txt": "What tests, linters and viewers need on top of run.txt.",
     "cuda.txt": "Libraries that builds of torch for CUDA need on top of run.txt.",
+    "gpu.txt": "What the extra `gpu` needs on top of cuda.txt, also to compile gpu_source.txt.",
+    "gpu_source.txt": "What is compiled against the installed torch.",
+    "ocr.txt": "What the extra `ocr` needs on top of run.txt.",
 }
+EXTRAS = ("dev", "gpu", "ocr")
+COMPILED = "transformer-engine-torch"
+"""It has no wheels. pyproject.toml states its dependencies, which it computes from torch."""
 Lock = dict[tuple[str, str], set[str]]
 """Maps (name, version) to the sha256 hashes of its files, in hex."""
 
@@ -62,22 +71,28 @@ def format_lock(what: str, lock: Mapping[tuple[str, str], Iterable[str]]) -> str
     return HEAD.format(what=what) + "\n".join(blocks) + "\n"
 
 
-def split(run: Lock, everything: Lock, named: Iterable[str]) -> dict[str, Lock]:
+def split(run: Lock, extras: Mapping[str, Lock], named: Iterable[str]) -> dict[str, Lock]:
     """Return the packages of each file.
 
-    ``run`` are the packages that the program needs, ``everything`` also includes the dev extra. A
-    package that is not ``named`` in constraints.txt is a dependency of torch and goes to cuda.txt.
+    ``run`` are the packages that the program needs; each of ``extras`` also includes those of one
+    extra. A package that is not ``named`` in constraints.txt is a dependency of torch and goes to
+    cuda.txt.
     """
     known = {_canonical(name) for name in named}
-    cuda = {key: hashes for key, hashes in everything.items() if key[0] not in known}
+    resolved = {key: hashes for lock in (run, *extras.values()) for key, hashes in lock.items()}
+    cuda = {key: hashes for key, hashes in resolved.items() if key[0] not in known}
     torch = {key: hashes for key, hashes in run.items() if key[0] == "torch"}
-    dev = {key: hashes for key, hashes in everything.items() if key not in run | cuda}
-    return {
+    files = {
         "torch.txt": torch,
         "run.txt": {key: hashes for key, hashes in run.items() if key not in torch | cuda},
-        "dev.txt": dev,
         "cuda.txt": cuda,
     }
+    for name, lock in extras.items():
+        own = {key: hashes for key, hashes in lock.items() if key not in run | cuda}
+        files[f"{name}.txt"] = {key: own[key] for key in own if key[0] != COMPILED}
+        if len(own) > len(files[f"{name}.txt"]):
+            files[f"{name}_source.txt"] = {key: own[key] for key in own if key[0] == COMPILED}
+    return files
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,8 +115,8 @@ def resolved() -> dict[str, Lock]:
     uv = shutil.which("uv")
     if uv is None:
         raise ValueError("uv is not on the PATH: pip install uv")
-    run, everything = _compiled(uv), _compiled(uv, "--extra", "dev")
-    files = split(run, everything, pinned((ROOT / "constraints.txt").read_text()))
+    run, extras = _compiled(uv), {name: _compiled(uv, "--extra", name) for name in EXTRAS}
+    files = split(run, extras, pinned((ROOT / "constraints.txt").read_text()))
     existing = {key: hashes for lock in _present().values() for key, hashes in lock.items()}
     return {
         name: {key: hashes | existing.get(key, set()) for key, hashes in lock.items()}

@@ -1,6 +1,7 @@
 """``te_nvfp4``: NVFP4 tensor cores through TransformerEngine, on the buffers of ``torch_nvfp4``.
 
-NOT VERIFIED: this has not run on a Blackwell GPU. Written for TransformerEngine 2.20.
+NOT VERIFIED: this has not run on a Blackwell GPU. Written for TransformerEngine 2.20, in whose code
+its layers run up to the kernels (``tests/policy/test_te_layers.py``, no GPU needed).
 ``tests/policy/test_nvfp4_hardware.py`` compares it with the emulation on such a GPU.
 """
 
@@ -162,8 +163,8 @@ class EngineNVFP4(TorchNVFP4):
             engine, recipes = import_engine()
         except ImportError as error:
             return (
-                f"transformer_engine.pytorch does not import ({error}): pip install -e '.[gpu]'"
-                " --no-build-isolation"
+                f"transformer_engine.pytorch does not import ({error}): docs/precision.md says how"
+                " it is installed"
             )
         if missing := engine_lacks(engine, recipes):
             return (

@@ -1,18 +1,12 @@
 """Refused calls of ``sol-rl submit``, ``status`` and ``scale``: one line, exit code 2."""
 
-import re
-import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 from cli.main import main
 from cluster.jobs import dashboard
@@ -240,74 +234,6 @@ def test_weights_in_the_tree_are_not_sent(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="lora.init_from = 'mine/checkpoints/x'"):
         jobs.check_files_of_job(load("quickstart", ["lora.init_from=mine/checkpoints/x"]))
     jobs.check_files_of_job(load("quickstart", ["lora.init_from=configs/presets/x"]))  # sent
-
-
-# ---- the image
-
-
-def test_the_images_base_can_build_transformer_engine():
-    """torch 2.13 is built for CUDA 13, so TransformerEngine gets its core for CUDA 13.
-
-    Its binding needs a compiler, and the headers of CUDA, cuDNN and Python.
-    """
-    text = (ROOT / "deploy" / "Dockerfile").read_text()
-    (line,) = re.findall("^ARG BASE=.*$", text, re.MULTILINE)
-    base = re.fullmatch(r"ARG BASE=nvidia/cuda:(\d+)\.\S+-cudnn-devel-ubuntu(\S+)", line)
-    assert base is not None and base[1] == "13"
-    python = {"24.04": "3.12"}[base[2]]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert python in SpecifierSet(project["requires-python"])
-    assert {"python3-dev", "g++"} <= set(text.split())
-    (engine,) = project["optional-dependencies"]["gpu"]
-    assert Version("2.17") in Requirement(engine).specifier
-
-
-@pytest.mark.parametrize("extras", ["", "ocr,gpu"])
-def test_the_images_commands_write_only_to_paths_of_its_user(tmp_path, extras):
-    """Commands after USER run with a pip that prints its arguments. The image itself needs
-    docker.
-    """
-    home, copied, tools = tmp_path / "home", tmp_path / "sol-rl", tmp_path / "bin"
-    for folder in (home, copied, tools):
-        folder.mkdir()
-    lines = (ROOT / "deploy" / "Dockerfile").read_text().splitlines()
-    (copy,) = [entry.split() for entry in lines if entry.startswith("COPY ")]
-    assert copy[1] == "--chown=ray:users" and copy[-1] == "/tmp/sol-rl/"
-    for name in copy[2:-1]:
-        shutil.copy(ROOT / name, copied)
-    (tools / "pip").write_text('#!/bin/sh\necho "$@" >> "$HOME/calls"\n')
-    (tools / "pip").chmod(0o755)
-    (tools / "python").symlink_to(sys.executable)
-    copied.chmod(0o555)
-    env = {"HOME": str(home), "PATH": f"{tools}:/usr/bin:/bin", "EXTRAS": extras}
-    own = lines[lines.index("USER ray") :]
-    for entry in (entry.removeprefix("RUN ") for entry in own if entry.startswith("RUN ")):
-        command = entry.replace("/tmp/sol-rl", shlex.quote(str(copied)))
-        subprocess.run(["sh", "-ec", command], cwd="/", env=env, check=True, timeout=60)
-    calls = (home / "calls").read_text().splitlines()
-    locked, checked, *rest = calls
-    assert "--require-hashes --no-deps -r torch.txt -r run.txt -r cuda.txt" in locked
-    assert checked == "check" and len(rest) == (2 if extras else 0)
-    if extras:
-        assert [
-            entry.split("[")[0].split("=")[0]
-            for entry in (home / "extras.txt").read_text().splitlines()
-        ] == ["rapidocr-onnxruntime", "transformer-engine"]
-        # what the build needs, then the build
-        assert "--no-build-isolation" not in rest[0] and "wheel ninja" in rest[0]
-        assert "--no-build-isolation" in rest[1]
-    stray = subprocess.run(
-        [sys.executable, copied / "extras.py", "gpus"], capture_output=True, text=True
-    )
-    assert stray.returncode == 1 and "no extra 'gpus'; there are: gpu, ocr" in stray.stderr
-    assert sorted(path.name for path in copied.iterdir()) == [
-        "constraints.txt",
-        "cuda.txt",
-        "extras.py",
-        "pyproject.toml",
-        "run.txt",
-        "torch.txt",
-    ]
 
 
 def test_a_node_without_the_dependencies_is_reported(tmp_path):

@@ -3,7 +3,7 @@ interfaces of TransformerEngine that ``te_nvfp4`` uses exist.
 
 Both are read from the pure-Python wheel of TransformerEngine. Its compiled parts are not needed:
 run ``pip download --no-deps transformer-engine==2.20.2``, unzip the file, and set
-TRANSFORMER_ENGINE_WHEEL to the directory (docs/precision.md). Without it, the tests are skipped.
+TRANSFORMER_ENGINE_WHEEL to the directory. Without it, the tests are skipped.
 The directory must not be on PYTHONPATH, because peft imports TransformerEngine if it finds it, and
 the import fails without the compiled parts.
 """
