@@ -102,6 +102,22 @@ def test_the_cluster_launcher_example_is_valid_for_ray():
     config = prepare_config(yaml.safe_load((DEPLOY / "cluster-launcher.yaml").read_text()))
     validate_config(config)
     assert len(config["provider"]["worker_ips"]) == config["max_workers"]
+    assert [kind["min_workers"] for kind in config["available_node_types"].values()] == [2]
+
+
+def test_the_cluster_launcher_example_starts_ray_as_jobs_need_it():
+    """Every node asks for the token, and finds the `python` of jobs. Version 2 of the autoscaler
+    would count the head as one of the workers, and so start one less.
+    """
+    config = yaml.safe_load((DEPLOY / "cluster-launcher.yaml").read_text())
+    assert "~/.ray/auth_token" in config["file_mounts"]
+    for kind in ("head", "worker"):
+        stop, start = config[f"{kind}_start_ray_commands"]
+        assert stop == "ENVIRONMENT/bin/ray stop" and " ray start " in start
+        assert {"PATH=ENVIRONMENT/bin:$PATH", "RAY_AUTH_MODE=token"} <= set(
+            start.replace(";", "").split()
+        )
+        assert ("RAY_enable_autoscaler_v2=0" in start) == (kind == "head")
 
 
 def test_the_grafana_dashboard_uses_only_existing_metrics():
