@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -20,6 +21,9 @@ TOKEN_WANTED = (
 )
 ANSWER_S = (10.0, 120.0)
 """Timeouts for a dashboard to accept a connection and to answer, seconds."""
+NO_AGENT = "No available agent"
+"""In the dashboard's answer while no node can start a job, as in the first seconds of a cluster."""
+AGENT_S = 60.0
 URL = ("http://", "https://")
 
 
@@ -33,7 +37,17 @@ def job_client(address: str | None) -> JobSubmissionClient:
     from ray.job_submission import JobSubmissionClient
 
     class Client(JobSubmissionClient):
-        """Job client that sets a timeout for every request."""
+        """Job client that sets a timeout for every request, and waits for a cluster to start."""
+
+        def submit_job(self, **job):
+            deadline = time.monotonic() + AGENT_S
+            while True:
+                try:
+                    return super().submit_job(**job)
+                except RuntimeError as error:
+                    if NO_AGENT not in str(error) or time.monotonic() > deadline:
+                        raise
+                time.sleep(1)
 
         def _do_request(self, *arguments, **options):
             return super()._do_request(*arguments, **{"timeout": ANSWER_S, **options})

@@ -21,6 +21,10 @@ echo "$RAY_ADDRESS $(stat -c %a "$RAY_AUTH_TOKEN_PATH")" > found
 while [ "$CODE" = TERM ]; do /bin/sleep 0.05; done
 exit "$CODE"
 """
+STEP = """printf '%s\n' "$*" >> steps
+case "$HEAD_FAILS $*" in 1*--relative=0*) exit 1;; esac
+exec /bin/sleep 60
+"""
 
 
 @pytest.fixture
@@ -28,9 +32,9 @@ def job(tmp_path):
     """Return a function that starts the script; the run ends with ``code``, or at SIGTERM."""
     programs = {
         ".venv/bin/sol-rl": RUN,
-        ".venv/bin/ray": "exit 0",  # healthy
+        ".venv/bin/ray": '[ -z "$HEAD_FAILS" ]',  # healthy
         ".venv/bin/python": f'exec {sys.executable} "$@"',
-        "bin/srun": "exec /bin/sleep 60",
+        "bin/srun": STEP,
         "bin/squeue": 'echo "$STATE"',
         "bin/scontrol": 'echo "$@" >> asked',
         "bin/sleep": "exit 0",
@@ -41,14 +45,18 @@ def job(tmp_path):
         program.write_text(f"#!/usr/bin/env bash\n{text}\n")
         program.chmod(0o755)
 
-    def start(code: object, state: str = "RUNNING", restarts: int = 0) -> subprocess.Popen[str]:
+    def start(
+        code: object, state: str = "RUNNING", restarts: int = 0, **variables: str
+    ) -> subprocess.Popen[str]:
         environment = {
             **os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "HOME": str(tmp_path),
             "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "2",
             "SLURM_RESTART_COUNT": str(restarts), "CODE": str(code), "STATE": state,
+            "SLURM_JOB_NUM_NODES": "3", "HEAD_FAILS": "", **variables,
         }  # fmt: skip
         command = ["bash", str(SCRIPT), "quickstart", "--set", "name=a b"]
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        pipe, out = subprocess.PIPE, subprocess.STDOUT
+        return subprocess.Popen(command, env=environment, stdout=pipe, stderr=out, text=True)
 
     return start
 
@@ -92,6 +100,24 @@ def test_the_run_gets_the_arguments_and_a_cluster_with_a_token(job, tmp_path):
     address, mode = (tmp_path / "found").read_text().split()
     assert mode == "600" and f"--address {address}" in out
     assert not list((tmp_path / ".ray").iterdir())  # the token ends with the job
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_every_node_runs_one_task(job, tmp_path, nodes):
+    """Of the tasks of one step, Slurm would tell the end of the last one only."""
+    job(0, SLURM_JOB_NUM_NODES=str(nodes)).communicate(timeout=60)
+    steps = [line for line in (tmp_path / "steps").read_text().splitlines() if "--nodes" in line]
+    placed = [" ".join(option for option in step.split()[5:8]) for step in steps]
+    expected = ["--nodes=1 --ntasks=1 --relative=0", "--nodes=2 --ntasks=2 --relative=1"]
+    assert sorted(placed) == expected[: 1 if nodes == 1 else 2]
+
+
+def test_a_job_whose_head_does_not_start_ends(job, tmp_path):
+    """The tasks on the other nodes wait for the head for as long as the job lives."""
+    process = job(0, HEAD_FAILS="1")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "Ray did not start on the first node" in out
+    assert not (tmp_path / "found").exists() and not list((tmp_path / ".ray").iterdir())
 
 
 def test_sigterm_reaches_the_run_which_is_awaited(job, tmp_path):

@@ -134,6 +134,34 @@ def test_status_and_scale_accept_a_dashboard_url(monkeypatch, way, arguments):
     assert requested == [(HERE, arguments)]
 
 
+@pytest.mark.parametrize(("patience", "attempts"), [(60.0, 3), (-1.0, 1)])
+def test_submitting_waits_for_a_cluster_that_has_just_started(monkeypatch, patience, attempts):
+    """As `ray up` returns, no node has an agent yet that starts jobs. Ray's answer is copied."""
+    answer = "Request failed with status code 500: No available agent to submit job, please try"
+    calls = []
+
+    class Starting:
+        def __init__(self, url):
+            pass
+
+        def submit_job(self, **job):
+            calls.append(job)
+            if len(calls) < 3:
+                raise RuntimeError(answer)
+            return "job-1"
+
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", Starting)
+    monkeypatch.setattr(dashboard, "AGENT_S", patience)
+    monkeypatch.setattr(dashboard.time, "sleep", lambda seconds: None)
+    client = dashboard.job_client(HERE)
+    if attempts == 3:
+        assert client.submit_job(entrypoint="a") == "job-1"
+    else:
+        with pytest.raises(RuntimeError, match="No available agent"):
+            client.submit_job(entrypoint="a")
+    assert calls == [{"entrypoint": "a"}] * attempts
+
+
 @pytest.mark.parametrize("given", [[], ["quickstart", "--set", "run_root=/data"]])
 def test_the_doctor_job_gets_the_files_of_a_run(monkeypatch, given):
     """Even before there is any run."""
