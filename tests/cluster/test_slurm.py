@@ -22,7 +22,10 @@ while [ "$CODE" = TERM ]; do /bin/sleep 0.05; done
 exit "$CODE"
 """
 STEP = """printf '%s\n' "$*" >> steps
-case "$HEAD_FAILS $*" in 1*--relative=0*) exit 1;; esac
+case "$HEAD_FAILS $*" in
+    1*--relative=0*) exit 1;;
+    lost*--relative=1*) while [ "$1" != bash ]; do shift; done; exec "$@";;
+esac
 exec /bin/sleep 60
 """
 
@@ -56,7 +59,9 @@ def job(tmp_path):
         }  # fmt: skip
         command = ["bash", str(SCRIPT), "quickstart", "--set", "name=a b"]
         pipe, out = subprocess.PIPE, subprocess.STDOUT
-        return subprocess.Popen(command, env=environment, stdout=pipe, stderr=out, text=True)
+        return subprocess.Popen(
+            command, env=environment, stdout=pipe, stderr=out, text=True, start_new_session=True
+        )
 
     return start
 
@@ -118,6 +123,18 @@ def test_a_job_whose_head_does_not_start_ends(job, tmp_path):
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and "Ray did not start on the first node" in out
     assert not (tmp_path / "found").exists() and not list((tmp_path / ".ray").iterdir())
+
+
+def test_other_nodes_put_a_job_without_its_first_node_back_into_the_queue(job, tmp_path):
+    """The script is lost with that node, and Slurm, told not to kill the job, leaves it so."""
+    process = job(0, HEAD_FAILS="lost", HEAD_LOST_S="1")
+    deadline = time.monotonic() + 60
+    while not asked(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert asked(tmp_path) == ["requeue 7"]
 
 
 def test_sigterm_reaches_the_run_which_is_awaited(job, tmp_path):
