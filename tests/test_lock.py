@@ -11,6 +11,7 @@ from tools.audit import pinned
 
 ROOT = Path(__file__).parent.parent
 FILES = {name: lock.read((ROOT / "requirements" / name).read_text()) for name in lock.WHAT}
+IN_DEV = ("base", "tensorboard", "wandb")
 A, B, C = (letter * 64 for letter in "abc")
 
 
@@ -18,7 +19,11 @@ def test_every_pinned_version_is_locked_once_with_hashes():
     found = [key for packages in FILES.values() for key in packages]
     constraints = pinned((ROOT / "constraints.txt").read_text())
     expected = {(re.sub(r"[-_.]+", "-", name).lower(), at) for name, at in constraints.items()}
-    assert len(found) == len(set(found))
+    together = ("torch.txt", "run.txt", "cuda.txt", "gpu.txt", "gpu_source.txt", "ocr.txt")
+    for other in ("dev.txt", "base.txt"):  # dev has the packages of base, tensorboard and wandb
+        keys = [key for name in (*together, other) for key in FILES[name]]
+        assert len(keys) == len(set(keys))
+    assert all(FILES[f"{name}.txt"].keys() < FILES["dev.txt"].keys() for name in IN_DEV)
     assert set(found) - set(FILES["cuda.txt"]) == expected
     assert all(hashes for packages in FILES.values() for hashes in packages.values())
 

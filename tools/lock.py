@@ -10,7 +10,7 @@ to 3.13:
   addition.
 * ``cuda.txt``: the CUDA libraries that the index's torch builds depend on. A CPU build does not
   need them.
-* ``gpu.txt`` and ``ocr.txt``: what these extras need in addition, for the image.
+* ``gpu.txt``, ``ocr.txt`` and so on: what an extra needs in addition, for the image.
 * ``gpu_source.txt``: TransformerEngine's binding to torch, which is compiled on the machine that
   installs it, with what is in the other files.
 
@@ -40,11 +40,11 @@ WHAT = {
     "run.txt": "What the program needs.",
     "dev.txt": "What tests, linters and viewers need on top of run.txt.",
     "cuda.txt": "Libraries that builds of torch for CUDA need on top of run.txt.",
-    "gpu.txt": "What the extra `gpu` needs on top of cuda.txt, also to compile gpu_source.txt.",
     "gpu_source.txt": "What is compiled against the installed torch.",
-    "ocr.txt": "What the extra `ocr` needs on top of run.txt.",
 }
-EXTRAS = ("dev", "gpu", "ocr")
+EXTRAS = ("base", "gpu", "ocr", "tensorboard", "wandb")
+"""Each has a file; dev, which has three of them, is installed by itself."""
+WHAT |= {f"{name}.txt": f"What the extra `{name}` needs on top of the others." for name in EXTRAS}
 COMPILED = "transformer-engine-torch"
 """It has no wheels. pyproject.toml states its dependencies, which it computes from torch."""
 Lock = dict[tuple[str, str], set[str]]
@@ -115,7 +115,7 @@ def resolved() -> dict[str, Lock]:
     uv = shutil.which("uv")
     if uv is None:
         raise ValueError("uv is not on the PATH: pip install uv")
-    run, extras = _compiled(uv), {name: _compiled(uv, "--extra", name) for name in EXTRAS}
+    run, extras = _compiled(uv), {name: _compiled(uv, "--extra", name) for name in ("dev", *EXTRAS)}
     files = split(run, extras, pinned((ROOT / "constraints.txt").read_text()))
     existing = {key: hashes for lock in _present().values() for key, hashes in lock.items()}
     return {
@@ -133,11 +133,13 @@ def with_wheels(wheels: Iterable[Path]) -> dict[str, Lock]:
     for path in wheels:
         name, version = path.name.split("-")[:2]
         key = _canonical(name), version.partition("+")[0]  # +cpu and the like are other builds
-        hashes = next((lock[key] for lock in files.values() if key in lock), None)
-        if hashes is None:
+        entries = [lock[key] for lock in files.values() if key in lock]
+        if not entries:
             raise ValueError(f"{path.name}: {key[0]} {key[1]} is not in requirements/")
         with path.open("rb") as file:
-            hashes.add(hashlib.file_digest(file, "sha256").hexdigest())
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        for hashes in entries:
+            hashes.add(digest)
     return files
 
 

@@ -65,7 +65,8 @@ def test_commands_of_the_image_write_only_to_paths_of_its_user(tmp_path, extras,
         done = subprocess.run(["sh", "-c", command], cwd="/", env=env, capture_output=True)
         codes.append(done.returncode)
     calls = (home / "calls").read_text().splitlines()
-    assert calls[:2] == [f"{INSTALL} -r torch.txt -r run.txt -r cuda.txt", "check"]
+    always = ("torch", "run", "cuda", "base", "tensorboard", "wandb")  # as `make setup`
+    assert calls[:2] == [" ".join([INSTALL, *(f"-r {name}.txt" for name in always)]), "check"]
     if files is None:
         assert codes == [0, 1] and calls[2:] == []
         return
