@@ -38,8 +38,8 @@ class OcrScorer(BuiltIn):
             from rapidocr_onnxruntime import RapidOCR  # pyright: ignore[reportMissingImports]
         except ModuleNotFoundError as error:
             raise ScorerSetupError(f"{error}: pip install 'sol-rl[ocr]'") from None
-        except ImportError as error:  # OpenCV names the library of the system that it lacks
-            raise ScorerSetupError(f"{error}: install libgl1 and libglib2.0-0") from None
+        except ImportError as error:  # of a package that is there, but lacks a library
+            raise ScorerSetupError(f"{error} (OpenCV needs libgl1 and libglib2.0-0)") from None
         self._engine = RapidOCR(intra_op_num_threads=threads, inter_op_num_threads=1)
 
     def __call__(

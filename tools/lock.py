@@ -35,16 +35,16 @@ from tools.audit import pinned
 ROOT = Path(__file__).parent.parent
 LOCKS = ROOT / "requirements"
 HEAD = "# Written by `make lock`; versions are those of constraints.txt. {what}\n"
+EXTRAS = ("base", "gpu", "ocr", "tensorboard", "wandb")
+"""Each has a file; dev, which has three of them, is installed by itself."""
 WHAT = {
     "torch.txt": "The builds of torch.",
     "run.txt": "What the program needs.",
     "dev.txt": "What tests, linters and viewers need on top of run.txt.",
     "cuda.txt": "Libraries that builds of torch for CUDA need on top of run.txt.",
     "gpu_source.txt": "What is compiled against the installed torch.",
+    **{f"{name}.txt": f"What the extra `{name}` needs on top of the others." for name in EXTRAS},
 }
-EXTRAS = ("base", "gpu", "ocr", "tensorboard", "wandb")
-"""Each has a file; dev, which has three of them, is installed by itself."""
-WHAT |= {f"{name}.txt": f"What the extra `{name}` needs on top of the others." for name in EXTRAS}
 COMPILED = "transformer-engine-torch"
 """It has no wheels. pyproject.toml states its dependencies, which it computes from torch."""
 Lock = dict[tuple[str, str], set[str]]
