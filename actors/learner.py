@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -34,6 +35,7 @@ from configs.section import Tree
 from learner.replicas import DistributedReplicas, open_store, reach_store
 from policy.device import threads
 from policy.types import Conditioning
+from records.shared import require_shared
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -56,15 +58,16 @@ class Fetch(Protocol):
 class LearnerActor:
     """Actor around ``learner.trainer.Trainer``; one replica of the learner."""
 
-    def __init__(self, tree: Tree, failure_dir: str, fetch: Fetch = ray.get):
+    def __init__(self, tree: Tree, run_directory: str, fetch: Fetch = ray.get):
         """``fetch`` resolves references; the default is Ray's own function."""
-        run = load_config(tree)
+        run, self._run_directory = load_config(tree), Path(run_directory)
         device = setup_torch(run, "learner")
         # it imports peft and diffusers, which takes seconds; the driver needs only method names
         from learner.trainer import Trainer
 
         shard = run.services.learner.shard == "base"
         leaves = run.services.learner.between_turns == "host"
+        failure_dir = self._run_directory / "failure"
         self._trainer = Trainer(
             run, device=device, failure_dir=failure_dir, shard=shard, offload=leaves
         )
@@ -75,7 +78,12 @@ class LearnerActor:
         self._store: TCPStore | None = None
 
     def ready(self) -> ActorInfo:
-        """Describe the actor, with the number of trained parameters."""
+        """Describe the actor, with the number of trained parameters.
+
+        Raises ConfigError if this node cannot write to the run directory: the first checkpoint may
+        be hours away.
+        """
+        require_shared(self._run_directory)
         trainer = self._trainer
         cold = trainer.config.learner_compile_key is not None
         return replace(identity(trainer.device), trainable=trainer.trainable_parameters, cold=cold)

@@ -77,8 +77,8 @@ async def _alternate(config: RunConfig, repeats: int, scratch: Path) -> dict[str
     await services.start()
     threads = torch.get_num_threads()
     try:
-        plain = SingleProcessLoop(alone, prompts, str(scratch / "failure"))
-        together = SingleProcessLoop(alone, prompts, str(scratch / "failure"), together=True)
+        plain = SingleProcessLoop(alone, prompts, str(scratch))
+        together = SingleProcessLoop(alone, prompts, str(scratch), together=True)
         for index in range(repeats + 1):
             start = time.perf_counter()
             await ring.iteration(index)

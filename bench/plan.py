@@ -158,9 +158,9 @@ def _stored_or_measured(base: RunConfig, shape: Shape, options: Options, which: 
 async def _measured(config: RunConfig, scratch: Path, repeats: int) -> Tree:
     """Run the ring; return seconds per iteration after the warm-up, and all spans."""
     spans: list[Span] = []
-    services = ActorServices(
-        config, RunDirectory(scratch), lambda *args, **fields: None, spans.append
-    )
+    rundir = RunDirectory(scratch)
+    rundir.create(config)
+    services = ActorServices(config, rundir, lambda *args, **fields: None, spans.append)
     quiet: Any = NullProgress()
     prompts = read_prompts(config.prompts.train)
     ring = Ring(config, services, prompts, quiet, lambda *args, **fields: None)

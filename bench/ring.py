@@ -63,8 +63,9 @@ def one_rollout_actor(config: RunConfig) -> RunConfig:
 
 def quiet_ring(config: RunConfig, scratch: Path) -> tuple[Ring, list[Prompt]]:
     """Return a ring without output, whose services are not yet started, and its prompts."""
-    prompts = read_prompts(config.prompts.train)
-    services = ActorServices(config, RunDirectory(scratch), silent)
+    prompts, rundir = read_prompts(config.prompts.train), RunDirectory(scratch)
+    rundir.create(config)
+    services = ActorServices(config, rundir, silent)
     quiet: Any = NullProgress()
     return Ring(config, services, prompts, quiet, silent), prompts
 
@@ -80,7 +81,7 @@ async def _alternate(
     threads = torch.get_num_threads()
     try:
         await ring.publish(0)
-        plain = SingleProcessLoop(config, prompts, str(scratch / "failure"))
+        plain = SingleProcessLoop(config, prompts, str(scratch))
         for index in range(repeats + 1):
             before, start = _cpu_seconds(), time.perf_counter()
             await ring.iteration(index)

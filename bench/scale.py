@@ -39,8 +39,9 @@ def _with_actors(config: RunConfig, count: int) -> RunConfig:
 
 
 async def _alternate(options: Options, scratch: Path) -> dict[str, list[float]]:
-    configs = (_with_actors(options.config, n) for n in (1, 2))
-    groups = [ActorServices(config, RunDirectory(scratch), silent) for config in configs]
+    configs, rundir = [_with_actors(options.config, n) for n in (1, 2)], RunDirectory(scratch)
+    rundir.create(configs[0])  # the learner requires it
+    groups = [ActorServices(config, rundir, silent) for config in configs]
     one, two = groups
     one.only("encoder", "learner", "rollout")
     two.only("rollout")

@@ -36,7 +36,7 @@ class SingleProcessLoop:
     """
 
     def __init__(
-        self, config: RunConfig, prompts: list[Prompt], failure_dir: str, together: bool = False
+        self, config: RunConfig, prompts: list[Prompt], directory: str, together: bool = False
     ):
         if not config.plan.regenerate or (together and config.plan.explore is not None):
             arm = "diffusionnft" if together else "sol_rl"
@@ -54,7 +54,7 @@ class SingleProcessLoop:
         self.reward = RewardActor(tree)
         self.selector = SelectorActor(tree)
         self.rollout = RolloutActor(tree) if self.plan else None
-        self.learner = LearnerActor(tree, failure_dir, _dereferenced)
+        self.learner = LearnerActor(tree, directory, _dereferenced)
         self.checksum = ""
         self.publish(0)
 

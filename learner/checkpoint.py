@@ -24,6 +24,7 @@ from configs.section import Tree
 from policy.lora_files import ENDING
 from records import atomic
 from records.rundir import RunDirectory
+from records.storage import retried
 
 STATE = "state.json"
 FORMAT = 1
@@ -88,16 +89,7 @@ def write(
     """
     path = Path(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _clear_unfinished(path.parent)
-        with atomic.replace_directory(path) as beside:
-            digests = {}
-            for name, tensors in files.items():
-                data = _bytes_of(tensors)
-                (beside / f"{name}{ENDING}").write_bytes(data)
-                digests[f"{name}{ENDING}"] = hashlib.sha256(data).hexdigest()
-            body = {"format": FORMAT, "files": digests, "state": dict(state)}
-            (beside / STATE).write_text(json.dumps(body, indent=1), encoding="utf-8")
+        _write(path, files, state)
     except OSError as error:
         try:
             last = latest_checkpoint(path.parent)
@@ -114,6 +106,20 @@ def write(
         ) from error
 
 
+@retried
+def _write(path: Path, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _clear_unfinished(path.parent)
+    with atomic.replace_directory(path) as beside:
+        digests = {}
+        for name, tensors in files.items():
+            data = _bytes_of(tensors)
+            (beside / f"{name}{ENDING}").write_bytes(data)
+            digests[f"{name}{ENDING}"] = hashlib.sha256(data).hexdigest()
+        body = {"format": FORMAT, "files": digests, "state": dict(state)}
+        (beside / STATE).write_text(json.dumps(body, indent=1), encoding="utf-8")
+
+
 def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], Tree]:
     """Read (files, state) as passed to ``write``, with tensors on the CPU.
 
@@ -121,7 +127,7 @@ def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], Tree]:
     """
     path = Path(path)
     try:
-        body = json.loads((path / STATE).read_bytes())
+        body = json.loads(_read(path / STATE))
         if body["format"] != FORMAT:
             raise CheckpointError(
                 f"checkpoint {str(path)!r} has format {body['format']}, this version reads"
@@ -129,7 +135,7 @@ def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], Tree]:
             )
         files = {}
         for name, digest in body["files"].items():
-            data = (path / name).read_bytes()
+            data = _read(path / name)
             if hashlib.sha256(data).hexdigest() != digest:
                 raise CheckpointError(
                     f"checkpoint {str(path)!r}: {name} is damaged: resume from an earlier"
@@ -155,6 +161,10 @@ def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], Tree]:
         ) from error
 
 
+_read = retried(Path.read_bytes)
+
+
+@retried
 def prune(root: str | Path, keep_last: int) -> None:
     """Remove all but the ``keep_last`` highest steps under ``root``, oldest first.
 
@@ -204,14 +214,8 @@ def _whole(root: Path) -> list[Path]:
     A replaced one counts only until its replacement is in place. Raises CheckpointError if the
     directory cannot be read, as a run that saw no checkpoints would start again from the beginning.
     """
-    steps: dict[int, Path] = {}
     try:
-        # not ``glob``, which skips what it may not read. In reverse order, so that "step_000001"
-        # overwrites the entry of "step_000001.replaced"
-        for name in sorted(os.listdir(root), reverse=True):
-            match = STEP.fullmatch(name)
-            if match and (root / name / STATE).is_file():
-                steps[int(match[1])] = root / name
+        steps = _steps(root)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -219,6 +223,19 @@ def _whole(root: Path) -> list[Path]:
             f"checkpoints: {error.filename or root} cannot be read ({error.strerror or error})"
         ) from None
     return [steps[step] for step in sorted(steps)]
+
+
+@retried
+def _steps(root: Path) -> dict[int, Path]:
+    """Return the complete checkpoints by step. Raises OSError."""
+    steps: dict[int, Path] = {}
+    # not ``glob``, which skips what it may not read. In reverse order, so that "step_000001"
+    # overwrites the entry of "step_000001.replaced"
+    for name in sorted(os.listdir(root), reverse=True):
+        match = STEP.fullmatch(name)
+        if match and (root / name / STATE).is_file():
+            steps[int(match[1])] = root / name
+    return steps
 
 
 def _clear_unfinished(root: Path) -> None:

@@ -12,6 +12,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from records.storage import retried
+
 
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
@@ -53,6 +55,7 @@ def replace_directory(path: Path) -> Iterator[Path]:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+@retried
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file atomically: a reader sees the old content or the new one, also after a kill."""
     with replace_file(path) as beside:
@@ -73,18 +76,26 @@ def append(path: Path, lines: str) -> None:
     """Append ``lines``; if they do not fit on the disk, the file stays as it was.
 
     Otherwise the next line would continue the incomplete one, and readers would skip both. A kill
-    at this moment may still leave an incomplete last line.
+    at this moment may still leave an incomplete last line. Only one process may append to a file.
     """
-    data = lines.encode()
-    with path.open("ab", buffering=0) as file:  # unbuffered: a later flush would fail unseen
-        size = file.seek(0, os.SEEK_END)
-        written = 0
-        try:
-            while written < len(data):  # a full disk accepts a part before it fails
-                written += file.write(data[written:])
-        except OSError:
-            file.truncate(size)
-            raise
+    data, sizes = lines.encode(), list[int]()
+
+    @retried
+    def attempt(path: Path) -> None:
+        with path.open("ab", buffering=0) as file:  # unbuffered: a later flush would fail unseen
+            size = file.seek(0, os.SEEK_END)
+            if sizes and size > sizes[0]:  # a part that an earlier attempt has written
+                file.truncate(sizes[0])
+            sizes.append(size)
+            written = 0
+            try:
+                while written < len(data):  # a full disk accepts a part before it fails
+                    written += file.write(data[written:])
+            except OSError:
+                file.truncate(sizes[0])
+                raise
+
+    attempt(path)
 
 
 def temporary_path(path: Path) -> Path:

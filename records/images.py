@@ -23,6 +23,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageSequence
 
 from records import atomic
+from records.storage import retried
 
 STEP = re.compile(r"step_(\d+)")
 CELL = re.compile(r"(\d+)_(\d+)\.(?:png|webp)")
@@ -57,6 +58,7 @@ class RunImages:
         )
 
 
+@retried
 def save_images(
     directory: Path,
     step: int,

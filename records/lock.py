@@ -8,10 +8,13 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from configs.load import ConfigError
+from records.errors import RunFailed
+from records.storage import outages_told
 
 MAX_HOLDER_BYTES = 300
 """Largest number of bytes of the text that names a lock's holder."""
@@ -31,7 +34,9 @@ def exclusive_lock(file: Path, what: str, remedy: str) -> Iterator[Lock]:
 
     It is a lock of the kernel, which ends with the process in any case. The file remains, but its
     existence has no meaning. It is opened for writing because on NFS Linux implements flock by byte
-    locks, which require that.
+    locks, which require that. After an outage of its storage it is taken again: a server that has
+    not heard of this machine for a while gives its locks to others. If another process has taken
+    it meanwhile, the call that noticed the outage raises RunFailed.
 
     Raises:
         ConfigError: another process has the lock; the message advises ``remedy``.
@@ -39,9 +44,23 @@ def exclusive_lock(file: Path, what: str, remedy: str) -> Iterator[Lock]:
     """
     lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        yield Lock(lock, _try_lock(lock, file.parent, what, remedy))
+        unsupported = _try_lock(lock, file.parent, what, remedy)
+        with contextlib.ExitStack() as stack:
+            if unsupported is None:
+                stack.enter_context(outages_told(partial(_lock_again, lock, file.parent)))
+            yield Lock(lock, unsupported)
     finally:
         os.close(lock)
+
+
+def _lock_again(lock: int, directory: Path, *, seconds: float, why: str) -> None:
+    try:
+        _acquire(lock)
+    except BlockingIOError:
+        raise RunFailed(
+            f"{directory}: its storage was away for {seconds:g} s ({why}), and {_holder(lock)} has"
+            " locked it since"
+        ) from None
 
 
 def is_locked(file: Path) -> bool:
@@ -77,8 +96,9 @@ def _try_lock(lock: int, directory: Path, what: str, remedy: str) -> str | None:
     try:
         _acquire(lock)
     except BlockingIOError:
-        who = os.read(lock, MAX_HOLDER_BYTES).decode(errors="replace").strip() or "another process"
-        raise ConfigError(f"{directory}: {what} is active here: {who}: {remedy}") from None
+        raise ConfigError(
+            f"{directory}: {what} is active here: {_holder(lock)}: {remedy}"
+        ) from None
     except OSError as error:
         return error.strerror or str(error)
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
@@ -88,3 +108,8 @@ def _try_lock(lock: int, directory: Path, what: str, remedy: str) -> str | None:
         os.ftruncate(lock, 0)
         os.write(lock, holder.encode()[:MAX_HOLDER_BYTES])
     return None
+
+
+def _holder(lock: int) -> str:
+    text = os.pread(lock, MAX_HOLDER_BYTES, 0).decode(errors="replace").strip()
+    return text or "another process"

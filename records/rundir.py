@@ -18,6 +18,7 @@ from configs.schema import RunConfig
 from records import extremes, lock, timeline
 from records.atomic import append, write_json, write_text
 from records.errors import RunFailed
+from records.storage import retried
 
 Row = dict[str, Any]  # one line of a JSON-lines file
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "pydantic", "numpy", "safetensors")
@@ -208,6 +209,7 @@ class RunDirectory:
         """Return all rows of events.jsonl."""
         return list(read_jsonl(self.events_file))
 
+    @retried
     def truncate(self, iteration: int, moment: float) -> None:
         """Remove metrics and images from ``iteration`` on, and events and spans after a moment."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from learner.checkpoint import (
     step_of,
 )
 from records.rundir import Row, RunDirectory, finite_or_none
+from records.shared import appears
 
 NUMBER, WORD = (int, float), (str, type(None))
 KINDS = {
@@ -84,7 +86,10 @@ class Checkpoints:
         return self._saved == self._position.next_iteration
 
     async def save(self) -> None:
-        """Write a checkpoint unless the newest one is up to date."""
+        """Write a checkpoint unless the newest one is up to date.
+
+        Raises CheckpointError if it cannot be written, or does not exist for the driver.
+        """
         if self.up_to_date:
             return
         position, iteration = self._position, self._position.next_iteration
@@ -100,6 +105,11 @@ class Checkpoints:
         # the learner writes the driver's state with its own: the checkpoint directory is renamed
         # into place once, so it holds both or neither
         await self._services.learner.save(iteration, str(path), {**state})
+        if not await asyncio.to_thread(appears, path / STATE):
+            raise CheckpointError(
+                f"checkpoint {str(path)!r} does not exist for the driver, but the learner has"
+                " written it: mount the same directory on all nodes and set run_root to it"
+            )
         self._saved = iteration
         self._rundir.event("checkpoint_saved", iteration=iteration, path=path.name)
 

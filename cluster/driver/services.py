@@ -61,11 +61,10 @@ class ActorServices:
         self._scaling = asyncio.Lock()  # sizes are changed one after the other
         self._watching = BackgroundTasks()
         tree = config.model_dump(mode="json")
-        failures = str(rundir.path / "failure")
 
         encoder = self.encoder_pool = self._pool("encoder", EncoderActor, tree)
         selector = self._pool("selector", SelectorActor, tree)
-        self.learners = LearnerGroup(self._pool("learner", LearnerActor, tree, failures))
+        self.learners = LearnerGroup(self._pool("learner", LearnerActor, tree, str(rundir.path)))
         self.rollout_pool = self._pool("rollout", RolloutActor, tree)
         kinds = ("reward", *(f"scorers.{label}" for label in config.services.scorers))
         self.reward = RewardService(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 
 import ray
 
@@ -26,6 +27,7 @@ from records.errors import RunFailed
 from records.progress import status_spinner
 from records.rundir import RunDirectory
 from records.sinks import check_sinks
+from records.storage import outages_told
 
 
 def train(config: RunConfig, resume: bool) -> RunDirectory:
@@ -65,7 +67,8 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
                 # not earlier: locking creates the directory, and until here the run may be refused
                 locks.enter_context(rundir.locked())
                 rundir.create(config)
-            asyncio.run(Session(config, rundir, train_prompts, test_prompts).run(resume))
+            with outages_told(partial(rundir.event, "storage_retried")):
+                asyncio.run(Session(config, rundir, train_prompts, test_prompts).run(resume))
         except CheckpointError as error:
             raise RunFailed(str(error)) from None
         except OSError as error:

