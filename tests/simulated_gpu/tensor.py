@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 
 CPU = torch.device("cpu")
 BETWEEN_DEVICES = ("aten::copy_", "aten::_to_copy")
@@ -78,19 +77,51 @@ def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
     Raises RuntimeError if operands are on two devices.
     """
-    name = func._schema.name
-    tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
+    name, returns, written = described(func)
+    tensors = list(tensors_of((*args, *kwargs.values())))
     check_devices(name, tensors)
     on_gpu = result_on_gpu(name, tensors, kwargs.get("device"))
     count_wait(name, tensors, args, on_gpu)
     run = substitutes().get(name, func)
-    result = run(
-        *tree_map(host_of, args), **{key: tree_map(host_of, kwargs[key]) for key in kwargs}
-    )
+    hosts = {key: mapped(host_of, value) for key, value in kwargs.items()}
+    result = run(*mapped(host_of, args), **hosts)
     check_shapes(name, tensors)
-    if written := written_operands(func._schema, args, kwargs):
-        return written[0] if len(func._schema.returns) == 1 else written
-    return tree_map(moved, result) if on_gpu else result
+    if written:
+        operands = [args[at] if at < len(args) else kwargs[key] for at, key in written]
+        return operands[0] if returns == 1 else operands
+    return mapped(moved, result) if on_gpu else result
+
+
+@functools.cache
+def described(func: Any) -> tuple[str, int, list[tuple[int, str]]]:
+    """Return an operator's name, its number of results, and the operands that it writes and
+    returns, each by position and name.
+    """
+    schema, written = func._schema, list[tuple[int, str]]()
+    alias = schema.returns[0].alias_info if schema.returns else None
+    if alias and alias.is_write:
+        written = [
+            (index, argument.name)
+            for index, argument in enumerate(schema.arguments)
+            if argument.alias_info and argument.alias_info.is_write
+        ]
+    return schema.name, len(schema.returns), written
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply ``function`` to a value, or to each of a list or tuple, as operators have them."""
+    if isinstance(value, tuple | list):
+        return type(value)([mapped(function, each) for each in value])
+    return function(value)
+
+
+def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among the operands of an operator."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from tensors_of(value)
 
 
 def host_of(value: Any) -> Any:
@@ -154,19 +185,6 @@ def check_shapes(name: str, tensors: list[Tensor]) -> None:
     for each in tensors:
         if isinstance(each, GPUTensor) and each.shape != each.host.shape:
             raise NotImplementedError(f"{name} resized an operand to {tuple(each.host.shape)}")
-
-
-def written_operands(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the operands that an operator writes to and returns."""
-    if not (schema.returns and schema.returns[0].alias_info):
-        return []
-    if not schema.returns[0].alias_info.is_write:
-        return []
-    return [
-        args[index] if index < len(args) else kwargs[argument.name]
-        for index, argument in enumerate(schema.arguments)
-        if argument.alias_info and argument.alias_info.is_write
-    ]
 
 
 def factory(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
