@@ -28,6 +28,7 @@ from cluster.runtime.member import Member
 from configs.prompts import read_prompts
 from configs.schema import RunConfig
 from learner.checkpoint import read
+from records.rundir import RunDirectory
 
 
 class LocalPool(Caller):
@@ -99,6 +100,7 @@ class LocalServices:
         self.selector = SelectorClient(pool(SelectorActor(plain)))
         self.rollout_pool = pool(*(RolloutActor(plain) for _ in range(explorers)), waits=24)
         self.rollout = RolloutClient(self.rollout_pool)
+        RunDirectory(root).create(config)
         learner = pool(LearnerActor(plain, str(root), fetch=list))
         self.learner = LearnerClient(learner, learner, learner)
         self.reward = RewardService(
