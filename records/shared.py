@@ -10,25 +10,36 @@ from pathlib import Path
 
 from configs.load import ConfigError
 from records.rundir import RunDirectory
+from records.storage import retried
 
-APPEARS_S = 75.0
-"""Seconds to wait for another node's file. NFS keeps what it knows of a directory, also that a name
-does not exist, for up to a minute by default (``acdirmax``).
+TRIES, PAUSE_S = 75, 1.0
+"""How often to look for another node's file. NFS keeps what it knows of a directory, also that a
+name does not exist, for up to a minute by default (``acdirmax``).
 """
-PAUSE_S = 1.0
 
 
 def appears(path: Path) -> bool:
-    """Wait until ``path`` exists here; return False if it does not within ``APPEARS_S`` seconds."""
-    deadline = time.monotonic() + APPEARS_S
-    # unlike Path.exists, False also for a directory that another node has replaced (ESTALE)
-    while not os.path.exists(path):
-        if time.monotonic() > deadline:
-            return False
+    """Wait until ``path`` exists here; return False if it does not within ``TRIES`` pauses.
+
+    Time in which storage does not answer is not counted.
+    """
+    for _ in range(TRIES):
+        if _exists(path):
+            return True
         # an NFS client asks the server again about a directory that is opened
         with contextlib.suppress(OSError):
             os.listdir(path.parent)
         time.sleep(PAUSE_S)
+    return _exists(path)
+
+
+@retried
+def _exists(path: Path) -> bool:
+    """Return True if ``path`` exists; unlike Path.exists, raise if storage does not answer."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import threading
@@ -15,7 +16,7 @@ from actors.learner import LearnerActor
 from cluster.driver.checkpoints import Checkpoints, Position
 from configs.load import ConfigError, load
 from learner.checkpoint import STATE, CheckpointError
-from records import shared
+from records import shared, storage
 from records.rundir import RunDirectory
 from records.shared import appears, require_shared
 
@@ -30,7 +31,7 @@ def rundir(tmp_path):
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
     monkeypatch.setattr(shared, "PAUSE_S", 0.01)
-    monkeypatch.setattr(shared, "APPEARS_S", 0.0)
+    monkeypatch.setattr(shared, "TRIES", 0)
 
 
 def test_a_file_may_appear_later(tmp_path, monkeypatch):
@@ -39,18 +40,26 @@ def test_a_file_may_appear_later(tmp_path, monkeypatch):
     file.parent.mkdir()
     timer = threading.Timer(0.05, file.touch)
     timer.start()
-    monkeypatch.setattr(shared, "APPEARS_S", 60.0)
+    monkeypatch.setattr(shared, "TRIES", 6000)
     assert appears(file)
     timer.join()
 
 
-def test_a_stale_file_handle_is_a_file_that_has_not_appeared(tmp_path, monkeypatch):
-    def stale(path: Any, **named: Any) -> Any:
-        raise OSError(116, "Stale file handle")
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOTCONN])
+def test_storage_that_is_away_does_not_count_as_a_missing_file(tmp_path, monkeypatch, number):
+    """ESTALE: another node has replaced a directory that this one still remembers."""
+    monkeypatch.setattr(storage, "PAUSE_S", 0.0)
+    (tmp_path / "file").touch()
+    stat, left = os.stat, [1, 1, 1]
 
-    monkeypatch.setattr(os, "stat", stale)
-    monkeypatch.setattr(os, "listdir", stale)
-    assert not appears(tmp_path / "file")
+    def away(path: Any, **named: Any) -> Any:
+        if left:
+            left.pop()
+            raise OSError(number, os.strerror(number))
+        return stat(path, **named)
+
+    monkeypatch.setattr(os, "stat", away)
+    assert appears(tmp_path / "file") and not left
 
 
 def test_a_learner_without_the_runs_directory_is_not_ready(tmp_path, rundir):
