@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
-from cli.common import AUTO_RESUME, DONE, RESUME, add_config, add_resume
+from cli.common import AUTO_RESUME, DONE, RESUME, add_config, add_resume, say
 from configs.load import load
+from records.lock import wait_for_other_host
 from records.rundir import RunDirectory
 
 HELP = "train, on this machine or on the cluster of RAY_ADDRESS"
@@ -28,8 +29,11 @@ def run(options: argparse.Namespace) -> int:
     reexec.fork_template(config)
     from cluster.driver.train import train
 
-    automatic = options.resume == AUTO_RESUME
-    resume = RunDirectory.of(config).is_started() if automatic else options.resume == RESUME
+    resume = options.resume == RESUME
+    if options.resume == AUTO_RESUME:
+        rundir = RunDirectory.of(config)
+        wait_for_other_host(rundir.lock_file, say)
+        resume = rundir.is_started()
     rundir = train(config, resume)
     for line in summary(rundir.metrics()):
         print(line)

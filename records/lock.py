@@ -7,7 +7,7 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +19,10 @@ from records.storage import outages_told
 MAX_HOLDER_BYTES = 300
 """Largest number of bytes of the text that names a lock's holder."""
 RETRY_S = 0.1
+HOLD_S, POLL_S = 300.0, 2.0
+"""For how long, and how often, a lock of another machine is waited for. GlusterFS kept that of a
+lost machine for 43 s; by default NFS does so for 90 s.
+"""
 
 
 class Lock(NamedTuple):
@@ -78,6 +82,30 @@ def is_locked(file: Path) -> bool:
     finally:
         os.close(lock)
     return False
+
+
+def wait_for_other_host(file: Path, tell: Callable[[str], None]) -> None:
+    """Wait up to ``HOLD_S`` seconds while a process on another machine has locked ``file``.
+
+    Storage keeps the lock of a machine that was lost until its server notices. A process on this
+    machine that has the lock exists, and is not waited for. ``tell`` is called once, with a line.
+    """
+    deadline = time.monotonic() + HOLD_S
+    told = False
+    while is_locked(file) and time.monotonic() < deadline:
+        try:
+            holder = file.read_text(errors="replace").strip()
+        except OSError:
+            return  # taking the lock will say why
+        if not holder or f" on {socket.gethostname()} since " in holder:
+            return
+        if not told:
+            tell(
+                f"{file.parent}: locked by {holder}: waiting for up to {HOLD_S:g} s, as storage"
+                " keeps the lock of a lost machine for a while"
+            )
+        told = True
+        time.sleep(POLL_S)
 
 
 def _acquire(lock: int) -> None:

@@ -14,9 +14,10 @@ from subprocess import PIPE
 import pytest
 
 from configs.load import ConfigError
+from records import lock as lock_module
 from records import storage
 from records.errors import RunFailed
-from records.lock import exclusive_lock, is_locked
+from records.lock import exclusive_lock, is_locked, wait_for_other_host
 from records.rundir import ANOTHER_RUN, RunDirectory
 from tests.cluster.runs import main_here, tiny_config, write_toml
 
@@ -79,6 +80,50 @@ def test_a_driver_whose_lock_another_one_has_taken_ends(tmp_path, monkeypatch):
         ):
             write_across_an_outage([errno.ENOTCONN])
         os.close(other)
+
+
+@pytest.fixture
+def other(tmp_path, monkeypatch):
+    """Return a descriptor that has locked ``tmp_path / "lock"``."""
+    monkeypatch.setattr(lock_module, "POLL_S", 0.0)
+    descriptor = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_the_lock_of_a_lost_machine_is_waited_for(tmp_path, other):
+    os.write(other, b"process 7 on elsewhere since 2026-11-27 10:00:00 UTC\n")
+    told: list[str] = []
+
+    def release(line: str) -> None:
+        told.append(line)
+        fcntl.flock(other, fcntl.LOCK_UN)
+
+    wait_for_other_host(tmp_path / "lock", release)
+    assert not is_locked(tmp_path / "lock")
+    assert told == [
+        f"{tmp_path}: locked by process 7 on elsewhere since 2026-11-27 10:00:00 UTC: waiting for"
+        " up to 300 s, as storage keeps the lock of a lost machine for a while"
+    ]
+
+
+def test_a_machine_that_lives_is_waited_for_with_a_limit(tmp_path, other, monkeypatch):
+    monkeypatch.setattr(lock_module, "HOLD_S", 0.05)
+    os.write(other, b"process 7 on elsewhere since 2026-11-27 10:00:00 UTC\n")
+    told: list[str] = []
+    wait_for_other_host(tmp_path / "lock", told.append)
+    assert len(told) == 1 and is_locked(tmp_path / "lock")
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_process_of_this_machine_is_not_waited_for(tmp_path, other, here):
+    holder = f"process 7 on {socket.gethostname()} since 2026-11-27 10:00:00 UTC\n" if here else ""
+    os.write(other, holder.encode())
+    told: list[str] = []
+    wait_for_other_host(tmp_path / "lock", told.append)
+    wait_for_other_host(tmp_path / "nothing", told.append)
+    assert told == []
 
 
 def test_child_processes_do_not_hold_the_lock(tmp_path):
