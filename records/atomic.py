@@ -9,10 +9,14 @@ import contextlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from records.storage import retried
+
+_appending = threading.RLock()
+"""Held while lines are appended: an attempt that is repeated removes what follows its start."""
 
 
 @contextlib.contextmanager
@@ -95,7 +99,8 @@ def append(path: Path, lines: str) -> None:
                 file.truncate(sizes[0])
                 raise
 
-    attempt(path)
+    with _appending:
+        attempt(path)
 
 
 def temporary_path(path: Path) -> Path:

@@ -22,7 +22,6 @@ from PIL import Image
 
 from records import atomic
 from records.images import MAX_INLINE_SIDE, MAX_TINY_SIDE, grid, reduced_image, to_pil, webp_bytes
-from records.storage import retried
 
 Stage = Literal["explored", "regenerated"]
 End = Literal["best", "worst"]
@@ -78,7 +77,6 @@ def downscaled(image: np.ndarray) -> np.ndarray:
     return np.asarray(reduced_image(to_pil(image))).transpose(2, 0, 1)
 
 
-@retried
 def save_extremes(
     directory: Path, iteration: int, shown: Sequence[Extreme], limit: int, fps: int = 16
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import socket
 import time
@@ -16,6 +17,7 @@ from configs.load import ConfigError
 from records.errors import RunFailed
 from records.storage import outages_told
 
+log = logging.getLogger(__name__)
 MAX_HOLDER_BYTES = 300
 """Largest number of bytes of the text that names a lock's holder."""
 RETRY_S = 0.1
@@ -33,14 +35,17 @@ class Lock(NamedTuple):
 
 
 @contextlib.contextmanager
-def exclusive_lock(file: Path, what: str, remedy: str) -> Iterator[Lock]:
+def exclusive_lock(
+    file: Path, what: str, remedy: str, unlocked: Callable[[str], None] = log.warning
+) -> Iterator[Lock]:
     """Lock ``file`` for ``what`` within the context; the file's content names the holder.
 
     It is a lock of the kernel, which ends with the process in any case. The file remains, but its
     existence has no meaning. It is opened for writing because on NFS Linux implements flock by byte
     locks, which require that. After an outage of its storage it is taken again: a server that has
     not heard of this machine for a while gives its locks to others. If another process has taken
-    it meanwhile, the call that noticed the outage raises RunFailed.
+    it meanwhile, the call that noticed the outage raises RunFailed. If the file system cannot lock
+    any more, ``unlocked`` is called with the reason.
 
     Raises:
         ConfigError: another process has the lock; the message advises ``remedy``.
@@ -51,13 +56,15 @@ def exclusive_lock(file: Path, what: str, remedy: str) -> Iterator[Lock]:
         unsupported = _try_lock(lock, file.parent, what, remedy)
         with contextlib.ExitStack() as stack:
             if unsupported is None:
-                stack.enter_context(outages_told(partial(_lock_again, lock, file.parent)))
+                stack.enter_context(outages_told(partial(_lock_again, lock, file.parent, unlocked)))
             yield Lock(lock, unsupported)
     finally:
         os.close(lock)
 
 
-def _lock_again(lock: int, directory: Path, *, seconds: float, why: str) -> None:
+def _lock_again(
+    lock: int, directory: Path, unlocked: Callable[[str], None], *, seconds: float, why: str
+) -> None:
     try:
         _acquire(lock)
     except BlockingIOError:
@@ -65,6 +72,8 @@ def _lock_again(lock: int, directory: Path, *, seconds: float, why: str) -> None
             f"{directory}: its storage was away for {seconds:g} s ({why}), and {_holder(lock)} has"
             " locked it since"
         ) from None
+    except OSError as error:
+        unlocked(error.strerror or str(error))
 
 
 def is_locked(file: Path) -> bool:

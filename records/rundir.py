@@ -18,7 +18,6 @@ from configs.schema import RunConfig
 from records import extremes, lock, timeline
 from records.atomic import append, write_json, write_text
 from records.errors import RunFailed
-from records.storage import retried
 
 Row = dict[str, Any]  # one line of a JSON-lines file
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "pydantic", "numpy", "safetensors")
@@ -126,11 +125,16 @@ class RunDirectory:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self.lock_unsupported = stack.enter_context(
-                    lock.exclusive_lock(self.lock_file, "a run", ANOTHER_RUN)
+                    lock.exclusive_lock(self.lock_file, "a run", ANOTHER_RUN, self.not_locked)
                 ).unsupported_reason
             except OSError as error:
                 raise self._unwritable(error) from None
             yield
+
+    def not_locked(self, why: str) -> None:
+        """Record why the file system cannot lock out a second driver."""
+        why = f"{why}: do not start a second driver in this directory"
+        self.event("run_not_locked", why=why)
 
     def _unwritable(self, error: OSError) -> ConfigError:
         return ConfigError(
@@ -209,7 +213,6 @@ class RunDirectory:
         """Return all rows of events.jsonl."""
         return list(read_jsonl(self.events_file))
 
-    @retried
     def truncate(self, iteration: int, moment: float) -> None:
         """Remove metrics and images from ``iteration`` on, and events and spans after a moment."""
 

@@ -191,6 +191,10 @@ def _at_work(out: Path, say: Say = print) -> Iterator[int]:
     A child process inherits the descriptor, so a child that outlives its parent keeps the lock.
     Raises ConfigError if another process holds it or ``out`` cannot be written.
     """
+
+    def not_locked(reason: str) -> None:
+        say(f"{out}: not locked ({reason}): do not run a second comparison here")
+
     with contextlib.ExitStack() as stack:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -199,6 +203,7 @@ def _at_work(out: Path, say: Say = print) -> Iterator[int]:
                     out / ".lock",
                     "another comparison, or one of its runs,",
                     "wait, or give another --out",
+                    not_locked,
                 )
             )
         except OSError as error:
@@ -206,8 +211,7 @@ def _at_work(out: Path, say: Say = print) -> Iterator[int]:
                 f"--out: {out} cannot be written ({error.strerror}): give another directory"
             ) from None
         if lock.unsupported_reason:
-            reason = lock.unsupported_reason
-            say(f"{out}: not locked ({reason}): do not run a second comparison here")
+            not_locked(lock.unsupported_reason)
         yield lock.file
 
 

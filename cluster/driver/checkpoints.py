@@ -23,6 +23,7 @@ from learner.checkpoint import (
 )
 from records.rundir import Row, RunDirectory, finite_or_none
 from records.shared import appears
+from records.storage import retried
 
 NUMBER, WORD = (int, float), (str, type(None))
 KINDS = {
@@ -113,6 +114,7 @@ class Checkpoints:
         self._saved = iteration
         self._rundir.event("checkpoint_saved", iteration=iteration, path=path.name)
 
+    @retried
     def rewind(self, in_process: bool = False) -> Path | None:
         """Return to the newest complete checkpoint and discard what was recorded after it.
 

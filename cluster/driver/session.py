@@ -144,8 +144,7 @@ class Session:
         else:
             event("run_started", arm=arm, iterations=iterations)
         if why := self.rundir.lock_unsupported:
-            why = f"{why}: do not start a second driver in this directory"
-            event("run_not_locked", why=why)
+            self.rundir.not_locked(why)
         return checkpoint
 
     def _compare_replicas(self, iteration: int) -> None:

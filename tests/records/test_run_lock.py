@@ -82,6 +82,21 @@ def test_a_driver_whose_lock_another_one_has_taken_ends(tmp_path, monkeypatch):
         os.close(other)
 
 
+def test_a_file_system_that_cannot_lock_any_more_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "PAUSE_S", 0.0)
+
+    def no_locks(*_: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    rundir = RunDirectory(tmp_path)
+    with rundir.locked():
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+        write_across_an_outage([errno.ENOTCONN])
+    (event,) = rundir.events()
+    assert event["event"] == "run_not_locked"
+    assert event["why"] == "No locks available: do not start a second driver in this directory"
+
+
 @pytest.fixture
 def other(tmp_path, monkeypatch):
     """Return a descriptor that has locked ``tmp_path / "lock"``."""

@@ -56,7 +56,7 @@ def test_a_file_is_written_when_its_storage_answers_again(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS])
-def test_what_waiting_does_not_mend_is_raised_at_once(tmp_path, monkeypatch, number):
+def test_what_waiting_cannot_fix_is_raised_at_once(tmp_path, monkeypatch, number):
     outage = Outage(monkeypatch, "replace", 2, number)
     with pytest.raises(OSError) as raised:
         atomic.write_text(tmp_path / "file", "content")
