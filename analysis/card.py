@@ -227,21 +227,15 @@ pipe = {family.pipeline_class}.from_pretrained({place!r}, dtype=torch.bfloat16)
 
 Evaluations used the solver `{settings.solver}`, the pipeline uses that of its scheduler.
 
-{_in_comfyui(export, config.lora.alpha / config.lora.rank)}"""
+{_in_comfyui(config.model, export)}"""
 
 
-def _in_comfyui(export: Export, strength: float) -> str:
-    file_names = " and ".join(f"`{file}`" for file in export.files)
-    hint = (
-        f" `{FILE}` is for the model of high noise levels, `{SECOND}` for that of low ones."
-        if SECOND in export.files
-        else ""
-    )
-    return f"""In ComfyUI: put {file_names} into `models/loras` and load it with the node
-`LoraLoaderModelOnly` at strength {strength:g}, which is alpha / rank: the file has alpha in its
-metadata, where ComfyUI does not look.{hint} Where a model's attention is one fused layer in ComfyUI
-(Z-Image), not all names may be known there: look into its log. This has not been tried by the
-program that wrote this page."""
+def _in_comfyui(model: Model, export: Export) -> str:
+    if model.path == "shapes" or not FAMILIES[model.family].comfyui:
+        return "Not for ComfyUI, which lacks this model or has other names for its modules."
+    (file,) = export.files
+    return f"""In ComfyUI: put `{file}` into `models/loras`, and load it with the node
+`LoraLoaderModelOnly` at strength 1."""
 
 
 def _training(run: RunData, config: RunConfig) -> str:

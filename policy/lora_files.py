@@ -40,7 +40,10 @@ def by_file(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def save_diffusers_lora(path: str | Path, state: Mapping[str, Tensor], lora: Lora) -> list[str]:
-    """Write a LoRA directory for diffusers' ``pipe.load_lora_weights(path)``, with rank and alpha.
+    """Write a LoRA directory for diffusers' ``pipe.load_lora_weights(path)``.
+
+    B is multiplied by alpha / rank, and the file's alpha is its rank, so that the LoRA also has its
+    full strength in programs that do not read alpha from the metadata, such as ComfyUI.
 
     Each file is written under a temporary name and renamed, so that it is complete or absent.
     Returns the file names, the first transformer's first. Raises ValueError if ``state`` is empty.
@@ -61,7 +64,7 @@ def _save(file: Path, state: Mapping[str, Tensor], lora: Lora) -> None:
     modules = sorted({key.rsplit(".lora_", 1)[0] for key in state})
     config = {
         "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "lora_alpha": lora.rank,
         "target_modules": modules,
         "lora_dropout": 0.0,
         "bias": "none",
@@ -72,7 +75,10 @@ def _save(file: Path, state: Mapping[str, Tensor], lora: Lora) -> None:
             {PREFIX + key: value for key, value in config.items()}, sort_keys=True
         ),
     }
-    tensors = {PREFIX + key: value.float().contiguous() for key, value in state.items()}
+    tensors = {}
+    for key, value in state.items():
+        scale = lora.alpha / lora.rank if key.endswith(".lora_B.weight") else 1.0
+        tensors[PREFIX + key] = (value.float() * scale).contiguous()
     with atomic.replace_file(file) as beside:
         # save_file does not raise OSError if it is not permitted to write
         beside.write_bytes(save(tensors, metadata=metadata))

@@ -34,6 +34,7 @@ class Family(Pipeline, ABC):
       AutoencoderTiny does not have.
     * ``video``: True if it generates clips of ``model.frames`` frames.
     * ``edits``: True if every prompt has a source image.
+    * ``comfyui``: True if ComfyUI knows the names that the transformer's modules have in diffusers.
     * ``native``: True if it can read weights in the format of the model's original code,
       ``model.native_path``.
     """
@@ -45,6 +46,7 @@ class Family(Pipeline, ABC):
     own_statistics: bool = False
     video: bool = False
     edits: bool = False
+    comfyui: bool = False
     native: bool = False
 
     def __init__(self, model: Model) -> None:

@@ -32,6 +32,7 @@ class Flux(joint.PackedLatents):
     )
     modules_to_not_convert = (*joint.UNQUANTIZED, "x_embedder", "*.norm.linear")
     tiny_decoder = "madebyollin/taef1"
+    comfyui = True
     fuse = (joint.IMAGE_QKV, joint.TEXT_QKV)
 
     @property

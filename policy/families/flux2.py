@@ -49,6 +49,7 @@ class Flux2(Family):
     )
     fuse = (joint.IMAGE_QKV, joint.TEXT_QKV)
     own_statistics = True
+    comfyui = True
 
     @property
     def embeds_guidance(self) -> bool:

@@ -39,6 +39,7 @@ class QwenImage(joint.PackedLatents):
     )
     fuse = (joint.IMAGE_QKV, joint.TEXT_QKV)
     own_statistics = True
+    comfyui = True
 
     @cached_property
     def lora_targets(self) -> tuple[str, ...]:

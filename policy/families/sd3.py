@@ -26,6 +26,7 @@ class SD3(Family):
     trained = joint.ATTENTION
     modules_to_not_convert = (*joint.UNQUANTIZED, "pos_embed.*")
     tiny_decoder = "madebyollin/taesd3"
+    comfyui = True
     fuse = (joint.IMAGE_QKV, joint.TEXT_QKV, ("attn2.to_q", "attn2.to_k", "attn2.to_v"))
 
     @cached_property

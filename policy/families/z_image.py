@@ -46,6 +46,7 @@ class ZImage(Family):
         ("feed_forward.w1", "feed_forward.w3"),
     )
     tiny_decoder = "madebyollin/taef1"  # its autoencoder is that of FLUX.1
+    comfyui = True
 
     @cached_property
     def latent_shape(self) -> tuple[int, ...]:

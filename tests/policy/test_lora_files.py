@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from configs.training import Lora
 from policy.families import family_for
@@ -31,7 +31,7 @@ def test_exported_lora_generates_the_same_latents_in_diffusers(
     assert [path.name for path in (tmp_path / "lora").iterdir()] == [FILE]
     with safe_open(tmp_path / "lora" / file, "pt") as opened:
         metadata = json.loads(opened.metadata()["lora_adapter_metadata"])
-    assert metadata["transformer.r"] == 4 and metadata["transformer.lora_alpha"] == 8
+    assert metadata["transformer.r"] == metadata["transformer.lora_alpha"] == LORA.rank == 4
     pipe = StableDiffusion3Pipeline.from_pretrained(tiny_sd3_dir)
     pipe.set_progress_bar_config(disable=True)
 
@@ -56,6 +56,19 @@ def test_exported_lora_generates_the_same_latents_in_diffusers(
     # both use the same PEFT layers in the same order, but sums may be grouped differently
     torch.testing.assert_close(stock(), ours, rtol=0, atol=1e-5)
     assert (ours - base).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("alpha", [8.0, 3.0, 4.0])
+def test_a_file_has_the_full_strength_without_its_metadata(tmp_path, alpha):
+    """Programs such as ComfyUI add B A, whatever alpha the metadata has."""
+    down, up = torch.randn(4, 6), torch.randn(5, 4)
+    state = {"to_q.lora_A.weight": down, "to_q.lora_B.weight": up}
+    save_diffusers_lora(tmp_path, state, Lora(rank=4, alpha=alpha))
+    saved = load_file(tmp_path / FILE)
+    product = saved["transformer.to_q.lora_B.weight"] @ saved["transformer.to_q.lora_A.weight"]
+    # alpha / rank rounds each element of B once more, if it is no power of two
+    torch.testing.assert_close(product, alpha / 4 * up @ down, rtol=2**-20, atol=2**-20)
+    assert torch.equal(saved["transformer.to_q.lora_A.weight"], down)
 
 
 @pytest.mark.parametrize("name", one_of_twins(False)[1:])
