@@ -51,6 +51,7 @@ class ActorInfo:
     driver: str | None = None  # version of the NVIDIA driver
     gpu: str | None = None  # CUDA's UUID of its GPU
     allocator: str | None = None  # allocator of host memory, such as "jemalloc" or "glibc 2.36"
+    store_on_disk: str | None = None  # directory of the node's object store; None: in memory
 
     def event_fields(self) -> dict[str, str | int]:
         """Return the fields of the actor's ``actor_started`` event."""

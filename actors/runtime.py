@@ -16,6 +16,7 @@ import numpy as np
 import ray
 
 from actors.messages import ActorInfo
+from actors.object_store import directory_on_disk
 from configs.load import parse
 from configs.schema import RunConfig
 from configs.section import Tree
@@ -63,7 +64,13 @@ def setup_torch(run: RunConfig, kind: str) -> torch.device:
 def identity(device: torch.device | None = None) -> ActorInfo:
     """Return process, host, node and device of this actor; services add their own fields."""
     node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else None
-    who = ActorInfo(os.getpid(), os.uname().nodename, node, allocator=allocator())
+    who = ActorInfo(
+        os.getpid(),
+        os.uname().nodename,
+        node,
+        allocator=allocator(),
+        store_on_disk=directory_on_disk(),
+    )
     if device is None:
         return who
     from policy.device import describe

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -27,6 +26,7 @@ from configs.load import parse
 from configs.schema import RunConfig
 from learner.checkpoint import STATE
 from planning.layouts.threads import with_threads
+from planning.machine import usable_cores
 
 RING, PLAIN, TOGETHER = "ring", "plain process", "plain process, one batch"
 GOAL = 0.8
@@ -56,7 +56,7 @@ def measure(options: Options) -> list[Ratio]:
 
 def of_plain_arm(config: RunConfig) -> RunConfig:
     """Return the configuration as plain DiffusionNFT, whose replicas share the cores."""
-    equal = one_rollout_actor(with_threads(config, os.cpu_count() or 1))
+    equal = one_rollout_actor(with_threads(config, usable_cores()))
     tree = equal.model_dump(mode="json")
     return parse(tree | {"name": f"{config.name[:80]}-bench-loop", "arm": "diffusionnft"})
 

@@ -14,7 +14,7 @@ from typing import Literal
 from configs.load import ConfigError
 from configs.prompts import read_prompts, refuse_overlap
 from configs.schema import RunConfig
-from planning.facts import GB, Facts
+from planning.facts import GB, SMALL_SHM, Facts
 from planning.layouts.limits import ACTOR_GB, refuse_on_this_machine
 from planning.placement import kinds_of
 from planning.preflight import check_model, check_prompts, check_scorers, problems_of
@@ -127,7 +127,7 @@ def check_nodes(config: RunConfig | None, facts: Sequence[Facts]) -> list[Check]
     checks += [_alike(facts), _gpus(config, facts)]
     if config is not None:
         checks += [_everywhere(facts), _shared(config, facts)]
-    checks += [_clocks(facts), _bandwidth(facts)]
+    checks += [_clocks(facts), _bandwidth(facts), _stores(facts)]
     return checks
 
 
@@ -226,6 +226,13 @@ def _bandwidth(facts: Sequence[Facts]) -> Check:
     slow = rate < SLOW_MB_S
     advice = "publishing is limited by this link: check it" if slow else ""
     return Check("bandwidth", "note" if slow else "ok", f"{rate:.0f} MB/s to {host}", advice)
+
+
+def _stores(facts: Sequence[Facts]) -> Check:
+    on_disk = [f"{each.store_on_disk} on {each.host}" for each in facts if each.store_on_disk]
+    if on_disk:
+        return Check("shared memory", "note", f"object store in {', '.join(on_disk)}", SMALL_SHM)
+    return Check("shared memory", "ok", "object stores are in memory")
 
 
 def check_token(joined: bool, home: Path | None = None) -> Check:

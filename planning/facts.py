@@ -13,10 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from configs.schema import RunConfig
+from planning.machine import usable_cores, usable_memory
 from planning.preflight import check_model, check_scorers, problems_of
 from records.rundir import versions
 
 GB = 1e9
+SMALL_SHM = (
+    "/dev/shm is too small for it, and perhaps for NCCL: give the container more (`docker run"
+    " --shm-size=16g`; on Kubernetes an emptyDir with `medium: Memory`), then start Ray again"
+)
+"""What to do where Ray's object store is on a disk."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class Facts:
     shared: bool | None = None  # True if the driver's file under the run root is visible here
     writable: str = ""  # why the run root cannot be written; empty if it can
     now: float = 0.0
+    store_on_disk: str = ""  # directory of Ray's object store; empty if it is in memory
     clock: float = 0.0  # seconds it differs from the driver's clock by at least, if known
     bandwidth_mb_s: float | None = None  # when receiving one version of the weights
 
@@ -53,13 +60,14 @@ def examine(config: RunConfig | None = None, mark: str | None = None) -> Facts:
 
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     place = "cuda" if names else "cpu"
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     shared, writable = (None, "") if mark is None else _sees(Path(mark))
     return Facts(
         host=socket.gethostname(),
         python=sys.version.split()[0],
         packages=versions(),
-        cores=os.cpu_count() or 1,
-        free_gb=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / GB,
+        cores=usable_cores(),
+        free_gb=min(free, usable_memory()) / GB,
         gpus={name: names.count(name) for name in names},
         driver=_driver(),
         backends=available_backends(place),

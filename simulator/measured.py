@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from configs.load import ConfigError
 from configs.schema import RunConfig
 from configs.training import Optimizer
 from planning.calibration import calibrate
+from planning.machine import usable_cores
 from planning.placement import kinds_of, needs_of
 from records.rundir import RunDirectory
 from records.timeline import Span, read_spans
@@ -72,7 +72,7 @@ def measurements_from_spans(
 
     ``cores`` is the number of cores of the run; None: that of this machine.
     """
-    capacity = float(cores or os.cpu_count() or 1)
+    capacity = float(cores or usable_cores())
     calibration = calibrate(config, spans, lambda span: "cores", capacity)
     hardware = Hardware(
         {"cores": calibration.durations}, cores=capacity, together=calibration.together

@@ -20,7 +20,8 @@ TONES = {
         *("metrics_unavailable", "metric_undeclared", "sink_failed", "report_failed"),
         *("images_missed", "actor_waits", "audit_low", "backend_moved", "backend_kept"),
         *("scorer_constant", "output_closed", "board_failed", "end_failed", "timeline_ended"),
-        *("activations_saturated", "storage_retried"),
+        *("activations_saturated", "storage_retried", "object_store_on_disk"),
+        "memory_limit_reached",
     ),
 }
 """Events by tone; all others have the tone "plain"."""

@@ -14,6 +14,7 @@ from cluster.runtime import template
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning.layouts.limits import refuse_on_this_machine
+from planning.machine import usable_cores
 from planning.placement import needs_of
 from records.errors import RunFailed, first_line
 
@@ -37,7 +38,7 @@ def join_or_start_ray(config: RunConfig) -> bool:
     else:
         refuse_on_this_machine(config)
         template.start(config)  # before Ray, so that both start up at the same time
-        cores, rollout = os.cpu_count() or 1, config.services.rollout
+        cores, rollout = usable_cores(), config.services.rollout
         extra_actors = (rollout.max_actors or rollout.actors + cores) - rollout.actors
         shares = sum(need.cpus for need in needs_of(config)) + extra_actors * rollout.cpus
         options |= {
@@ -50,6 +51,11 @@ def join_or_start_ray(config: RunConfig) -> bool:
     try:
         ray.init(**options)  # pyright: ignore[reportUnknownMemberType]
     except Exception as error:  # Ray has no exception class for a failed start
+        if isinstance(error, OSError) and error.filename and not joined:
+            raise ConfigError(
+                f"Ray cannot write {error.filename} ({error.strerror}): set HOME, where it keeps"
+                " its token, and RAY_TMPDIR to directories that can be written"
+            ) from error
         why = TOKEN_WANTED if is_token_error(error) else first_line(error)
         failure = (
             "Ray's cluster at RAY_ADDRESS cannot be joined"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 
@@ -15,6 +14,7 @@ from planning.layouts.limits import refuse_too_many
 from planning.layouts.recomputation import with_recomputation
 from planning.layouts.resolve import known_gpus, needs_layout, resolve_layout
 from planning.layouts.threads import with_threads
+from planning.machine import usable_cores
 from planning.plan import open_architecture
 
 
@@ -27,7 +27,7 @@ def choose_cluster_layout(config: RunConfig, tell: Callable[[str], None]) -> Run
     nodes = all_nodes()
     refuse_too_many(config, 0, 0, nodes)
     # a node's CPUs are the number Ray was started with, which may exceed the machine's cores
-    cores = min([os.cpu_count() or 1, *(int(node.cpus) for node in nodes if node.cpus >= 1)])
+    cores = min([usable_cores(), *(int(node.cpus) for node in nodes if node.cpus >= 1)])
     if not needs_layout(config):
         return with_threads(config, cores)
     gpus = _free_gpus(config)

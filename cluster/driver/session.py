@@ -12,6 +12,7 @@ from pathlib import Path
 import ray
 
 from analysis.report.page import build_report
+from cluster.driver.actor_events import ActorEvents
 from cluster.driver.checkpoints import Checkpoints, Position
 from cluster.driver.cleanup import CleanupStep, reason_of, run_cleanup, traceback_field
 from cluster.driver.extremes import Extremes
@@ -57,7 +58,8 @@ class Session:
         self._timeline = Timeline(
             rundir.timeline_file, lambda why: rundir.event("timeline_ended", why=why)
         )
-        self.services = ActorServices(config, rundir, self._event, self._timeline.record)
+        told = ActorEvents(rundir.event, self.progress)
+        self.services = ActorServices(config, rundir, told.event, self._timeline.record)
         event, note = rundir.event, self.progress.note
         self.progress.on_closed = lambda why: rundir.event("output_closed", why=why)
         self.sinks = Sinks(config, rundir, event)
@@ -68,7 +70,6 @@ class Session:
         self.checkpoints = Checkpoints(rundir, self.services, self.ring.monitor, self.position)
         self.scaling = Scaling(config, self.services, rundir, self.progress)
         self._stopping = Stopping(self.ring.updating)
-        self._waiting = set[object]()  # services of which an actor waits for room
         # True while the learner holds the state of ``position``, or is between two of its updates
         self._has_learner = False
 
@@ -116,17 +117,6 @@ class Session:
             ("report.html", partial(build_report, self.rundir.path)),
         ]
         await run_cleanup(ends, self.rundir.event, self.progress.note)
-
-    def _event(self, name: str, **fields: object) -> None:
-        self.rundir.event(name, **fields)
-        if name == "actor_started":
-            self.progress.actor_started()
-        elif name == "actor_waits" and fields["kind"] not in self._waiting:
-            # one line for all actors of a service: the run may stand still until they have room
-            self._waiting.add(fields["kind"])
-            self.progress.note(f"{fields['kind']}-{fields['actor']} waits: {fields['why']}")
-        elif name == "actor_replaced":
-            self._waiting.discard(fields["kind"])
 
     def _begin(self, resume: bool) -> Path | None:
         """Record the start; return the checkpoint to continue from, or None for the beginning."""

@@ -14,6 +14,7 @@ import numpy as np
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.object_store import directory_on_disk
 from cluster.driver.layout import choose_cluster_layout
 from cluster.driver.store import check_store, published_bytes_on
 from cluster.runtime.nodes import all_nodes, free_nodes, object_stores
@@ -142,4 +143,5 @@ def examine_node(
         began = time.perf_counter()
         ray.get(weights)
         seconds = time.perf_counter() - began
-    return examine(parse(tree) if tree is not None else None, mark), seconds
+    facts = examine(parse(tree) if tree is not None else None, mark)
+    return replace(facts, store_on_disk=directory_on_disk() or ""), seconds

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 
 from cluster.runtime import launcher
 from cluster.runtime.fork_request import ForkRequest, accept
+from planning.machine import usable_cores
 
 if TYPE_CHECKING:
     from typing import IO
@@ -61,7 +62,7 @@ def openmp_wait_variables(config: RunConfig) -> dict[str, str]:
     """
     variables = {"OMP_WAIT_POLICY": "PASSIVE"}
     learner = config.services.learner
-    crowded = learner.replicas * learner.threads > (os.cpu_count() or 1)
+    crowded = learner.replicas * learner.threads > usable_cores()
     if not crowded and (config.plan.explore is None or not config.explore_ahead):
         variables["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SPIN)
     return variables

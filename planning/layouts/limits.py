@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
+from planning.machine import usable_cores, usable_memory
 from planning.placement import Node, kinds_of
 
 ACTOR_GB = 0.25
@@ -41,8 +41,7 @@ def refuse_too_many(
 
 def refuse_on_this_machine(config: RunConfig) -> None:
     """Raise ConfigError if this machine cannot run all actors of a service."""
-    cores = os.cpu_count() or 1
-    gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    cores, gb = usable_cores(), usable_memory() / 1e9
     most = min(int(gb / ACTOR_GB), PER_CORE * cores)
     for kind in kinds_of(config):
         if (count := config.services.of(kind).count) > most:

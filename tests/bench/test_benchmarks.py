@@ -25,6 +25,7 @@ from configs.load import load
 from policy.precision.wire import unpack_into
 from tests.cluster.hosts import HostedServices
 from tests.cluster.runs import tiny_config
+from tests.cores import set_cores
 
 EXPLORER = {"architectures": ("sana-1.6b",), "backends": ("fp8",), "pixels": 64, "small": True}
 BROADCASTS = ((3 * 2**20 + 5, (1, 2)),)
@@ -132,7 +133,7 @@ def test_a_plain_process_has_the_threads_of_all_replicas(tiny_sd3_dir, tmp_path)
 
 
 def test_replicas_share_the_cores(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    set_cores(monkeypatch, 4)
     config = of_plain_arm(load("quickstart", ["services.learner.replicas=2"]))
     assert config.services.learner.threads == 2 and config.arm == "diffusionnft"
 

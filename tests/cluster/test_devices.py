@@ -24,6 +24,7 @@ from learner.replicas import DistributedReplicas, GroupBroken, open_store
 from policy.types import Conditioning
 from records.errors import OutOfMemoryError
 from rewards.combine import WeightedScorer
+from tests.cores import set_cores
 
 
 @on_device("rollout", "explore.chunk_size")
@@ -96,7 +97,7 @@ def test_waiting_threads_sleep_if_rollout_actors_need_the_cores(monkeypatch):
     says.
     """
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    set_cores(monkeypatch, 4)
     sleep = {"OMP_WAIT_POLICY": "PASSIVE"}
     assert template.openmp_wait_variables(load("quickstart", ["explore_ahead=1"])) == sleep
     for arm in get_args(Arm):

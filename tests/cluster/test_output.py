@@ -6,6 +6,8 @@ from typing import IO
 
 from rich.console import Console
 
+from cluster.driver import actor_events
+from cluster.driver.actor_events import ActorEvents
 from cluster.driver.session import Session
 from configs.load import load
 from configs.prompts import read_prompts
@@ -37,6 +39,7 @@ def test_a_run_says_once_per_service_that_actors_wait(tmp_path):
     """Also when they wait again, after they were replaced."""
     output = StringIO()
     session = session_of(tmp_path, output)
+    events = ActorEvents(session.rundir.event, session.progress)
     for name, kind, actor in (
         ("actor_waits", "learner", 4),
         ("actor_waits", "learner", 5),
@@ -45,10 +48,43 @@ def test_a_run_says_once_per_service_that_actors_wait(tmp_path):
         ("actor_waits", "learner", 6),
         ("actor_died", "rollout", 2),
     ):
-        session._event(name, kind=kind, actor=actor, why="no room")
+        events.event(name, kind=kind, actor=actor, why="no room")
     assert output.getvalue().splitlines() == [
         "learner-4 waits: no room",
         "rollout-1 waits: no room",
         "learner-6 waits: no room",
     ]
     assert sum(row["event"] == "actor_waits" for row in session.rundir.events()) == 4
+
+
+def test_a_run_says_once_per_node_that_its_object_store_is_on_a_disk(tmp_path):
+    output = StringIO()
+    session = session_of(tmp_path, output)
+    events = ActorEvents(session.rundir.event, session.progress)
+    for node, directory in (("a", "/tmp/ray"), ("b", None), ("a", "/tmp/ray"), ("c", "/disk")):
+        where = {"store_on_disk": directory} if directory else {}
+        events.event("actor_started", kind="rollout", actor=0, node=node, host=f"h{node}", **where)
+    text = " ".join(output.getvalue().split())
+    assert text.count("/dev/shm is too small") == 2
+    assert "ha: Ray's object store is in /tmp/ray:" in text and "hc: Ray's object" in text
+    recorded = [row for row in session.rundir.events() if row["event"] == "object_store_on_disk"]
+    assert [(row["node"], row["directory"]) for row in recorded] == [
+        ("a", "/tmp/ray"),
+        ("c", "/disk"),
+    ]
+
+
+def test_a_run_says_once_that_its_container_has_reached_its_memory_limit(tmp_path, monkeypatch):
+    killed = iter([3, 3, 4, 6])  # when the run starts, and at each death
+    monkeypatch.setattr(actor_events, "killed_for_memory", lambda: next(killed))
+    monkeypatch.setattr(actor_events, "usable_memory", lambda: 1_200_000_000)
+    output = StringIO()
+    session = session_of(tmp_path, output)
+    for actor in range(3):
+        session.services._event("actor_died", kind="rollout", actor=actor, why="it ended")
+    assert " ".join(output.getvalue().split()) == (
+        "the kernel kills processes of this container at its memory limit of 1.20 GB: give it more"
+        " memory"
+    )
+    recorded = [row for row in session.rundir.events() if row["event"] == "memory_limit_reached"]
+    assert [(row["killed"], row["limit"]) for row in recorded] == [(1, "1.20 GB"), (2, "1.20 GB")]

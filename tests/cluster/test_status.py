@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -16,6 +17,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from cli.main import main
+from cluster.driver import connect
 from cluster.driver.connect import join_or_start_ray
 from cluster.driver.status import Reporter
 from cluster.jobs.board import Board, Link, RunState, board
@@ -185,6 +187,18 @@ def test_an_address_without_a_listener_is_refused_at_once(command, capsys, monke
     )
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=f"RAY_ADDRESS = {address}: no Ray cluster answers there"):
+        join_or_start_ray(load("quickstart"))
+
+
+def test_a_home_that_cannot_be_written_is_named(monkeypatch):
+    """Ray writes a token there when it starts a cluster."""
+    refused = PermissionError(13, "Permission denied", "/.ray")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(connect.template, "start", lambda config: None)
+    monkeypatch.setattr(ray, "init", Mock(side_effect=refused))
+    with pytest.raises(
+        ConfigError, match=r"Ray cannot write /\.ray \(Permission denied\): set HOME"
+    ):
         join_or_start_ray(load("quickstart"))
 
 

@@ -56,6 +56,8 @@ def test_equal_nodes_pass_the_doctor():
         ({"problems": ("model.path: there is not a directory '/m'",)},
          "model and scorers on every node", "failed",
          "b: model.path: there is not a directory '/m'"),
+        ({"store_on_disk": "/tmp/ray"}, "shared memory", "note",
+         "object store in /tmp/ray on b: /dev/shm is too small for it"),
         ({"kernels": "Triton is missing"}, "GPUs", "note", "b: Triton is missing"),
     ],
 )  # fmt: skip

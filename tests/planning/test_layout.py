@@ -18,6 +18,7 @@ from planning.layouts.predict import bound, fill, predict
 from planning.layouts.resolve import keep_layout, needs_layout
 from planning.layouts.spec import Group, LayoutSpec, as_started, configured_layout, with_layout
 from planning.placement import ACCELERATOR, WHOLE, Node, needs_of, place
+from tests.cores import set_cores
 from tests.planning.made_up import BYTES, MODELS, SHARDS, costs, preset, tasks
 
 # ---- arithmetic
@@ -270,7 +271,7 @@ def test_too_many_actors_for_a_machine_are_refused(monkeypatch):
     """They are compared with this machine or with the sum of a cluster's nodes, before Ray is
     started.
     """
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    set_cores(monkeypatch, 2)
     most = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 24_000_000_000 // 4096}
     monkeypatch.setattr("os.sysconf", lambda name: most[name])
     many = load("quickstart", ["services.rollout.actors=100000"])

@@ -38,6 +38,7 @@ from simulator.outlook import critical_path, run
 from simulator.run import simulate
 from simulator.services import Hardware
 from tests.cluster.runs import write_toml
+from tests.cores import set_cores
 
 DURATIONS = Durations(
     explore=Line(0.3, 0.05),
@@ -320,7 +321,7 @@ def test_plan_from_a_run_predicts_another_layout(tmp_path, capsys, monkeypatch):
     """The test writes a run directory of a simulated run on two cores and requests a plan for
     another layout.
     """
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    set_cores(monkeypatch, 2)
     ran, hardware = config(), Hardware({"cores": DURATIONS}, cores=2.0, together=0.8)
     rundir = RunDirectory(tmp_path / "ran")
     rundir.create(ran)

@@ -17,6 +17,7 @@ from simulator.measured import measurements_from_spans
 from simulator.run import Simulated, simulate
 from simulator.services import Board, Hardware, SimulatedServices
 from tests.cluster.runs import write_toml
+from tests.cores import set_cores
 from tests.simulator.test_simulator import DURATIONS, KEEP, POOL, config, run_virtually
 
 TOGETHER = 0.8
@@ -172,7 +173,7 @@ def test_plan_from_a_run_keeps_its_threads(tmp_path, capsys, monkeypatch):
     """A plan with other thread counts is refused, because the waiting of threads that share cores
     is not known.
     """
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    set_cores(monkeypatch, 2)
     ran = threaded(1)
     result = simulate(ran, Hardware({"cores": DURATIONS}, cores=2.0, together=TOGETHER), 3)
     rundir = RunDirectory(tmp_path / "ran")

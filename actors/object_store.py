@@ -1,0 +1,54 @@
+"""Where the object store of this node keeps its objects: in memory, or on a disk."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import ray
+
+PROCESS = Path("/proc/self")
+IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+"""Types of file systems that are in memory."""
+SHARED_MEMORY = "/dev/shm"
+MAPPED = re.compile(r"^\S+ \S+ \S+ ([0-9a-f]+):([0-9a-f]+) \d+ +(/.*)/plasma\w+( \(deleted\))?$")
+"""A line of /proc/PID/maps: the device's numbers, and the directory of Ray's store."""
+AN_OBJECT = 2**18
+"""Size of an object that Ray keeps in the store, not beside its reference, bytes."""
+
+
+def directory_on_disk(process: Path = PROCESS) -> str | None:
+    """Return the directory of this node's object store if it is on a disk, else None.
+
+    Ray uses a disk where /dev/shm is smaller than the store, as in containers, which have 64 MB
+    unless they are given more; it says so only in the log of the node's start. None also without
+    Ray, and where /proc does not tell.
+    """
+    if not ray.is_initialized():
+        return None
+    ray.put(bytes(AN_OBJECT))  # a process maps the store with its first object
+    return mapped_on_disk(process)
+
+
+def mapped_on_disk(process: Path) -> str | None:
+    """Return the directory of the store that a process has mapped if it is on a disk, else None.
+
+    ``process`` is its directory in /proc.
+    """
+    try:
+        maps, mounts = ((process / file).read_text() for file in ("maps", "mountinfo"))
+    except OSError:
+        return None
+    in_memory = {
+        before.split()[2]  # the device's numbers
+        for before, _, after in (line.partition(" - ") for line in mounts.splitlines())
+        if after.split(maxsplit=1)[0] in IN_MEMORY
+    }
+    for line in maps.splitlines():
+        found = MAPPED.match(line)
+        if found is None:
+            continue
+        device = f"{int(found[1], 16)}:{int(found[2], 16)}"
+        if device not in in_memory and found[3] != SHARED_MEMORY:
+            return found[3]
+    return None

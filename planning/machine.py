@@ -1,0 +1,93 @@
+"""What this process may use of its machine: cores and memory, within the limits of its container.
+
+Limits are those of control groups (cgroups), which Docker, Kubernetes and Slurm set; both versions
+are read. Where /proc does not tell, there are none.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+PROCESS = Path("/proc/self")
+
+
+def usable_cores(process: Path = PROCESS) -> int:
+    """Return the number of cores that this process may use, at least 1.
+
+    A limit on CPU time of, say, 1.5 cores counts as 2.
+    """
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    shares = [
+        quota / period
+        for group in _groups("cpu", process)
+        for quota, period in [_cpu_time(group)]
+        if quota > 0
+    ]
+    return max(1, min([affinity or 1, *map(math.ceil, shares)]))
+
+
+def usable_memory(process: Path = PROCESS) -> int:
+    """Return the bytes of memory that this process and its siblings may use."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [
+        int(limit)
+        for group in _groups("memory", process)
+        for name in ("memory.max", "memory.limit_in_bytes")
+        if (limit := _read(group / name)).isdigit()
+    ]
+    return min([physical, *limits])
+
+
+def killed_for_memory(process: Path = PROCESS) -> int:
+    """Return how many processes of this container the kernel has killed at its memory limit."""
+    for group in _groups("memory", process):
+        for name in ("memory.events", "memory.oom_control"):
+            counts = dict(line.split(maxsplit=1) for line in _read(group / name).splitlines())
+            if "oom_kill" in counts:
+                return int(counts["oom_kill"])
+    return 0
+
+
+def _cpu_time(group: Path) -> tuple[int, int]:
+    """Return (quota, period) of CPU time in microseconds; a quota of 0 stands for no limit."""
+    quota, _, period = _read(group / "cpu.max").partition(" ")
+    if not period:
+        quota, period = (_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    return (int(quota), int(period)) if quota.isdigit() and period.isdigit() else (0, 1)
+
+
+def _groups(controller: str, process: Path) -> Iterator[Path]:
+    """Yield the directories of the process's control group and of its parents, innermost first."""
+    paths = [line.split(":", 2) for line in _read(process / "cgroup").splitlines()]
+    for number, controllers, path in paths:
+        if controller in controllers.split(",") or (number == "0" and not controllers):
+            for mount, root in _mounts(controllers, process):
+                inside = PurePosixPath(path)
+                # a container may see another name of its group than the mount does
+                inside = inside.relative_to(root) if inside.is_relative_to(root) else None
+                directory = mount / inside if inside and ".." not in inside.parts else mount
+                while directory != mount:
+                    yield directory
+                    directory = directory.parent
+                yield mount
+
+
+def _mounts(controllers: str, process: Path) -> Iterator[tuple[Path, str]]:
+    """Yield (directory, root within the hierarchy) where these controllers are mounted."""
+    for line in _read(process / "mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        wanted = "cgroup" if controllers else "cgroup2"
+        if kind == wanted and set(controllers.split(",")) <= {*options.split(","), ""}:
+            root, mount = before.split()[3:5]
+            yield Path(mount), root
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
