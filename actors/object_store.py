@@ -11,8 +11,11 @@ PROCESS = Path("/proc/self")
 IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 """Types of file systems that are in memory."""
 SHARED_MEMORY = "/dev/shm"
-MAPPED = re.compile(r"^\S+ \S+ \S+ ([0-9a-f]+):([0-9a-f]+) \d+ +(/.*)/plasma\w+( \(deleted\))?$")
-"""A line of /proc/PID/maps: the device's numbers, and the directory of Ray's store."""
+HEX = "([0-9a-f]+)"
+MAPPED = re.compile(rf"^{HEX}-{HEX} \S+ \S+ {HEX}:{HEX} \d+ +(/.*)/plasma\w+( \(deleted\))?$")
+"""A line of /proc/PID/maps: addresses, the device's numbers, and the directory of Ray's store."""
+LEAST_STORE = 2**26
+"""Smaller maps, bytes, are single objects that Ray puts on a disk if a store is full."""
 AN_OBJECT = 2**18
 """Size of an object that Ray keeps in the store, not beside its reference, bytes."""
 
@@ -48,7 +51,9 @@ def mapped_on_disk(process: Path) -> str | None:
         found = MAPPED.match(line)
         if found is None:
             continue
-        device = f"{int(found[1], 16)}:{int(found[2], 16)}"
-        if device not in in_memory and found[3] != SHARED_MEMORY:
-            return found[3]
+        start, end, major, minor = (int(number, 16) for number in found.groups()[:4])
+        directory = found[5]
+        on_disk = f"{major}:{minor}" not in in_memory and directory != SHARED_MEMORY
+        if on_disk and end - start >= LEAST_STORE:
+            return directory
     return None

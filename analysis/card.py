@@ -123,7 +123,7 @@ def licence_of(model: Model) -> dict[str, str]:
 def _sentence(config: RunConfig, export: Export, base: str | None) -> str:
     name = f"[{base}](https://huggingface.co/{base})" if base else f"`{config.model.path}`"
     return (
-        f"A LoRA of rank {config.lora.rank} (alpha {config.lora.alpha:g}) for {name}, trained with"
+        f"A LoRA of rank {config.lora.rank} for {name}, to be used at strength 1, trained with"
         f" reinforcement learning by Sol-RL: arm `{config.arm}`, objective"
         f" `{config.objective.name}`, {export.updates} updates; `{export.weights}` weights."
     )
@@ -250,6 +250,7 @@ def _training(run: RunData, config: RunConfig) -> str:
             f" {stages}"
         )
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
-    return f"{size}; {stages}; learning rate {config.optimizer.lr:g}; seed {config.seed}." + (
+    settings = f"learning rate {config.optimizer.lr:g}; alpha {config.lora.alpha:g}"
+    return f"{size}; {stages}; {settings}; seed {config.seed}." + (
         f"\n\nVersions: {versions}." if versions else ""
     )

@@ -28,6 +28,8 @@ def line(device: str, path: str) -> str:
         # the device of an unlisted mount, but the usual directory
         (line("00:99", "/dev/shm/plasmapkzeHR (deleted)"), None),
         (line("00:28", "/mnt/large pages/plasmaXYZ012"), None),
+        # an object for which the store, in memory, had no room
+        (line("fe:00", "/tmp/ray/plasmaKrbfBw").replace("7f8477e20000", "7f8323840000"), None),
         ("", None),
     ],
 )
