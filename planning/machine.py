@@ -42,7 +42,7 @@ def usable_memory(process: Path = PROCESS) -> int:
 
 
 def killed_for_memory(process: Path = PROCESS) -> int:
-    """Return how many processes of this container the kernel has killed at its memory limit."""
+    """Return how many processes of this control group the kernel has killed for lack of memory."""
     for group in _groups("memory", process):
         for name in ("memory.events", "memory.oom_control"):
             counts = dict(line.split(maxsplit=1) for line in _read(group / name).splitlines())

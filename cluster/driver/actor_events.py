@@ -49,7 +49,7 @@ class ActorEvents:
         self._record("memory_limit_reached", killed=killed - self._killed, limit=limit)
         if not self._told_memory_limit:
             self._progress.note(
-                f"the kernel kills processes of this container at its memory limit of {limit}:"
-                " give it more memory"
+                "the kernel kills processes for lack of memory: this container, or machine, has"
+                f" {limit}: give it more"
             )
         self._killed, self._told_memory_limit = killed, True

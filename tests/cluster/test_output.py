@@ -83,8 +83,8 @@ def test_a_run_says_once_that_its_container_has_reached_its_memory_limit(tmp_pat
     for actor in range(3):
         session.services._event("actor_died", kind="rollout", actor=actor, why="it ended")
     assert " ".join(output.getvalue().split()) == (
-        "the kernel kills processes of this container at its memory limit of 1.20 GB: give it more"
-        " memory"
+        "the kernel kills processes for lack of memory: this container, or machine, has 1.20 GB:"
+        " give it more"
     )
     recorded = [row for row in session.rundir.events() if row["event"] == "memory_limit_reached"]
     assert [(row["killed"], row["limit"]) for row in recorded] == [(1, "1.20 GB"), (2, "1.20 GB")]
