@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import os
 import platform
 import shutil
@@ -18,6 +17,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from policy.experts import Experts
+from policy.precision import kernels
 from records.errors import error_summary
 
 SHAPES = 64
@@ -37,8 +37,8 @@ def compiler_missing(device: torch.device) -> str | None:
     It needs a C++ compiler on a CPU and Triton on a GPU.
     """
     if device.type == "cuda":
-        spec, missing = importlib.util.find_spec("triton"), "on a GPU, which is not installed"
-        return None if spec else f"torch.compile needs the package triton {missing}"
+        why = kernels.triton_unusable()
+        return None if why is None else f"torch.compile needs Triton on a GPU: {why}"
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler):
         return None
@@ -91,7 +91,7 @@ def compiled(
 
     missing = compiler_missing(device)
     if missing is not None:
-        raise ValueError(f"{key}: {missing}: install it or set {key} = false")
+        raise ValueError(f"{key}: {missing}: provide it or set {key} = false")
     reasons = {
         str(reason) for part in module.modules() if (reason := getattr(part, "not_compiled", None))
     }

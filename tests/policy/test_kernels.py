@@ -5,14 +5,17 @@ hard to pack. Without a GPU they run under Triton's interpreter.
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from policy.precision import kernels, nvfp4
+from policy.precision.compiling import compiler_missing
 from policy.precision.fp8 import quantize_rows, row_scales
 from policy.precision.history import AmaxHistory
 from policy.precision.layer import padded_rows, swizzled
@@ -357,11 +360,53 @@ def test_kernels_require_cuda_and_triton(monkeypatch):
         kernels.missing(torch.device("cpu")) == "the packing kernels run on CUDA only, not on cpu"
     )
     assert kernels.missing(torch.device("cuda")) is None
-    monkeypatch.setattr(kernels, "_installed", lambda: False)
-    assert kernels.missing(torch.device("cuda")) == "the packing kernels need the package triton"
+    monkeypatch.setattr(kernels, "_triton_unusable", lambda: "it is gone")
+    assert kernels.missing(torch.device("cuda")) == "the packing kernels need Triton: it is gone"
+    assert compiler_missing(torch.device("cuda")) == (
+        "torch.compile needs Triton on a GPU: it is gone"
+    )
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="packing kernels run on CUDA, not on cpu"):
         kernels.fp8_pack(ordinary(1, 16))
+
+
+class Driver:
+    """Triton's choice of a driver, which fails as it does without a compiler."""
+
+    @property
+    def active(self) -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC\nor otherwise")
+
+
+def test_triton_that_cannot_compile_is_named(monkeypatch):
+    """Such as in containers without a compiler, where each launch would fail."""
+    find = kernels._triton_unusable.__wrapped__
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr("triton.runtime.driver", Driver())
+    assert find() is None  # without a GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert find() == (
+        "RuntimeError: Failed to find C compiler. Please specify via CC: it needs a C compiler,"
+        " Python's headers, and HOME or TRITON_CACHE_DIR that can be written"
+    )
+    monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=object()))
+    assert find() is None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert find() == "the package triton is not installed"
+
+
+def test_compiled_passes_ask_for_the_kernels(monkeypatch):
+    """The answer is a constant of the graph."""
+    cuda = torch.device("cuda")
+
+    def chosen(x: Tensor) -> Tensor:
+        return x + 1 if kernels.missing(cuda) is None else x - 1
+
+    for why, expected in ((None, 1.0), ("it is gone", -1.0)):
+        torch._dynamo.reset()
+        monkeypatch.setattr(kernels, "_triton_unusable", lambda why=why: why)
+        traced = torch.compile(chosen, backend="eager", fullgraph=True)
+        assert traced(torch.zeros(1)).item() == expected
 
 
 COMPILE = """

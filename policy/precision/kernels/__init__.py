@@ -28,6 +28,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from records.errors import error_summary
+
 PARTIALS = 256
 """Maximum number of programs that compute partial amax values: two per SM of a large GPU.
 
@@ -43,12 +45,32 @@ def missing(device: torch.device) -> str | None:
     """Return why activations are not packed by kernels on this device, or None if they are."""
     if device.type != "cuda":
         return f"the packing kernels run on CUDA only, not on {device.type}"
-    return None if _installed() else "the packing kernels need the package triton"
+    why = triton_unusable()
+    return None if why is None else f"the packing kernels need Triton: {why}"
+
+
+@torch.compiler.assume_constant_result  # called in compiled passes
+def triton_unusable() -> str | None:
+    """Return why Triton cannot compile for this machine's GPU, or None; also None without a GPU."""
+    return _triton_unusable()
 
 
 @functools.cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _triton_unusable() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
+        return None
+    from triton.runtime import driver
+
+    try:
+        _ = driver.active  # as in every launch; the first time, it compiles a module in C
+    except Exception as error:  # of the compiler, the cache's files, or the driver
+        return (
+            f"{error_summary(error, 200)}: it needs a C compiler, Python's headers, and HOME or"
+            " TRITON_CACHE_DIR that can be written"
+        )
+    return None
 
 
 def _programs(device: torch.device) -> ModuleType:
