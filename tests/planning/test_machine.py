@@ -66,8 +66,9 @@ def test_memory_of_a_group_of_version_2(machine):
     machine.belongs("0::/pod/container")
     assert usable_memory(machine.process) == 64 * GB // 4096 * 4096
     machine.limit("unified/pod/memory.max", str(8 * GB))
-    machine.limit("unified/pod/container/memory.max", "max")
-    assert usable_memory(machine.process) == 8 * GB
+    for inner, usable in (("max", 8 * GB), (str(9 * GB), 8 * GB), (str(7 * GB), 7 * GB)):
+        machine.limit("unified/pod/container/memory.max", inner)
+        assert usable_memory(machine.process) == usable
     assert killed_for_memory(machine.process) == 0
     machine.limit("unified/pod/container/memory.events", "low 0\noom 5\noom_kill 3")
     assert killed_for_memory(machine.process) == 3
@@ -76,11 +77,12 @@ def test_memory_of_a_group_of_version_2(machine):
 @pytest.mark.parametrize(
     ("root", "path"),
     # as the host sees it; with the container's directory mounted; in a namespace of groups
-    [("/", "/docker/ab"), ("/docker/ab", "/docker/ab"), ("/docker", "/docker/ab"), ("/", "/..")],
+    [("/", "/docker/ab"), ("/docker/ab", "/docker/ab"), ("/docker", "/docker/ab"), ("/", "/../cd")],
 )
 def test_a_container_with_groups_of_version_1(machine, root, path):
     inside = path.removeprefix(root).strip("/")
-    directory = "/" if inside == ".." else f"/{inside}/"
+    directory = "/" if inside.startswith("..") else f"/{inside}/"
+    machine.limit("cd/memory.limit_in_bytes", str(GB))  # of another container
     machine.mount("cgroup", "cpu,cpuacct", root)
     machine.mount("cgroup", "memory", root)
     machine.mount("cgroup", "name=systemd", root)

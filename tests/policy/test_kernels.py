@@ -395,18 +395,21 @@ def test_triton_that_cannot_compile_is_named(monkeypatch):
     assert find() == "the package triton is not installed"
 
 
-def test_compiled_passes_ask_for_the_kernels(monkeypatch):
-    """The answer is a constant of the graph."""
-    cuda = torch.device("cuda")
+@pytest.mark.parametrize(("why", "expected"), [(None, 1.0), ("it is gone", -1.0)])
+def test_compiled_passes_ask_for_the_kernels(monkeypatch, why, expected):
+    """The answer is a constant of the graph, and how it was found is not traced."""
+
+    def untraceable() -> str | None:
+        torch._dynamo.graph_break()
+        return why
 
     def chosen(x: Tensor) -> Tensor:
-        return x + 1 if kernels.missing(cuda) is None else x - 1
+        return x + 1 if kernels.missing(torch.device("cuda")) is None else x - 1
 
-    for why, expected in ((None, 1.0), ("it is gone", -1.0)):
-        torch._dynamo.reset()
-        monkeypatch.setattr(kernels, "_triton_unusable", lambda why=why: why)
-        traced = torch.compile(chosen, backend="eager", fullgraph=True)
-        assert traced(torch.zeros(1)).item() == expected
+    monkeypatch.setattr(kernels, "_triton_unusable", untraceable)
+    torch._dynamo.reset()
+    traced = torch.compile(chosen, backend="eager", fullgraph=True)
+    assert traced(torch.zeros(1)).item() == expected
 
 
 COMPILE = """
