@@ -91,7 +91,7 @@ def compiled(
 
     missing = compiler_missing(device)
     if missing is not None:
-        raise ValueError(f"{key}: {missing}: provide it or set {key} = false")
+        raise ValueError(f"{key}: {missing}: install it or set {key} = false")
     reasons = {
         str(reason) for part in module.modules() if (reason := getattr(part, "not_compiled", None))
     }
@@ -103,6 +103,8 @@ def compiled(
             f"{key}: the environment variable TORCH_COMPILE_DISABLE disables it: unset it or set"
             f" {key} = false"
         )
+    # asked in compiled passes; not a decorator there, because it imports torch._dynamo
+    torch.compiler.assume_constant_result(kernels.triton_unusable)
     # otherwise torch silently runs eagerly: with different bits, and several times slower
     settings.suppress_errors = False
     settings.fail_on_recompile_limit_hit = True

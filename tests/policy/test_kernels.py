@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from policy.precision import kernels, nvfp4
-from policy.precision.compiling import compiler_missing
+from policy.precision.compiling import compiled, compiler_missing
 from policy.precision.fp8 import quantize_rows, row_scales
 from policy.precision.history import AmaxHistory
 from policy.precision.layer import padded_rows, swizzled
@@ -407,6 +407,8 @@ def test_compiled_passes_ask_for_the_kernels(monkeypatch, why, expected):
         return x + 1 if kernels.missing(torch.device("cuda")) is None else x - 1
 
     monkeypatch.setattr(kernels, "_triton_unusable", untraceable)
+    monkeypatch.setenv("CXX", sys.executable)
+    compiled(nn.Linear(1, 1), torch.device("cpu"))  # as before each compiled pass
     torch._dynamo.reset()
     traced = torch.compile(chosen, backend="eager", fullgraph=True)
     assert traced(torch.zeros(1)).item() == expected

@@ -49,7 +49,6 @@ def missing(device: torch.device) -> str | None:
     return None if why is None else f"the packing kernels need Triton: {why}"
 
 
-@torch.compiler.assume_constant_result  # called in compiled passes
 def triton_unusable() -> str | None:
     """Return why Triton cannot compile for this machine's GPU, or None; also None without a GPU."""
     return _triton_unusable()
