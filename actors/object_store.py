@@ -7,7 +7,8 @@ from pathlib import Path
 
 import ray
 
-PROCESS = Path("/proc/self")
+from planning.machine import PROCESS, mounts
+
 IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 """Types of file systems that are in memory."""
 SHARED_MEMORY = "/dev/shm"
@@ -39,14 +40,10 @@ def mapped_on_disk(process: Path) -> str | None:
     ``process`` is its directory in /proc.
     """
     try:
-        maps, mounts = ((process / file).read_text() for file in ("maps", "mountinfo"))
+        maps = (process / "maps").read_text()
     except OSError:
         return None
-    in_memory = {
-        before.split()[2]  # the device's numbers
-        for before, _, after in (line.partition(" - ") for line in mounts.splitlines())
-        if after.split(maxsplit=1)[0] in IN_MEMORY
-    }
+    in_memory = {mount.device for mount in mounts(process) if mount.kind in IN_MEMORY}
     for line in maps.splitlines():
         found = MAPPED.match(line)
         if found is None:

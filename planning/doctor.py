@@ -127,7 +127,7 @@ def check_nodes(config: RunConfig | None, facts: Sequence[Facts]) -> list[Check]
     checks += [_alike(facts), _gpus(config, facts)]
     if config is not None:
         checks += [_everywhere(facts), _shared(config, facts)]
-    checks += [_clocks(facts), _bandwidth(facts), _stores(facts)]
+    checks += [_clocks(facts), _bandwidth(facts), _shared_memory(facts)]
     return checks
 
 
@@ -228,7 +228,7 @@ def _bandwidth(facts: Sequence[Facts]) -> Check:
     return Check("bandwidth", "note" if slow else "ok", f"{rate:.0f} MB/s to {host}", advice)
 
 
-def _stores(facts: Sequence[Facts]) -> Check:
+def _shared_memory(facts: Sequence[Facts]) -> Check:
     on_disk = [f"{each.store_on_disk} on {each.host}" for each in facts if each.store_on_disk]
     if on_disk:
         return Check("shared memory", "note", f"object store in {', '.join(on_disk)}", SMALL_SHM)

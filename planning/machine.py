@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 PROCESS = Path("/proc/self")
 
@@ -51,6 +52,25 @@ def killed_for_memory(process: Path = PROCESS) -> int:
     return 0
 
 
+class Mount(NamedTuple):
+    """A mounted file system, as a process sees it."""
+
+    device: str  # its numbers, such as "0:27"
+    root: str  # the directory of the file system that is mounted
+    directory: str
+    kind: str  # such as "tmpfs"
+    options: list[str]  # those of the file system
+
+
+def mounts(process: Path = PROCESS) -> Iterator[Mount]:
+    """Yield the mounts of a process, whose directory in /proc is given."""
+    for line in _read(process / "mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        fields, system = before.split(), after.split()
+        if len(fields) >= 5 and system:
+            yield Mount(fields[2], fields[3], fields[4], system[0], system[-1].split(","))
+
+
 def _cpu_time(group: Path) -> tuple[int, int]:
     """Return (quota, period) of CPU time in microseconds; a quota of 0 stands for no limit."""
     quota, _, period = _read(group / "cpu.max").partition(" ")
@@ -61,29 +81,30 @@ def _cpu_time(group: Path) -> tuple[int, int]:
 
 def _groups(controller: str, process: Path) -> Iterator[Path]:
     """Yield the directories of the process's control group and of its parents, innermost first."""
-    paths = [line.split(":", 2) for line in _read(process / "cgroup").splitlines()]
-    for number, controllers, path in paths:
+    lines = [line.split(":", 2) for line in _read(process / "cgroup").splitlines()]
+    for number, controllers, group in lines:
         if controller in controllers.split(",") or (number == "0" and not controllers):
-            for mount, root in _mounts(controllers, process):
-                inside = PurePosixPath(path)
-                # a container may see another name of its group than the mount does
-                inside = inside.relative_to(root) if inside.is_relative_to(root) else None
-                directory = mount / inside if inside and ".." not in inside.parts else mount
-                while directory != mount:
-                    yield directory
-                    directory = directory.parent
-                yield mount
+            for mount in mounts(process):
+                if _has(mount, controllers):
+                    yield from _upwards(mount, PurePosixPath(group))
 
 
-def _mounts(controllers: str, process: Path) -> Iterator[tuple[Path, str]]:
-    """Yield (directory, root within the hierarchy) where these controllers are mounted."""
-    for line in _read(process / "mountinfo").splitlines():
-        before, _, after = line.partition(" - ")
-        kind, _, options = after.split(" ", 2)
-        wanted = "cgroup" if controllers else "cgroup2"
-        if kind == wanted and set(controllers.split(",")) <= {*options.split(","), ""}:
-            root, mount = before.split()[3:5]
-            yield Path(mount), root
+def _upwards(mount: Mount, group: PurePosixPath) -> Iterator[Path]:
+    """Yield the directory of a group and those of its parents that are mounted there."""
+    top = Path(mount.directory)
+    # a container may see another name of its group than the mount does
+    if group.is_relative_to(mount.root) and ".." not in group.parts:
+        directory = top / group.relative_to(mount.root)
+        while directory != top:
+            yield directory
+            directory = directory.parent
+    yield top
+
+
+def _has(mount: Mount, controllers: str) -> bool:
+    """Return True if these controllers are mounted there; version 2 names none."""
+    kind = "cgroup" if controllers else "cgroup2"
+    return mount.kind == kind and set(controllers.split(",")) <= {*mount.options, ""}
 
 
 def _read(file: Path) -> str:
