@@ -244,14 +244,16 @@ def check_token(joined: bool, home: Path | None = None) -> Check:
     mode, name = os.environ.get("RAY_AUTH_MODE", ""), "token"
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or (home or Path.home()) / ".ray/auth_token")
     exists = os.path.isfile(file)  # False also if permission is denied
-    if mode and mode != "token":
-        if not joined:
-            return Check(name, "note", "Ray's token is off; a local Ray listens on loopback")
+    given = exists or bool(os.environ.get("RAY_AUTH_TOKEN"))  # KubeRay gives it in the variable
+    off = mode not in ("", "token")
+    if off and not joined:
+        return Check(name, "note", "Ray's token is off; a local Ray listens on loopback")
+    if off or (joined and not given):  # a cluster with a token would have refused this process
         advice = "RAY_AUTH_MODE=token, or a firewall around the head (docs/security.md)"
         return Check(name, "note", "off: anyone who can reach the dashboard can run code", advice)
     if exists and stat.S_IMODE(file.stat().st_mode) & 0o077:
         return Check(name, "note", f"{file} is readable by other users", f"chmod 600 {file}")
-    return Check(name, "ok", "requested" if exists else "none needed yet")
+    return Check(name, "ok", "requested" if given else "none needed yet")
 
 
 def json_of(checks: Sequence[Check]) -> dict[str, object]:

@@ -120,16 +120,20 @@ def test_a_port_in_use_is_reported():
 
 
 @pytest.mark.parametrize(
-    ("mode", "file", "joined", "outcome", "message"),
+    ("mode", "file", "token", "joined", "outcome", "message"),
     [
-        ("token", 0o600, True, "ok", "requested"),
-        ("token", 0o644, True, "note", "chmod 600"),
-        ("disabled", None, True, "note", "anyone who can reach the dashboard can run code"),
-        ("disabled", None, False, "note", "loopback"),
+        ("token", 0o600, "", True, "ok", "requested"),
+        ("token", None, "x", True, "ok", "requested"),  # as KubeRay gives it
+        ("token", 0o644, "", True, "note", "chmod 600"),
+        ("disabled", None, "", True, "note", "anyone who can reach the dashboard can run code"),
+        ("", None, "", True, "note", "anyone who can reach the dashboard can run code"),
+        ("disabled", None, "", False, "note", "loopback"),
+        ("", None, "", False, "ok", "none needed yet"),
     ],
 )
-def test_the_token_is_checked(mode, file, joined, outcome, message, tmp_path, monkeypatch):
+def test_the_token_is_checked(mode, file, token, joined, outcome, message, tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", token)
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
     if file:
         (tmp_path / ".ray").mkdir()
