@@ -43,10 +43,15 @@ class ActorPlacement:
         self._started: set[str] | None = None  # names that hold resources; None: not asked yet
         self._served: set[str] = set()  # those of ``_names`` that have been alive
         self._running: set[str] = set()  # actors that are alive
+        self._first_nodes: set[str] = set()  # ids of those the run started with
+        self.joined_gpus = 0
+        """Whole GPUs that no job uses, on nodes that joined the cluster after the start."""
 
     async def choose(self, kinds: Collection[str]) -> None:
         """Choose a node for every actor of ``kinds``. Raises ConfigError if there is no room."""
-        self._placer.refresh(await find_room(self._config, tuple(kinds)))
+        nodes = await find_room(self._config, tuple(kinds))
+        self._first_nodes = self._first_nodes or {node.id for node in nodes}
+        self._placer.refresh(nodes)
         self._placer.place_all(kinds)
 
     async def wait_for_larger(self, kind: str) -> None:
@@ -143,6 +148,7 @@ class ActorPlacement:
         # Ray still lists a node that the watch has found lost for up to half a minute, and would
         # start actors there
         free = [node for node in free_nodes() if node.id not in self._watch.lost]
+        self.joined_gpus = sum(int(node.gpus) for node in free if node.id not in self._first_nodes)
         for node, actors in self._placer.refresh(free, running).items():
             self._event("node_lost", node=node, actors=actors)
 

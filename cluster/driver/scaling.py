@@ -1,9 +1,9 @@
-"""Change the size of pools during a run, by the autoscaling rule or on request."""
+"""Change the size of pools during a run, by the rule or on request, and report unused GPUs."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from cluster.driver.autoscale import Autoscaler, Meter
 from cluster.driver.iteration import Metrics
@@ -12,7 +12,33 @@ from configs.load import ConfigError
 from configs.schema import RunConfig
 from records.errors import error_summary
 from records.progress import Progress
-from records.rundir import RunDirectory
+from records.rundir import Event, RunDirectory
+
+
+class UnusedGpus:
+    """Reports GPUs that joined the cluster after the start of the run and that no job uses.
+
+    They are reported after the second iteration in a row, as an actor may be about to start there,
+    and again only if they become more.
+    """
+
+    def __init__(self, config: RunConfig, event: Event, note: Callable[[str], None]):
+        self._event, self._note = event, note
+        self._last = self._reported = 0
+        self._uses = [
+            *["`sol-rl scale` adds rollout actors"] * (config.plan.explore is not None),
+            *["a stop and --resume choose a new layout"] * (config.layout is not None),
+        ]
+
+    def observe(self, gpus: int) -> None:
+        """Take note of the number of such GPUs after an iteration."""
+        unused, self._last = min(gpus, self._last), gpus
+        if unused <= self._reported:
+            return
+        self._reported = unused
+        self._event("gpus_unused", gpus=unused)
+        line = f"no job uses {unused} GPUs that joined the cluster after the start"
+        self._note("; ".join([line, *self._uses]))
 
 
 class Scaling:
@@ -25,6 +51,7 @@ class Scaling:
         self._meter = Meter(services.pools)
         self._autoscaler = Autoscaler(config.services.autoscale, config.services.rollout)
         self._explores = config.plan.explore is not None
+        self._unused_gpus = UnusedGpus(config, rundir.event, progress.note)
         self.running: asyncio.Task[tuple[bool, str]] | None = None  # scaling by the rule
 
     def begin_iteration(self) -> None:
@@ -35,8 +62,13 @@ class Scaling:
         """Return the load metrics of an iteration that took ``seconds``."""
         return {**self._meter.row(seconds)}
 
-    def follow_rule(self, row: Mapping[str, float | str]) -> None:
-        """Start to scale the rollout pool if the rule requires it after an iteration's ``row``."""
+    def end_iteration(self, row: Mapping[str, float | str]) -> None:
+        """Look for new nodes after an iteration, and apply the rule to its metrics ``row``."""
+        self._services.refresh_nodes()
+        self._unused_gpus.observe(self._services.places.joined_gpus)
+        self._follow_rule(row)
+
+    def _follow_rule(self, row: Mapping[str, float | str]) -> None:
         if not self._explores or (self.running is not None and not self.running.done()):
             return
         size = self._services.rollout_pool.alive

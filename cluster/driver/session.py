@@ -260,8 +260,7 @@ class Session:
             self.rundir.selection(it.index, it.version, it.selected)
         self.progress.iteration_finished(row)
         position.last_row = {k: value for k, value in row.items() if not isinstance(value, str)}
-        self.services.refresh_nodes()
-        self.scaling.follow_rule(row)
+        self.scaling.end_iteration(row)
 
     async def _evaluate_where_due(self, last: bool = False) -> None:
         """Score the held-out prompts if an evaluation is due.

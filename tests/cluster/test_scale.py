@@ -268,12 +268,16 @@ def test_an_error_during_autoscaling_is_an_event(tmp_path):
 
     async def main() -> tuple[bool, str]:
         services: Any = SimpleNamespace(
-            pools=[], rollout_pool=SimpleNamespace(alive=1), scale=broken
+            pools=[],
+            rollout_pool=SimpleNamespace(alive=1),
+            scale=broken,
+            refresh_nodes=lambda: None,
+            places=SimpleNamespace(joined_gpus=0),
         )
         scaling = Scaling(load("quickstart"), services, rundir, Progress())
         autoscaler: Any = SimpleNamespace(size_after=lambda size, row: size + 1)
         scaling._autoscaler = autoscaler
-        scaling.follow_rule({})
+        scaling.end_iteration({})
         assert scaling.running is not None
         return await scaling.running
 
