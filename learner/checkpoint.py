@@ -49,6 +49,17 @@ def latest_checkpoint(root: str | Path) -> Path | None:
     return whole[-1] if whole else None
 
 
+def incomplete_checkpoints(root: str | Path) -> list[Path]:
+    """Return the directories above the newest complete checkpoint that lack files.
+
+    Raises CheckpointError if a directory cannot be read.
+    """
+    newest = latest_checkpoint(root)
+    lowest = step_of(newest) + 1 if newest else 0
+    found = [path for path in Path(root).glob("step_*") if STEP.fullmatch(path.name)]
+    return sorted(path for path in found if step_of(path) >= lowest)
+
+
 def find(rundir: RunDirectory, step: int | None) -> Path:
     """Return the checkpoint of ``step``, or the last one, of a run.
 
@@ -176,7 +187,9 @@ def prune(root: str | Path, keep_last: int) -> None:
         # renamed first, so that a kill cannot leave an incomplete directory under this name
         doomed = atomic.temporary_path(old)
         os.rename(old, doomed)
-        shutil.rmtree(doomed)
+        # what cannot be removed now is removed by the next ``write``; it is no checkpoint any more.
+        # On rclone's mounts rmtree fails if a directory has got another inode number meanwhile
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def save_tensors(
@@ -233,9 +246,25 @@ def _steps(root: Path) -> dict[int, Path]:
     # overwrites the entry of "step_000001.replaced"
     for name in sorted(os.listdir(root), reverse=True):
         match = STEP.fullmatch(name)
-        if match and (root / name / STATE).is_file():
+        if match and _is_whole(root / name):
             steps[int(match[1])] = root / name
     return steps
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Return True if the state and all files that it names are there, damaged or not.
+
+    A mount of an object store renames a directory file by file, so that some files may be missing
+    after the loss of its machine. Raises OSError.
+    """
+    if not (checkpoint / STATE).is_file():
+        return False
+    try:
+        names = list(json.loads((checkpoint / STATE).read_bytes())["files"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return True  # reading it will say what is damaged
+    present = set(os.listdir(checkpoint))
+    return all(name in present for name in names)
 
 
 def _clear_unfinished(root: Path) -> None:

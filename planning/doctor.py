@@ -204,6 +204,13 @@ def _shared(config: RunConfig, facts: Sequence[Facts]) -> Check:
         return Check(name, "failed", f"not writable on {', '.join(locked)}", "grant write access")
     if all(each.shared is None for each in facts):
         return Check(name, "failed", "run_root is not set", "set run_root=DIR, on shared storage")
+    if unlocked := [each.host for each in facts if not each.locked]:
+        return Check(
+            name,
+            "note",
+            f"the driver's locks in {config.run_root} do not reach {', '.join(unlocked)}",
+            "a second driver of a run there is not refused: it takes the run over",
+        )
     return Check(
         name,
         "ok",

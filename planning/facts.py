@@ -15,6 +15,7 @@ from pathlib import Path
 from configs.schema import RunConfig
 from planning.machine import usable_cores, usable_memory
 from planning.preflight import check_model, check_scorers, problems_of
+from records.lock import is_locked
 from records.rundir import versions
 
 GB = 1e9
@@ -42,6 +43,7 @@ class Facts:
     problems: tuple[str, ...] = ()  # with the model and scorers, as a run would report them
     shared: bool | None = None  # True if the driver's file under the run root is visible here
     writable: str = ""  # why the run root cannot be written; empty if it can
+    locked: bool = True  # False if the driver's lock under the run root is not seen here
     now: float = 0.0
     store_on_disk: str = ""  # directory of Ray's object store; empty if it is in memory
     clock: float = 0.0  # seconds it differs from the driver's clock by at least, if known
@@ -51,7 +53,8 @@ class Facts:
 def examine(config: RunConfig | None = None, mark: str | None = None) -> Facts:
     """Return the facts about the machine of this process.
 
-    ``mark`` is a file that the driver wrote under the run root, to check that it is shared.
+    ``mark`` is a file that the driver wrote and locked under the run root, to check that it is
+    shared.
     """
     import torch
 
@@ -75,6 +78,7 @@ def examine(config: RunConfig | None = None, mark: str | None = None) -> Facts:
         problems=tuple(problems_of(config, check_model, check_scorers)) if config else (),
         shared=shared,
         writable=writable,
+        locked=not shared or is_locked(Path(mark or "")),
         now=time.time(),
     )
 

@@ -138,13 +138,17 @@ def _try_lock(lock: int, directory: Path, what: str, remedy: str) -> str | None:
         ) from None
     except OSError as error:
         return error.strerror or str(error)
-    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    holder = f"process {os.getpid()} on {socket.gethostname()} since {since}\n"
     # on a full disk the lock works nevertheless, but does not name its holder
     with contextlib.suppress(OSError):
         os.ftruncate(lock, 0)
-        os.write(lock, holder.encode()[:MAX_HOLDER_BYTES])
+        os.write(lock, this_process().encode()[:MAX_HOLDER_BYTES])
     return None
+
+
+def this_process() -> str:
+    """Return the line that names this process where it holds a directory."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    return f"process {os.getpid()} on {socket.gethostname()} since {since}\n"
 
 
 def _holder(lock: int) -> str:

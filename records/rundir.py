@@ -17,6 +17,7 @@ from configs.prompts import digests
 from configs.schema import RunConfig
 from records import extremes, lock, timeline
 from records.atomic import append, write_json, write_text
+from records.claim import Claim
 from records.errors import RunFailed
 
 Row = dict[str, Any]  # one line of a JSON-lines file
@@ -45,6 +46,7 @@ class RunDirectory:
         self.lock_file = path / "lock"
         # why the file system cannot lock out a second driver; None if it can
         self.lock_unsupported: str | None = None
+        self._claim: Claim | None = None
 
     @classmethod
     def of(cls, config: RunConfig) -> RunDirectory:
@@ -131,6 +133,23 @@ class RunDirectory:
                 raise self._unwritable(error) from None
             yield
 
+    def claim(self) -> None:
+        """Claim the directory for this driver; another driver that has it notices and ends."""
+        self._claim = Claim(self.path)
+
+    @property
+    def lost(self) -> bool:
+        """True if another driver has claimed the directory since: nothing is recorded any more."""
+        return self._claim is not None and self._claim.lost
+
+    def require_claim(self) -> None:
+        """Raise ConfigError if another driver has claimed the directory since."""
+        if self._claim is not None and self._claim.lost:
+            raise ConfigError(
+                f"{self.path}: {self._claim.holder()} has started a run here while this one was"
+                " active, as locks of this storage do not reach its machine: this one ends"
+            )
+
     def not_locked(self, why: str) -> None:
         """Record why the file system cannot lock out a second driver."""
         why = f"{why}: do not start a second driver in this directory"
@@ -191,19 +210,27 @@ class RunDirectory:
 
     def metric(self, row: Mapping[str, object]) -> None:
         """Append a row to metrics.jsonl; numbers that are not finite become null."""
-        _append(self.metrics_file, {key: _plain(value) for key, value in row.items()})
+        self._append_row(self.metrics_file, {key: _plain(value) for key, value in row.items()})
 
     def selection(
         self, iteration: int, version: int, groups: Sequence[Mapping[str, object]]
     ) -> None:
         """Append the selected indices per prompt, with the policy version that explored them."""
-        _append(
+        self._append_row(
             self.selections_file, {"iteration": iteration, "version": version, "groups": groups}
         )
 
     def event(self, name: str, **fields: object) -> None:
         """Append an event to events.jsonl."""
-        _append(self.events_file, {"time": round(time.time(), 3), "event": name, **fields})
+        self._append_row(self.events_file, {"time": round(time.time(), 3), "event": name, **fields})
+
+    def append(self, file: Path, lines: str) -> None:
+        """Append lines to a file of the run, unless another driver has claimed it since."""
+        if not self.lost:
+            append(file, lines)
+
+    def _append_row(self, file: Path, row: Mapping[str, object]) -> None:
+        self.append(file, json.dumps(row, default=str) + "\n")
 
     def metrics(self) -> list[Row]:
         """Return all rows of metrics.jsonl."""
@@ -267,10 +294,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             installed[name] = "not installed"
     return installed
-
-
-def _append(path: Path, row: Mapping[str, object]) -> None:
-    append(path, json.dumps(row, default=str) + "\n")
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:

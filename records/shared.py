@@ -52,5 +52,7 @@ def require_shared(run: Path) -> None:
             f" {rundir.config_file.name}): mount the same directory on all nodes and set run_root"
             " to it"
         )
+    with contextlib.suppress(OSError):  # stores of objects show empty directories to nobody else
+        rundir.checkpoints.mkdir(exist_ok=True)
     if not os.access(rundir.checkpoints, os.W_OK | os.X_OK):
         raise ConfigError(f"{rundir.checkpoints} cannot be written on {here}: grant write access")

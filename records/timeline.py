@@ -145,11 +145,16 @@ class Timeline:
 
     With a thousand actors, opening the file for every span would take the driver longer than the
     rest of a call. If the file cannot be written, the timeline ends, ``ended`` is called with the
-    reason, and the run continues.
+    reason, and the run continues. ``append`` appends lines to a file.
     """
 
-    def __init__(self, path: Path, ended: Callable[[str], None] = lambda why: None):
-        self._path, self._ended = path, ended
+    def __init__(
+        self,
+        path: Path,
+        ended: Callable[[str], None] = lambda why: None,
+        append: Callable[[Path, str], None] = atomic.append,
+    ):
+        self._path, self._ended, self._append = path, ended, append
         self._held: list[Span] = []  # not written yet
         self._written = 0.0  # monotonic time of the last write
         self.problem: str | None = None
@@ -167,7 +172,7 @@ class Timeline:
             return
         lines = "".join(json.dumps(span._asdict()) + "\n" for span in held)
         try:
-            atomic.append(self._path, lines)
+            self._append(self._path, lines)
         except OSError as error:
             self.problem = (
                 f"{self._path}: {error.strerror or error}; the timeline ends here, training"

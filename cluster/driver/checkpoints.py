@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from configs.section import Tree
 from learner.checkpoint import (
     STATE,
     CheckpointError,
+    incomplete_checkpoints,
     latest_checkpoint,
     read,
     step_directory,
@@ -25,6 +27,7 @@ from records.rundir import Row, RunDirectory, finite_or_none
 from records.shared import appears
 from records.storage import retried
 
+log = logging.getLogger(__name__)
 NUMBER, WORD = (int, float), (str, type(None))
 KINDS = {
     "iteration": (int,),
@@ -89,8 +92,10 @@ class Checkpoints:
     async def save(self) -> None:
         """Write a checkpoint unless the newest one is up to date.
 
-        Raises CheckpointError if it cannot be written, or does not exist for the driver.
+        Raises CheckpointError if it cannot be written, or does not exist for the driver, and
+        ConfigError if another driver has claimed the run.
         """
+        self._rundir.require_claim()
         if self.up_to_date:
             return
         position, iteration = self._position, self._position.next_iteration
@@ -140,6 +145,9 @@ class Checkpoints:
             position.seconds_before = saved["seconds"]
             self._services.weights.chosen = saved["backend"]
         self._rundir.truncate(saved["iteration"], math.inf if in_process else saved["time"])
+        for each in incomplete_checkpoints(self._rundir.checkpoints):
+            self._rundir.event("checkpoint_incomplete", path=each.name)
+            log.warning(f"checkpoint {str(each)!r} lacks files: returning to the one before it")
         rows = (r for r in reversed(self._rundir.metrics()) if r.get("kind") == "iteration")
         last = next((row for row in rows if finite_or_none(row.get("seconds")) is not None), Row())
         position.last_row = {

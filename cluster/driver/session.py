@@ -56,7 +56,7 @@ class Session:
         self.progress = progress or Progress(title=f"Sol-RL: {config.name}")
         self.position, self._prompts = Position(), (train_prompts, test_prompts)
         self._timeline = Timeline(
-            rundir.timeline_file, lambda why: rundir.event("timeline_ended", why=why)
+            rundir.timeline_file, lambda why: rundir.event("timeline_ended", why=why), rundir.append
         )
         told = ActorEvents(rundir.event, self.progress)
         self.services = ActorServices(config, rundir, told.event, self._timeline.record)
@@ -113,9 +113,10 @@ class Session:
             ("sinks", self.sinks.close),
             ("closing the live report", self.live_report.close),
             ("the timeline", self._timeline.write),
-            # last: the report shows what all of these have written
-            ("report.html", partial(build_report, self.rundir.path)),
         ]
+        if not self.rundir.lost:
+            # last: the report shows what all of these have written
+            ends.append(("report.html", partial(build_report, self.rundir.path)))
         await run_cleanup(ends, self.rundir.event, self.progress.note)
 
     def _begin(self, resume: bool) -> Path | None:
@@ -212,6 +213,7 @@ class Session:
         await self._write_quantization_table()
         why_stop = self._why_stop()
         while position.next_iteration < config.iterations and why_stop is None:
+            self.rundir.require_claim()
             await self._evaluate_where_due()
             await self._iterate()
             why_stop = self._why_stop()

@@ -67,6 +67,7 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
                 # not earlier: locking creates the directory, and until here the run may be refused
                 locks.enter_context(rundir.locked())
                 rundir.create(config)
+            rundir.claim()
             with outages_told(partial(rundir.event, "storage_retried")):
                 asyncio.run(Session(config, rundir, train_prompts, test_prompts).run(resume))
         except CheckpointError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import tempfile
 import time
 from collections.abc import Iterator
@@ -76,7 +77,7 @@ def _stores(config: RunConfig | None) -> list[Check]:
 
 @contextlib.contextmanager
 def _mark(config: RunConfig | None) -> Iterator[str | None]:
-    """Create a file under the run root that all nodes should see; None if there is no run root."""
+    """Create and lock a file under the run root, for all nodes to see; None without a run root."""
     if config is None or config.run_root is None:
         yield None
         return
@@ -87,6 +88,8 @@ def _mark(config: RunConfig | None) -> Iterator[str | None]:
             file = stack.enter_context(tempfile.NamedTemporaryFile(dir=root, prefix=".doctor-"))
         except OSError as error:
             raise ConfigError(f"run_root = {str(root)!r}: {error.strerror or error}") from None
+        with contextlib.suppress(OSError):  # storage without locks: no node will see one
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield file.name
 
 

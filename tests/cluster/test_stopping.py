@@ -21,8 +21,12 @@ from cluster.driver import stop_signals
 from cluster.driver.learner_group import LearnerGroup
 from cluster.driver.stop_signals import Stopping, unless_stopped
 from configs.schema import RunConfig
+from learner.checkpoint import latest_checkpoint
+from records import claim
+from records.claim import Claim
 from records.errors import StateLost, Stopped
 from records.rundir import RunDirectory
+from records.sinks import Sinks
 from tests.cluster import hosts
 from tests.cluster.faults import Fault, FaultInjector
 from tests.cluster.outcomes import outcome
@@ -301,3 +305,35 @@ def test_a_second_signal_does_not_wait_for_a_learner_that_hangs(
     assert "without its checkpoint (a second signal arrived); continue with --resume" in errors
     assert [event["event"] for event in run.events()][-2:] == ["checkpoint_missed", "run_stopped"]
     assert not list(run.checkpoints.glob("step_*"))
+
+
+def test_a_run_ends_without_a_trace_once_another_driver_has_its_directory(
+    ray_here, tiny_sd3_dir, tmp_path, monkeypatch, capsys
+):
+    """As on storage whose locks do not reach the other driver's machine."""
+    config = tiny_config(tiny_sd3_dir, tmp_path, "claimed", iterations=6)
+    run, recorded = RunDirectory.of(config), Sinks.row
+    monkeypatch.setattr(claim, "LOOK_S", -1.0)
+
+    def row(self: Sinks, values: Any) -> None:
+        recorded(self, values)
+        if values.get("iteration") == 1 and values["kind"] == "iteration":
+            Claim(run.path)
+
+    monkeypatch.setattr(Sinks, "row", row)
+    assert main_here("train", write_toml(config, tmp_path)) == 2
+    assert "has started a run here while this one was active" in capsys.readouterr().err
+    assert [row["iteration"] for row in run.metrics() if row["kind"] == "iteration"] == [0, 1]
+    events = [event["event"] for event in run.events()]
+    assert not {"run_failed", "run_stopped", "run_finished", "end_failed"} & {*events}
+    assert not (run.path / "report.html").exists()
+    monkeypatch.setattr(Sinks, "row", recorded)
+    # such storage renames each file by itself: after the loss of a machine one may be missing
+    newest = latest_checkpoint(run.checkpoints)
+    assert newest is not None
+    (newest / "optimizer.safetensors").unlink()
+    assert main_here("train", write_toml(config, tmp_path), "--resume") == 0
+    lacking = [row["path"] for row in run.events() if row["event"] == "checkpoint_incomplete"]
+    assert lacking == [newest.name]
+    assert run.events()[-1]["event"] == "run_finished"
+    assert [row["iteration"] for row in run.metrics() if row["kind"] == "iteration"] == [*range(6)]

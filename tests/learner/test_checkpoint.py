@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from configs.load import ConfigError
 from learner.checkpoint import (
     CheckpointError,
     find,
+    incomplete_checkpoints,
     latest_checkpoint,
     prune,
     read,
@@ -174,6 +176,38 @@ def test_latest_checkpoint_is_the_highest_complete_step(tmp_path):
     assert not step_directory(tmp_path, 10).exists()
     with pytest.raises(ValueError, match="at least the last checkpoint must be kept"):
         prune(tmp_path, 0)
+
+
+@pytest.mark.parametrize("name", ["adapter.safetensors", "state.json"])
+def test_a_checkpoint_whose_directory_was_renamed_in_part_does_not_count(tmp_path, name):
+    """As on an object store, which renames each file by itself, after the loss of a machine."""
+    for step in (1, 2):
+        write(step_directory(tmp_path, step), TENSORS, {"value": step})
+    (step_directory(tmp_path, 2) / name).unlink()
+    assert read(latest_checkpoint(tmp_path))[1] == {"value": 1}
+    assert incomplete_checkpoints(tmp_path) == [step_directory(tmp_path, 2)]
+    write(step_directory(tmp_path, 2), TENSORS, {"value": "again"})
+    assert incomplete_checkpoints(tmp_path) == []
+    assert read(latest_checkpoint(tmp_path))[1] == {"value": "again"}
+    # a replaced one counts until all of its replacement is there
+    step_directory(tmp_path, 1).rename(tmp_path / "step_000002.replaced")
+    (step_directory(tmp_path, 2) / name).unlink()
+    assert read(latest_checkpoint(tmp_path))[1] == {"value": 1}
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_removed_later(tmp_path, monkeypatch):
+    """rclone's mounts may give a directory another inode number between two calls."""
+    for step in (1, 2):
+        write(step_directory(tmp_path, step), TENSORS, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(os.path, "samestat", lambda first, second: False)
+        with pytest.raises(OSError, match="Cannot call rmtree on a symbolic link"):
+            shutil.rmtree(step_directory(tmp_path, 1))
+        prune(tmp_path, 1)
+    (left, newest) = sorted(path.name for path in tmp_path.iterdir())
+    assert left.startswith(".step_000001.unfinished-") and newest == "step_000002"
+    write(step_directory(tmp_path, 3), TENSORS, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000003"]
 
 
 def test_damaged_checkpoint_is_refused(tmp_path):

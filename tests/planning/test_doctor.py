@@ -1,5 +1,6 @@
 """``sol-rl doctor`` without a cluster: lines for given facts, then the command on this machine."""
 
+import fcntl
 import json
 import socket
 from dataclasses import replace
@@ -9,7 +10,7 @@ import pytest
 from cli.main import main
 from configs.load import load
 from planning import doctor
-from planning.facts import Facts
+from planning.facts import Facts, examine
 
 PACKAGES = {"sol-rl": "0.1.0", "torch": "2.13.0", "ray": "2.60.0"}
 FACTS = Facts(
@@ -51,6 +52,8 @@ def test_equal_nodes_pass_the_doctor():
         ({"shared": False}, "shared directory", "failed", "/data is a different directory on b"),
         ({"writable": "Permission denied"}, "shared directory", "failed",
          "not writable on b (Permission denied)"),
+        ({"locked": False}, "shared directory", "note",
+         "locks in /data do not reach b: a second driver of a run there is not refused"),
         ({"clock": -7.5}, "clocks", "failed", "at most 7.50 s apart (b): run an NTP client"),
         ({"bandwidth_mb_s": 12.0}, "bandwidth", "note", "12 MB/s to b: publishing is limited"),
         ({"problems": ("model.path: there is not a directory '/m'",)},
@@ -146,3 +149,13 @@ def test_the_token_is_checked(mode, file, token, joined, outcome, message, tmp_p
 def test_a_setting_without_a_configuration_is_refused(capsys):
     assert main(["doctor", "--set", "seed=1"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_node_says_whether_it_sees_the_drivers_lock(tmp_path):
+    mark = tmp_path / ".doctor-1"
+    assert examine(mark=str(mark)).locked  # another directory, which is reported as such
+    with mark.open("w") as file:
+        assert not examine(mark=str(mark)).locked
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert examine(mark=str(mark)).locked
+    assert examine().locked
