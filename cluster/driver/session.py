@@ -113,11 +113,14 @@ class Session:
             ("sinks", self.sinks.close),
             ("closing the live report", self.live_report.close),
             ("the timeline", self._timeline.write),
-        ]
-        if not self.rundir.lost:
             # last: the report shows what all of these have written
-            ends.append(("report.html", partial(build_report, self.rundir.path)))
+            ("report.html", self._write_report),
+        ]
         await run_cleanup(ends, self.rundir.event, self.progress.note)
+
+    def _write_report(self) -> None:
+        if not self.rundir.lost:
+            build_report(self.rundir.path)
 
     def _begin(self, resume: bool) -> Path | None:
         """Record the start; return the checkpoint to continue from, or None for the beginning."""
