@@ -31,7 +31,7 @@ from tests.cluster import hosts
 from tests.cluster.faults import Fault, FaultInjector
 from tests.cluster.outcomes import outcome
 from tests.cluster.processes import finish, kill_tree, meanwhile, start, wait_until
-from tests.cluster.runs import main_here, run_here, tiny_config, write_toml
+from tests.cluster.runs import adapters, main_here, run_here, tiny_config, write_toml
 
 
 def signalled(*names: str) -> None:
@@ -307,11 +307,18 @@ def test_a_second_signal_does_not_wait_for_a_learner_that_hangs(
     assert not list(run.checkpoints.glob("step_*"))
 
 
+@pytest.mark.parametrize(
+    ("iterations", "every"),
+    [(6, 100), (2, 1)],
+    ids=["before an iteration", "before the last checkpoint"],
+)
 def test_a_run_ends_without_a_trace_once_another_driver_has_its_directory(
-    ray_here, tiny_sd3_dir, tmp_path, monkeypatch, capsys
+    ray_here, tiny_sd3_dir, tmp_path, monkeypatch, capsys, iterations, every
 ):
     """As on storage whose locks do not reach the other driver's machine."""
-    config = tiny_config(tiny_sd3_dir, tmp_path, "claimed", iterations=6)
+    config = tiny_config(
+        tiny_sd3_dir, tmp_path, "claimed", iterations=iterations, checkpoint={"every": every}
+    )
     run, recorded = RunDirectory.of(config), Sinks.row
     monkeypatch.setattr(claim, "LOOK_S", -1.0)
 
@@ -327,13 +334,20 @@ def test_a_run_ends_without_a_trace_once_another_driver_has_its_directory(
     events = [event["event"] for event in run.events()]
     assert not {"run_failed", "run_stopped", "run_finished", "end_failed"} & {*events}
     assert not (run.path / "report.html").exists()
-    monkeypatch.setattr(Sinks, "row", recorded)
-    # such storage renames each file by itself: after the loss of a machine one may be missing
+
+
+def test_a_run_returns_to_the_last_checkpoint_that_has_all_its_files(
+    ray_here, tiny_sd3_dir, tmp_path
+):
+    """Object stores rename file by file: after the loss of a machine files may be missing."""
+    config = tiny_config(tiny_sd3_dir, tmp_path, "renamed", iterations=3, checkpoint={"every": 1})
+    run = run_here(config)
+    whole = adapters(run, 3)
     newest = latest_checkpoint(run.checkpoints)
     assert newest is not None
     (newest / "optimizer.safetensors").unlink()
     assert main_here("train", write_toml(config, tmp_path), "--resume") == 0
     lacking = [row["path"] for row in run.events() if row["event"] == "checkpoint_incomplete"]
-    assert lacking == [newest.name]
-    assert run.events()[-1]["event"] == "run_finished"
-    assert [row["iteration"] for row in run.metrics() if row["kind"] == "iteration"] == [*range(6)]
+    assert lacking == [newest.name] == ["step_000003"]
+    assert [row["iteration"] for row in run.metrics() if row["kind"] == "iteration"] == [0, 1, 2]
+    assert adapters(run, 3) == whole

@@ -1,15 +1,18 @@
 """GPUs that join the cluster during a run and stay unused are reported."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cluster.driver import actor_placement
 from cluster.driver.actor_placement import ActorPlacement
-from cluster.driver.scaling import UnusedGpus
+from cluster.driver.scaling import Scaling, UnusedGpus
 from configs.load import load
 from planning.placement import Node
+from records.progress import Progress
+from records.rundir import RunDirectory
 
 FIRST, SECOND, THIRD = "a" * 56, "b" * 56, "c" * 56
 
@@ -97,3 +100,19 @@ def test_whole_gpus_of_nodes_that_joined_after_the_start_are_counted(cluster):
         return counts
 
     assert asyncio.run(run()) == [0, 8, 8, 2, 0]
+
+
+def test_a_run_looks_for_unused_gpus_after_each_iteration(tmp_path):
+    rundir, looks = RunDirectory(tmp_path), list[str]()
+    services: Any = SimpleNamespace(
+        pools=[],
+        rollout_pool=SimpleNamespace(alive=2),
+        refresh_nodes=lambda: looks.append("refreshed"),
+        places=SimpleNamespace(joined_gpus=8),
+    )
+    scaling = Scaling(load("quickstart"), services, rundir, Progress())
+    for _ in range(3):
+        scaling.end_iteration({"busy/learner": 0.5})
+    assert len(looks) == 3
+    (event,) = rundir.events()
+    assert (event["event"], event["gpus"]) == ("gpus_unused", 8)

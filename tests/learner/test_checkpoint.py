@@ -227,6 +227,7 @@ def test_damaged_checkpoint_is_refused(tmp_path):
     (path / "state.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
         read(path)
+    assert latest_checkpoint(tmp_path) == path  # a run does not return to an older one unseen
 
 
 SYSTEM_CALLS = ("mkdir", "rename", "replace", "fsync", "rmdir", "unlink", "open")

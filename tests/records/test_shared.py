@@ -88,6 +88,12 @@ def test_a_run_directory_that_cannot_be_written_is_refused(rundir, monkeypatch):
         require_shared(rundir.path)
 
 
+def test_an_empty_directory_that_an_object_store_does_not_show_is_created(rundir):
+    rundir.checkpoints.rmdir()
+    require_shared(rundir.path)
+    assert rundir.checkpoints.is_dir()
+
+
 @pytest.mark.parametrize("visible", [True, False])
 def test_a_checkpoint_counts_as_saved_when_the_driver_sees_it(rundir, visible):
     path = rundir.checkpoints / "step_000003"
