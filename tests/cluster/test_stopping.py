@@ -319,18 +319,21 @@ def test_a_run_ends_without_a_trace_once_another_driver_has_its_directory(
     config = tiny_config(
         tiny_sd3_dir, tmp_path, "claimed", iterations=iterations, checkpoint={"every": every}
     )
-    run, recorded = RunDirectory.of(config), Sinks.row
+    run, recorded, done = RunDirectory.of(config), Sinks.row, list[int]()
     monkeypatch.setattr(claim, "LOOK_S", -1.0)
 
     def row(self: Sinks, values: Any) -> None:
         recorded(self, values)
-        if values.get("iteration") == 1 and values["kind"] == "iteration":
-            Claim(run.path)
+        if values["kind"] == "iteration":
+            done.append(values["iteration"])
+            if done[-1] == 1:
+                Claim(run.path)
 
     monkeypatch.setattr(Sinks, "row", row)
     assert main_here("train", write_toml(config, tmp_path)) == 2
     assert "has started a run here while this one was active" in capsys.readouterr().err
     assert [row["iteration"] for row in run.metrics() if row["kind"] == "iteration"] == [0, 1]
+    assert done == [0, 1]
     events = [event["event"] for event in run.events()]
     assert not {"run_failed", "run_stopped", "run_finished", "end_failed"} & {*events}
     assert not (run.path / "report.html").exists()
