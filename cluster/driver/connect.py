@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Generator
+from functools import partial
 from typing import Any
 
 import ray
@@ -49,7 +52,8 @@ def join_or_start_ray(config: RunConfig) -> bool:
             "_system_config": {"prestart_worker_first_driver": False},
         }
     try:
-        ray.init(**options)  # pyright: ignore[reportUnknownMemberType]
+        with _own_process_groups():
+            ray.init(**options)  # pyright: ignore[reportUnknownMemberType]
     except Exception as error:  # Ray has no exception class for a failed start
         if isinstance(error, OSError) and error.filename and not joined:
             raise ConfigError(
@@ -64,6 +68,24 @@ def join_or_start_ray(config: RunConfig) -> bool:
         )
         raise RunFailed(f"{failure}: {why}") from error
     return joined
+
+
+@contextlib.contextmanager
+def _own_process_groups() -> Generator[None]:
+    """Start Ray's processes in process groups of their own within the context.
+
+    A signal to the driver's group, as ``timeout`` sends it, would otherwise end Ray at once, and
+    with it the learner, before the driver has a checkpoint. They still end with the driver.
+    """
+    # private: Ray keeps SIGINT from its processes, but has no option for other signals
+    from ray._private import services
+
+    popen: Any = services.ConsolePopen
+    services.ConsolePopen = partial(popen, process_group=0)  # pyright: ignore
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def check_run_root(config: RunConfig, joined: bool) -> None:

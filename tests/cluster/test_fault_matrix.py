@@ -210,6 +210,14 @@ def assert_a_second_one_is_refused(
     assert [(path.stat().st_ino, path.read_bytes()) for path in files] == before
 
 
+def assert_no_signal_to_its_group_ends_ray(driver: int) -> None:
+    """``timeout`` sends SIGTERM to the whole group, while the driver waits for its checkpoint."""
+    children = psutil.Process(driver).children()
+    mine = {each.name() for each in children if os.getpgid(each.pid) == os.getpgid(driver)}
+    assert {"gcs_server", "raylet"} <= {each.name() for each in children}
+    assert not {"gcs_server", "raylet"} & mine
+
+
 def the_whole_tree(process: subprocess.Popen[str]) -> None:
     kill_tree(process)
 
@@ -236,6 +244,7 @@ def test_a_killed_driver_is_resumed_with_the_same_results(
         )
         process.send_signal(signal.SIGSTOP)  # it holds its run, and does not progress
         assert_a_second_one_is_refused(run, file, process.pid, capsys)
+        assert_no_signal_to_its_group_ends_ray(process.pid)
         kill(process)
         with exclusive_lock(
             run.lock_file, "a run", ANOTHER_RUN
