@@ -86,7 +86,12 @@ class LearnerActor:
         require_shared(self._run_directory)
         trainer = self._trainer
         cold = trainer.config.learner_compile_key is not None
-        return replace(identity(trainer.device), trainable=trainer.trainable_parameters, cold=cold)
+        return replace(
+            identity(trainer.device),
+            trainable=trainer.trainable_parameters,
+            left_out=trainer.left_out or None,
+            cold=cold,
+        )
 
     def begin_turn(self) -> Moved:
         """Bring the weights back to the GPU."""

@@ -44,6 +44,7 @@ class ActorInfo:
     runs: tuple[str, ...] = ()  # all precisions in which it could explore
     cold: bool | None = None  # True if its first task takes longer because it compiles
     trainable: int | None = None  # number of trained parameters
+    left_out: int | None = None  # layers of text encoders in the initial LoRA, which it ignores
     device: str | None = None  # CUDA's device name, or "cpu"
     capability: str | None = None  # CUDA's compute capability, such as "9.0"
     torch: str | None = None  # version of torch

@@ -232,9 +232,16 @@ Evaluations used the solver `{settings.solver}`, the pipeline uses that of its s
 
 def _in_comfyui(model: Model, export: Export) -> str:
     if model.path == "shapes" or not FAMILIES[model.family].comfyui:
-        return "Not for ComfyUI, which lacks this model or has other names for its modules."
-    (file,) = export.files
-    return f"""In ComfyUI: put `{file}` into `models/loras`, and load it with the node
+        return "Not for ComfyUI, which lacks this model."
+    files = " and ".join(f"`{file}`" for file in export.files)
+    experts = {
+        FILE: f"`{FILE}` into the high-noise model",
+        SECOND: f"`{SECOND}` into the low-noise model",
+    }
+    loaded = (
+        " and ".join(experts[file] for file in export.files) if SECOND in export.files else "it"
+    )
+    return f"""In ComfyUI: put {files} into `models/loras`, and load {loaded} with the node
 `LoraLoaderModelOnly` at strength 1."""
 
 

@@ -26,7 +26,8 @@ class Lora(Section):
         ),
     )
     init_from: str | None = Field(
-        default=None, description="directory of a diffusers LoRA to start from; None: a new adapter"
+        default=None,
+        description="LoRA to start from, a file or the directory of one; None: a new adapter",
     )
     base: Literal["full", "int8", "nf4"] = Field(
         default="full",

@@ -79,7 +79,7 @@ class Trainer:
         self.transformer = transformer
         self.vae = vae if vae is not None else family.load_vae(home, torch.float32)
         seed = stream_seed(config.seed, "lora")
-        add_adapters(transformer, config.lora, family, self.adapters, seed)
+        self.left_out = add_adapters(transformer, config.lora, family, self.adapters, seed)
         self.offload = self._offloaded() if offload else None
         # after adding the adapters: blocks are recomputed with "current" active
         checkpoint_blocks(transformer, config.optimizer.recomputed)

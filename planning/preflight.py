@@ -16,6 +16,7 @@ from configs.resume import differences
 from configs.schema import RunConfig
 from configs.sections import Model
 from configs.sources import refuse_unreadable
+from configs.training import Lora
 from planning.layouts.resolve import needs_layout
 from policy import frozen
 from policy.decoders import check_decoder
@@ -36,6 +37,8 @@ def check_model(config: RunConfig, explore_steps: Sequence[int] = ()) -> None:
         family = family_for(config.model)
         family.check_weights()
         check_settings_of_model(config, family, explore_steps)
+        if config.lora.init_from is not None:
+            check_initial_lora(config.lora, family)
         check_decoder(config, family)
         if config.lora.base != "full" and (why := frozen.missing()) is not None:
             raise ValueError(f"lora.base = {config.lora.base!r}: {why}")
@@ -80,6 +83,18 @@ def check_settings_of_model(
         quantize_plan(family.skeleton(), family, unconverted)
     if config.lora.base != "full":
         frozen.frozen_rows(family.skeleton(), family, unconverted)
+
+
+def check_initial_lora(lora: Lora, family: Family) -> None:
+    """Raise FileNotFoundError or ValueError if the LoRA to start from does not fit the model."""
+    from policy import meta
+    from policy.initial_lora import start_from
+    from policy.lora import adapter_parameters
+
+    transformer = family.skeleton()
+    meta.adapt(transformer, family, lora)
+    parameters = adapter_parameters(transformer, "current")
+    start_from({key: parameter.detach() for key, parameter in parameters.items()}, lora, family)
 
 
 def check_steps(config: RunConfig, family: Family, explore_steps: Sequence[int] = ()) -> None:

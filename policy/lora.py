@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from configs.section import Tree
 from configs.training import Lora
 from policy.families.base import Family
-from policy.lora_files import start_from
+from policy.initial_lora import start_from
 
 if TYPE_CHECKING:  # peft takes seconds to import, and the driver does not need it
     from peft.tuners.lora import LoraLayer
@@ -34,13 +34,13 @@ def add_adapters(
     family: Family,
     names: Sequence[str] = ADAPTERS,
     seed: int = 0,
-) -> None:
+) -> int:
     """Wrap the target linears with one adapter per name, all with equal weights.
 
     A is drawn from N(0, 1 / rank^2) and B is 0; with ``lora.init_from`` the adapters start as that
-    diffusers LoRA instead. Afterwards the first name is active and trainable. Raises ValueError for
-    a target that matches nothing, and FileNotFoundError or ValueError for an unusable
-    ``init_from``.
+    LoRA instead. Afterwards the first name is active and trainable. Returns the number of text
+    encoders' layers in ``init_from``, which are left out. Raises ValueError for a target that
+    matches nothing, and FileNotFoundError or ValueError for an unusable ``init_from``.
     """
     modules = target_modules(transformer, lora.targets or family.lora_targets)
     inject(transformer, lora, modules, names)
@@ -56,8 +56,7 @@ def add_adapters(
         # as peft's "gaussian" initialization; with B = 0 the policy starts as the base model
         state[f"{module}.lora_A.weight"] = torch.randn(down.shape, generator=generator) / lora.rank
         state[f"{module}.lora_B.weight"] = torch.zeros(up.shape)
-    if lora.init_from is not None:
-        start_from(state, lora)
+    left_out = 0 if lora.init_from is None else start_from(state, lora, family)
     for name in names:
         load_adapter_state(transformer, name, state)
     for _, layer in adapted_modules(transformer):
@@ -65,6 +64,7 @@ def add_adapters(
             layer.lora_A[name].requires_grad_(name == names[0])
             layer.lora_B[name].requires_grad_(name == names[0])
         layer._active_adapter = [names[0]]
+    return left_out
 
 
 def inject(

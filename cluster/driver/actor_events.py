@@ -17,6 +17,7 @@ class ActorEvents:
         self._slow_stores = set[object]()  # nodes whose object store is on a disk
         self._killed = killed_for_memory()  # processes killed so far at the container's limit
         self._told_memory_limit = False
+        self._told_left_out = False
 
     def event(self, name: str, **fields: object) -> None:
         """Record an event of an actor."""
@@ -31,6 +32,12 @@ class ActorEvents:
             self._waiting.discard(fields["kind"])
         elif name == "actor_died":
             self._tell_memory_limit()
+        if (layers := fields.get("left_out")) and not self._told_left_out:
+            self._told_left_out = True
+            self._progress.note(
+                f"lora.init_from also changes {layers} layers of text encoders, which are not used:"
+                " images start out different from those of the whole LoRA"
+            )
         if fields.get("store_on_disk") and fields["node"] not in self._slow_stores:
             self._tell_slow_store(fields["node"], fields["host"], fields["store_on_disk"])
 

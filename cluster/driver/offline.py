@@ -20,6 +20,7 @@ from configs.prompts import Prompt, prompt_file, read_prompts
 from configs.schema import RunConfig
 from learner import checkpoint
 from planning.preflight import check_model, check_prompts, check_scorers
+from policy.families import FAMILIES
 from policy.lora import ADAPTERS
 from policy.lora_files import ENDING, adapter_file, save_diffusers_lora
 from records.errors import InputsLost, RunFailed, StateLost
@@ -46,7 +47,9 @@ def export_run(
             f" {', '.join(sorted(files))}"
         )
     try:
-        return save_diffusers_lora(out, state, config.lora)
+        return save_diffusers_lora(
+            out, state, config.lora, FAMILIES[config.model.family].rename_lora
+        )
     except OSError as error:
         raise ConfigError(
             f"{out}: cannot be written ({error.strerror or error}): give another directory"

@@ -16,6 +16,7 @@ from configs.sources import Pixels
 from policy.families.files import SHAPES_DECODER
 from policy.families.pipeline import Diffusers, Pipeline
 from policy.families.text import PromptEncoder
+from policy.lora_files import in_diffusers
 from policy.types import Conditioning
 
 Scale = float | Tensor
@@ -34,7 +35,8 @@ class Family(Pipeline, ABC):
       AutoencoderTiny does not have.
     * ``video``: True if it generates clips of ``model.frames`` frames.
     * ``edits``: True if every prompt has a source image.
-    * ``comfyui``: True if ComfyUI knows the names that the transformer's modules have in diffusers.
+    * ``rename_lora``: names of modules in an exported LoRA, which the stock pipeline must know.
+    * ``comfyui``: True if ComfyUI knows these names.
     * ``native``: True if it can read weights in the format of the model's original code,
       ``model.native_path``.
     """
@@ -47,6 +49,7 @@ class Family(Pipeline, ABC):
     video: bool = False
     edits: bool = False
     comfyui: bool = False
+    rename_lora = staticmethod(in_diffusers)
     native: bool = False
 
     def __init__(self, model: Model) -> None:

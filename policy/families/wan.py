@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,24 @@ from policy.experts import EXPERTS, experts_of
 from policy.families import joint
 from policy.families.base import Diffusers, Scale, to_float32
 from policy.families.clips import Clips
+from policy.lora_files import in_diffusers
 from policy.types import Conditioning
+
+ORIGINAL = (
+    *((f"attn1.to_{part}", f"self_attn.{part}") for part in "qkv"),
+    *((f"attn2.to_{part}", f"cross_attn.{part}") for part in "qkv"),
+    ("attn1.to_out.0", "self_attn.o"),
+    ("attn2.to_out.0", "cross_attn.o"),
+    ("ffn.net.0.proj", "ffn.0"),
+    ("ffn.net.2", "ffn.2"),
+    ("condition_embedder.time_proj", "time_projection.1"),
+    ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
+    ("condition_embedder.time_embedder.linear_2", "time_embedding.2"),
+    ("condition_embedder.text_embedder.linear_1", "text_embedding.0"),
+    ("condition_embedder.text_embedder.linear_2", "text_embedding.2"),
+    ("proj_out", "head.head"),
+)
+"""Parts of module paths in diffusers, and the same in the original code."""
 
 
 class Wan(Clips, joint.Multistep):
@@ -41,6 +60,7 @@ class Wan(Clips, joint.Multistep):
     trained = joint.SELF_AND_CROSS
     modules_to_not_convert = ("condition_embedder.*", "proj_out")
     fuse = joint.SELF_AND_CROSS_FUSE
+    comfyui = True
     euler_schedule = "scheduler"  # the pipeline passes only the number of steps to its scheduler
 
     def __init__(self, model: Model) -> None:
@@ -51,6 +71,23 @@ class Wan(Clips, joint.Multistep):
                 for part in self.transformers
                 for pattern in type(self).modules_to_not_convert
             )
+
+    @staticmethod
+    def rename_lora(modules: Sequence[str]) -> dict[str, str]:
+        """Return the names of the original code, which diffusers, ComfyUI and others read.
+
+        They are those of diffusers if no module is in a block: its reader of the original names
+        then fails.
+        """
+        if not any(module.startswith("blocks.") for module in modules):
+            return in_diffusers(modules)
+        names = {}
+        for module in modules:
+            name = module
+            for ours, original in ORIGINAL:
+                name = name.replace(ours, original)
+            names[module] = f"diffusion_model.{name}"
+        return names
 
     @property
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -116,7 +116,8 @@ def drawn_by_the_snippet(
     family, lora = family_for(config.model), Lora(rank=2, alpha=4)
     transformer = family.load_transformer("cpu", torch.float32)
     add_adapters(transformer, lora, family, names=("ema",))
-    files = save_diffusers_lora(root / "lora", adapter_state(transformer, "ema"), lora)
+    state = adapter_state(transformer, "ema")
+    files = save_diffusers_lora(root / "lora", state, lora, family.rename_lora)
     export = Export("ema", 20, str(root / "lora"), files)
     text = card(read_run(run), config, export, {}, False)
     assert all(file in text for file in files)
@@ -137,6 +138,12 @@ def test_the_snippet_loads_a_file_for_each_of_two_transformers(run, tmp_path, mo
     config = RunConfig.model_validate(config)
     pipe, frames = drawn_by_the_snippet(run, config, tmp_path, monkeypatch)
     assert len(frames) == 5
+    files = [f"pytorch_lora_weights{number}.safetensors" for number in ("", "_2")]
+    text = card(read_run(run), config, Export("ema", 20, ".", files), {}, False)
+    assert (
+        "load `pytorch_lora_weights.safetensors` into the high-noise model and"
+        " `pytorch_lora_weights_2.safetensors` into the low-noise model with"
+    ) in text
     wrapped = [len(adapted_modules(part)) for part in (pipe.transformer, pipe.transformer_2)]
     assert wrapped == [2 * 8, 2 * 8]
 
@@ -150,8 +157,8 @@ def test_the_card_says_whether_comfyui_can_load_the_file(run, name):
     assert "Not for ComfyUI" in text_of(run, RunConfig.model_validate(config))
     config["model"] = {"family": name, "path": "owner/model", **SETTINGS[name]}
     text = text_of(run, RunConfig.model_validate(config))
-    assert ("at strength 1." in text) == (name in (*COMFYUI, "qwen_image_edit"))
-    assert ("Not for ComfyUI" in text) == (name in ("sana", "sana_video", "wan"))
+    assert ("at strength 1." in text) == (name in (*COMFYUI, "qwen_image_edit", "wan"))
+    assert ("Not for ComfyUI" in text) == (name in ("sana", "sana_video"))
 
 
 @pytest.mark.parametrize("name", NAMES)

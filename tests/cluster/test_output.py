@@ -74,6 +74,19 @@ def test_a_run_says_once_per_node_that_its_object_store_is_on_a_disk(tmp_path):
     ]
 
 
+def test_a_run_says_once_that_layers_of_text_encoders_are_left_out(tmp_path):
+    output = StringIO()
+    session = session_of(tmp_path, output)
+    events = ActorEvents(session.rundir.event, session.progress)
+    for actor, left in enumerate(({}, {"left_out": 72}, {"left_out": 72})):
+        events.event("actor_started", kind="learner", actor=actor, **left)
+    assert " ".join(output.getvalue().split()) == (
+        "lora.init_from also changes 72 layers of text encoders, which are not used: images start"
+        " out different from those of the whole LoRA"
+    )
+    assert [row.get("left_out") for row in session.rundir.events()] == [None, 72, 72]
+
+
 def test_a_run_says_once_that_its_container_has_reached_its_memory_limit(tmp_path, monkeypatch):
     killed = iter([3, 3, 4, 6])  # when the run starts, and at each death
     monkeypatch.setattr(actor_events, "killed_for_memory", lambda: next(killed))

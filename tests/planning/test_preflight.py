@@ -1,6 +1,8 @@
 """Checks of a configuration against its model that need no weights."""
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from cli.main import main
 from configs.load import ConfigError
@@ -99,6 +101,34 @@ def test_a_plan_refuses_a_tiny_decoder_of_other_latents_but_not_a_missing_one(
     changes["explore__decoder_path"] = str(tmp_path / "elsewhere")
     plan = make_plan(tiny_config(tiny_sd3_dir, tmp_path, "missing", **changes))
     assert "tiny autoencoder, fp32" in plan.memory["rollout"]
+
+
+def test_a_lora_to_start_from_is_checked_before_anything_starts(tiny_sd3_dir, tmp_path):
+    """Shapes are compared without loading the model's weights."""
+    lora = tmp_path / "lora.safetensors"
+
+    def config(rank):
+        changes = {"lora__targets": ["attn.to_q"], "lora__rank": rank}
+        return tiny_config(tiny_sd3_dir, tmp_path, "run", lora__init_from=str(lora), **changes)
+
+    with pytest.raises(ConfigError, match="lora.init_from: .* not found"):
+        check_model(config(4))
+    tensors = {}
+    for block in (0, 1):
+        name = f"transformer.transformer_blocks.{block}.attn.to_q"
+        tensors[f"{name}.lora_A.weight"] = torch.ones(4, 32)
+        tensors[f"{name}.lora_B.weight"] = torch.ones(32, 4)
+    save_file(tensors, lora)
+    check_model(config(4))
+    with pytest.raises(ConfigError, match="is 32x32 of rank 4, but 32x32 of rank 3 is expected"):
+        check_model(config(3))
+    name = "transformer.transformer_blocks.0.ff.net.2"
+    tensors[f"{name}.lora_A.weight"] = torch.ones(4, 128)
+    tensors[f"{name}.lora_B.weight"] = torch.ones(32, 4)
+    save_file(tensors, lora)
+    targets = r'\["transformer_blocks.\*.attn.to_q", "transformer_blocks.\*.ff.net.2"\]'
+    with pytest.raises(ConfigError, match=f"not in lora.targets: set lora.targets = {targets}"):
+        check_model(config(4))
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,19 @@
-"""LoRA files: diffusers reads exported files, and a run can start from files that
-diffusers wrote.
-"""
+"""Exported LoRA files: diffusers reads them, and a run can start from them."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from configs.training import Lora
 from policy.families import family_for
-from policy.lora import adapted_modules, adapter_state, add_adapters, use_adapter
-from policy.lora_files import FILE, load_diffusers_lora, save_diffusers_lora
+from policy.lora import adapted_modules, add_adapters, use_adapter
+from policy.lora_files import FILE, save_diffusers_lora
 from policy.merging import merged_weights
 from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample
@@ -82,7 +81,8 @@ def test_exported_lora_of_other_families_generates_the_same_in_diffusers(
     family = family_for(tiny_model(name, directory))
     transformer = family.load_transformer("cpu", torch.float32)
     add_adapters(transformer, LORA, family, seed=1)
-    save_diffusers_lora(tmp_path / "lora", randomise(transformer, "ema", 5), LORA)
+    state = randomise(transformer, "ema", 5)
+    save_diffusers_lora(tmp_path / "lora", state, LORA, family.rename_lora)
     rows = encode(family, ["a red circle"]).repeat(3)
     with use_adapter(transformer, "ema"):
         ours = sample(family, transformer, rows, SEEDS, 3, SOLVER[name])
@@ -104,7 +104,8 @@ def test_other_families_start_from_their_own_export(name, request, randomise, tm
     targets = (*family.lora_targets, "ff.conv_point") if name == "sana" else ()
     lora = Lora(rank=4, alpha=8, targets=targets)
     add_adapters(transformer, lora, family, seed=1)
-    save_diffusers_lora(tmp_path, randomise(transformer, "current", 6), lora)
+    state = randomise(transformer, "current", 6)
+    save_diffusers_lora(tmp_path, state, lora, family.rename_lora)
     add_adapters(
         fresh, Lora(rank=6, alpha=3, targets=targets, init_from=str(tmp_path)), family, seed=9
     )
@@ -116,79 +117,46 @@ def test_other_families_start_from_their_own_export(name, request, randomise, tm
         assert not torch.equal(weight, dict(merged_weights(fresh, None))[module])
 
 
-@pytest.mark.parametrize(("rank", "alpha"), [(4, 8), (6, 3), (4, 32)])
-def test_run_starts_from_an_existing_lora(
-    family, adapted, transformer, randomise, tmp_path, rank, alpha
-):
-    """The product s B A is the same in every module, at the same or a larger rank and for any
-    alpha.
-    """
-    state = randomise(adapted, "current", 6)
-    save_diffusers_lora(tmp_path, state, LORA)
-    expected = dict(merged_weights(adapted, "current"))
-    fresh = family.load_transformer("cpu", torch.float32)
-    add_adapters(fresh, Lora(rank=rank, alpha=alpha, init_from=str(tmp_path)), family, seed=9)
-    for name in ("current", "old", "ema"):
-        for module, weight in merged_weights(fresh, name):
-            torch.testing.assert_close(weight, expected[module], rtol=1e-5, atol=1e-6)
-    downs = adapter_state(fresh, "current")["transformer_blocks.0.attn.to_q.lora_A.weight"]
-    assert (downs.abs().sum(1) > 0).all()  # added rows can learn
+LINEARS = {
+    "blocks.1.attn1.to_q": "blocks.1.self_attn.q",
+    "blocks.0.attn1.to_k": "blocks.0.self_attn.k",
+    "blocks.0.attn1.to_v": "blocks.0.self_attn.v",
+    "blocks.0.attn1.to_out.0": "blocks.0.self_attn.o",
+    "blocks.0.attn2.to_q": "blocks.0.cross_attn.q",
+    "blocks.0.attn2.to_k": "blocks.0.cross_attn.k",
+    "blocks.0.attn2.to_v": "blocks.0.cross_attn.v",
+    "blocks.0.attn2.to_out.0": "blocks.0.cross_attn.o",
+    "blocks.0.ffn.net.0.proj": "blocks.0.ffn.0",
+    "blocks.0.ffn.net.2": "blocks.0.ffn.2",
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "proj_out": "head.head",
+}
 
 
-def test_unusable_initial_lora_is_refused(family, adapted, tmp_path, randomise):
-    save_diffusers_lora(tmp_path, randomise(adapted, "current", 6), LORA)
-    cases = [
-        (
-            Lora(rank=4, init_from=str(tmp_path / "none")),
-            FileNotFoundError,
-            "lora.init_from: pytorch_lora_weights.* not found in",
-        ),
-        (
-            Lora(rank=2, init_from=str(tmp_path)),
-            ValueError,
-            "is 32x32 of rank 4, but 32x32 of rank 2 is expected: raise lora.rank",
-        ),
-        (
-            Lora(rank=4, targets=("attn.to_q",), init_from=str(tmp_path)),
-            ValueError,
-            "which is not in lora.targets",
-        ),
-        (
-            Lora(rank=4, targets=("attn.query",)),
-            ValueError,
-            "lora.targets: no linear layer of the transformer has a name that ends in 'attn.query'",
-        ),
-        (
-            Lora(rank=4, targets=("attn.to_q", "to_w")),
-            ValueError,
-            "ends in 'to_w'; existing names are such as 'transformer_blocks",
-        ),
-    ]
-    for lora, error, message in cases:
-        with pytest.raises(error, match=message):
-            add_adapters(family.load_transformer("cpu", torch.float32), lora, family)
-    (tmp_path / FILE).write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00not json")
-    with pytest.raises(ValueError, match="is not a readable safetensors file"):
-        add_adapters(
-            family.load_transformer("cpu", torch.float32),
-            Lora(rank=4, init_from=str(tmp_path)),
-            family,
-        )
+def test_wan_is_exported_with_the_names_of_its_original_code(tiny_wan_dir):
+    """ComfyUI knows no others. diffusers knows how to read them, for every linear."""
+    family = family_for(tiny_model("wan", tiny_wan_dir))
+    linears = {
+        name
+        for name, module in family.skeleton().named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    assert {re.sub(r"blocks.\d", "blocks.0", name) for name in linears} == {
+        re.sub(r"blocks.\d", "blocks.0", name) for name in LINEARS
+    }
+    names = family.rename_lora(list(LINEARS))
+    assert names == {ours: f"diffusion_model.{original}" for ours, original in LINEARS.items()}
+    tensors = {}
+    for name in names.values():
+        tensors |= {f"{name}.lora_{part}.weight": torch.ones(1, 1) for part in "AB"}
+    read = family.stock.lora_state_dict(tensors)
+    assert {key.split(".lora_")[0] for key in read} == {f"transformer.{key}" for key in LINEARS}
 
 
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ("[]", "is not a JSON object"),
-        ("1" * 5000, "not a readable safetensors file"),
-        ("[" * 100_000, "not a readable safetensors file"),
-        ('{"transformer.lora_alpha": "8"}', "lora_alpha is '8', not a number above 0"),
-        ('{"transformer.lora_alpha": 0}', "lora_alpha is '0', not a number above 0"),
-        ('{"transformer.lora_alpha": Infinity}', "lora_alpha is 'inf', not a number above 0"),
-    ],
-)
-def test_invalid_alpha_in_a_lora_file_is_refused(tmp_path, metadata, message):
-    weights = {"transformer.a.lora_A.weight": torch.zeros(2, 3)}
-    save_file(weights, tmp_path / FILE, metadata={"lora_adapter_metadata": metadata})
-    with pytest.raises(ValueError, match=message):
-        load_diffusers_lora(tmp_path)
+def test_wan_without_a_block_is_exported_with_the_names_of_diffusers(tiny_wan_dir):
+    family = family_for(tiny_model("wan", tiny_wan_dir))
+    assert family.rename_lora(["proj_out"]) == {"proj_out": "transformer.proj_out"}

@@ -19,8 +19,9 @@ from planning.plan import make_plan
 from planning.preflight import check_model, layers_on_disk
 from policy.experts import Experts, experts_of
 from policy.families import family_for
+from policy.initial_lora import read_lora
 from policy.lora import adapted_modules, adapter_state, add_adapters, target_modules, use_adapter
-from policy.lora_files import FILES, load_diffusers_lora, save_diffusers_lora
+from policy.lora_files import FILES, save_diffusers_lora
 from policy.merging import merged_weights
 from policy.meta import meta_denoiser
 from policy.pass_cost import denoiser_cost, held_bytes
@@ -225,7 +226,8 @@ def exported(tiny, randomise, tmp_path) -> tuple[nn.Module, Path]:
     # safetensors may read a checkpoint in any order
     state = dict(reversed(randomise(transformer, "ema", 5).items()))
     assert next(iter(state)).startswith("transformer_2.")
-    assert save_diffusers_lora(tmp_path / "lora", state, LORA) == [HIGH, LOW]
+    rename = tiny.family.rename_lora
+    assert save_diffusers_lora(tmp_path / "lora", state, LORA, rename) == [HIGH, LOW]
     return transformer, tmp_path / "lora"
 
 
@@ -261,10 +263,8 @@ def test_lora_of_one_transformer_is_saved_and_loaded(tiny, randomise, tmp_path):
     transformer = tiny.family.load_transformer("cpu", torch.float32)
     add_adapters(transformer, low, tiny.family)
     assert save_diffusers_lora(tmp_path, randomise(transformer, "current", 3), low) == [LOW]
-    state, alpha = load_diffusers_lora(tmp_path, LOW)
-    assert alpha == 2 and set(state) == {
-        f"blocks.{i}.attn1.to_q.lora_{side}.weight" for i in (0, 1) for side in "AB"
-    }
+    products = read_lora(tmp_path, tiny.family, LOW).products
+    assert set(products) == {f"blocks.{i}.attn1.to_q" for i in (0, 1)}
     fresh = tiny.family.load_transformer("cpu", torch.float32)
     add_adapters(fresh, low.model_copy(update={"init_from": str(tmp_path / LOW)}), tiny.family)
     assert adapter_state(fresh, "current").keys() == adapter_state(transformer, "current").keys()

@@ -13,7 +13,7 @@ from configs.load import ConfigError, load
 from configs.prompts import read_prompts
 from records.rundir import RunDirectory
 from tools.fuzz.damage import Change, changes
-from tools.fuzz.inputs import json_values, of_files, safetensors, spoiled
+from tools.fuzz.inputs import json_values, lora_tensors, of_files, safetensors, spoiled
 from tools.fuzz.invariants import InvariantViolation, allowed_errors
 from tools.fuzz.target import Target, copied, example_run
 
@@ -33,11 +33,28 @@ def prompt_file(folder: Path, example: tuple[str, bytes]) -> None:
 
 def lora_file(folder: Path, data: bytes) -> None:
     """Load a LoRA to start training from."""
-    from policy.lora_files import FILE, load_diffusers_lora
+    from policy.families import family_for
+    from policy.initial_lora import read_lora
+    from policy.lora_files import FILE
 
     (folder / FILE).write_bytes(data)
     with allowed_errors(ValueError, FileNotFoundError):
-        load_diffusers_lora(str(folder))
+        read_lora(str(folder), family_for(load("quickstart").model))
+
+
+def lora_names(folder: Path, example: tuple[str, dict[str, list[int]]]) -> None:
+    """Load a LoRA of another program for one of the families."""
+    import torch
+    from safetensors.torch import save_file
+
+    from policy.families import FAMILIES
+    from policy.initial_lora import read_lora
+
+    family, shapes = example
+    save_file({key: torch.ones(shape) for key, shape in shapes.items()}, folder / "lora")
+    with allowed_errors(ValueError):
+        # without a model: the reader needs only the class of the pipeline
+        read_lora(folder / "lora", object.__new__(FAMILIES[family]))
 
 
 def checkpoint_file(folder: Path, change: Change) -> None:
@@ -86,6 +103,7 @@ def pipeline_file(folder: Path, example: tuple[str, bytes]) -> None:
 
 def targets() -> dict[str, Target]:
     """Return the targets for the input files of a run."""
+    from policy.families import FAMILIES
     from policy.families.files import SHAPES_DIRECTORY as MODEL
 
     (step,) = example_run().glob("checkpoints/step_*")
@@ -104,6 +122,9 @@ def targets() -> dict[str, Target]:
             prompt_file,
         ),
         "lora": Target(safetensors, lora_file),
+        "lora-names": Target(
+            st.tuples(st.sampled_from(sorted(FAMILIES)), lora_tensors), lora_names
+        ),
         "checkpoint": Target(changes(step), checkpoint_file, cost=2),
         "pipeline": Target(of_files(pipeline, MODEL), pipeline_file, cost=20),
     }

@@ -105,6 +105,38 @@ safetensors = st.one_of(
     st.binary(max_size=64),
 )
 
+lora_tensors = st.dictionaries(
+    st.builds(
+        "".join,
+        st.tuples(
+            st.sampled_from(
+                [
+                    *("transformer.", "diffusion_model.", "lora_unet_", "lora_transformer_", ""),
+                    *("base_model.model.", "text_encoder.", "lora_te1_", "lycoris_"),
+                ]
+            ),
+            st.sampled_from(
+                [
+                    *("transformer_blocks.0.attn.to_q", "blocks.0.self_attn.q", "single_blocks.0"),
+                    *("double_blocks_0_img_attn_qkv", "blocks_0_cross_attn_o", "head.head", "a"),
+                    *("double_blocks.0.processor.qkv_lora1", "layers.0.attention.qkv"),
+                    *("single_blocks_0_linear1", "time_projection.1", "noise_refiner.0", "norm"),
+                ]
+            ),
+            st.sampled_from(
+                [
+                    *(".lora_A.weight", ".lora_B.weight", ".lora_down.weight", ".lora_up.weight"),
+                    *(".down.weight", ".up.weight", ".alpha", ".diff", ".diff_b", ".dora_scale"),
+                    *(".lora_A.default.weight", ".lora_B.bias", ".lokr_w1", ".scale", ""),
+                ]
+            ),
+        ),
+    ),
+    st.lists(st.integers(0, 4), max_size=3),
+    max_size=6,
+)
+"""Strategy for shapes by name, with the names that programs give the matrices of a LoRA."""
+
 
 def of_files(paths: list[Path], under: Path) -> st.SearchStrategy[tuple[str, bytes]]:
     """Strategy for (name, bytes) of one of the files, damaged or replaced."""
