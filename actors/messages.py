@@ -122,6 +122,8 @@ class Scores:
 
     values: dict[str, Floats]  # label -> [B]
     failures: tuple[str, ...] = ()  # one line per scorer that failed
+    # label -> that line, of scorers whose server cannot be reached
+    unreachable: dict[str, str] = field(default_factory=dict[str, str])
     parts: dict[str, Floats] = field(default_factory=dict[str, Floats])  # "label/part" -> [B]
     # label -> number of images or frames that its scorer scored, and the seconds it took
     work: dict[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])

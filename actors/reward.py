@@ -55,7 +55,7 @@ class RewardActor:
         """
         scorer = self._cache if cached else self._scorer
         result = scorer.attempt(images, prompts, metadata, labels)
-        return Scores(result.scores, result.failures, result.parts, result.work)
+        return Scores(result.scores, result.failures, result.unreachable, result.parts, result.work)
 
     def compare(
         self, prompt: str, metadata: Metadata, labels: tuple[str, ...], *images: Images
@@ -64,7 +64,7 @@ class RewardActor:
         whole = np.concatenate(images)
         count = len(whole)
         result = self._scorer.attempt(whole, [prompt] * count, [metadata] * count, labels)
-        return Scores(result.scores, result.failures, result.parts, result.work)
+        return Scores(result.scores, result.failures, result.unreachable, result.parts, result.work)
 
     def recheck(
         self,
@@ -80,7 +80,7 @@ class RewardActor:
         reverse = slice(None, None, -1)
         result = self._scorer.attempt(images[reverse], prompts[reverse], metadata[reverse], labels)
         scores = {label: values[reverse] for label, values in result.scores.items()}
-        return Scores(scores, result.failures, {}, result.work)
+        return Scores(scores, result.failures, result.unreachable, {}, result.work)
 
 
 def import_scorers(run: RunConfig, labels: Iterable[str]) -> None:

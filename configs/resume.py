@@ -36,6 +36,7 @@ OPERATIONAL = (
     "prompts.allow_overlap",
     "prompts.encode_once",
     "rewards.deterministic",
+    "rewards.outage_s",
 )
 ELASTIC = ("services.learner.replicas", "services.learner.share")
 """Fields that may differ as well if ``services.learner.elastic`` is set."""

@@ -77,6 +77,14 @@ class Rewards(Section):
             "attempts per batch, on another actor if possible, before its samples are dropped"
         ),
     )
+    outage_s: float = Field(
+        default=600.0,
+        ge=0,
+        description=(
+            "longest wait for the server of a required scorer that cannot be reached, after which"
+            " the run fails, seconds; 0: no wait"
+        ),
+    )
     max_failed_share: float = Field(
         default=0.05,
         ge=0,

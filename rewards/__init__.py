@@ -17,6 +17,7 @@ from configs.rewards import Scorer as ScorerConfig
 from records.errors import error_summary
 from rewards.base import BuiltIn, Effort, Scorer, ScorerSetupError, Settings
 from rewards.base import ScorerError as ScorerError  # re-exported
+from rewards.base import ScorerUnreachable as ScorerUnreachable
 
 SCORERS: dict[str, str] = {
     "imagereward": "rewards.imagereward:ImageReward",

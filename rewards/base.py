@@ -19,6 +19,13 @@ class ScorerError(RuntimeError):
     """A scorer raised, or returned something that is no reward; the message names it."""
 
 
+class ScorerUnreachable(ScorerError):
+    """The server that a scorer asks cannot be reached now.
+
+    A run waits for it, up to ``rewards.outage_s``, instead of counting failed images.
+    """
+
+
 class ScorerSetupError(ValueError):
     """A scorer cannot be created: unknown, not importable, or wrong settings."""
 

@@ -75,6 +75,7 @@ class ScoreCache:
             if rows:
                 unknown.setdefault(rows, []).append(label)
         failures: list[str] = []
+        unreachable: dict[str, str] = {}
         work: dict[str, tuple[int, float]] = {}
         # scorers with the same rows get one batch, so that they share preprocessing
         for rows, same in unknown.items():
@@ -82,6 +83,7 @@ class ScoreCache:
                 images[list(rows)], [prompts[i] for i in rows], [metadata[i] for i in rows], same
             )
             failures += scored.failures
+            unreachable |= scored.unreachable
             work |= scored.work
             fresh = {
                 keys[label][row]: _entry(scored, label, place)
@@ -91,7 +93,7 @@ class ScoreCache:
             entries |= fresh
             self._known.add({key: entry for key, entry in fresh.items() if np.isfinite(entry[0])})
         found = {label: [entries[key] for key in mine] for label, mine in keys.items()}
-        return Attempt(*_columns(found), tuple(failures), work)
+        return Attempt(*_columns(found), tuple(failures), unreachable, work)
 
 
 def _columns(

@@ -13,7 +13,7 @@ import numpy as np
 from configs.rewards import Rewards
 from records.errors import error_summary
 from rewards import build
-from rewards.base import Metadata, Scorer, ScorerError, check, require_images
+from rewards.base import Metadata, Scorer, ScorerError, ScorerUnreachable, check, require_images
 from rewards.clips import ScorerInput, as_clips, as_images
 
 
@@ -167,6 +167,7 @@ class Attempt:
     scores: dict[str, np.ndarray]  # label -> float32 [B], NaN where there is none
     parts: dict[str, np.ndarray]  # "label/part" -> float32 [B]
     failures: tuple[str, ...]  # one line per scorer that failed
+    unreachable: dict[str, str]  # label -> the line of a scorer whose server cannot be reached
     # label -> images, or frames, that it scored, and its seconds
     work: dict[str, tuple[int, float]] = field(default_factory=dict)
 
@@ -223,6 +224,7 @@ class WeightedScorer:
         scores: dict[str, np.ndarray] = {}
         parts: dict[str, np.ndarray] = {}
         failures: list[str] = []
+        unreachable: dict[str, str] = {}
         work: dict[str, tuple[int, float]] = {}
         for label, scorer in self.scorers.items():
             if labels is not None and label not in labels:
@@ -236,6 +238,8 @@ class WeightedScorer:
                 if type(error).__name__ == "OutOfMemoryError":  # torch's; a retry would fail too
                     raise
                 failures.append(f"scorer {label!r} raised {error_summary(error)}{_place_of(error)}")
+                if isinstance(error, ScorerUnreachable):
+                    unreachable[label] = failures[-1]
                 scores[label] = np.full(len(images), np.nan, np.float32)
                 continue
             work[label] = len(requested.images), time.perf_counter() - start
@@ -247,7 +251,7 @@ class WeightedScorer:
             parts |= {f"{label}/{name}": requested.reduce(part) for name, part in own.items()}
             if problem:
                 failures.append(f"scorer {label!r} {problem}")
-        return Attempt(scores, parts, tuple(failures), work)
+        return Attempt(scores, parts, tuple(failures), unreachable, work)
 
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]

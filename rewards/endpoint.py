@@ -14,7 +14,14 @@ import numpy as np
 
 from configs.section import Tree
 from records.images import png_bytes
-from rewards.base import BuiltIn, ScorerError, ScorerSetupError, Settings, require_count
+from rewards.base import (
+    BuiltIn,
+    ScorerError,
+    ScorerSetupError,
+    ScorerUnreachable,
+    Settings,
+    require_count,
+)
 from rewards.server import post, require_seconds, require_url
 
 MAX_ANSWER_BYTES = 2**20
@@ -35,6 +42,10 @@ class NoVerdict(ValueError):
     """An answer holds no rating or ranking; the message quotes it."""
 
 
+class NoAnswer(NoVerdict):
+    """The endpoint cannot be reached now."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """First choice of a chat completion, and the tokens that were paid for."""
@@ -49,7 +60,9 @@ class Judge(BuiltIn):
     """Base class of scorers that query an endpoint at ``url``, such as ``http://host:8000/v1``.
 
     An actor has at most ``in_flight`` requests in progress. A failure that may be temporary is
-    retried ``retries`` times, with exponential backoff or after the delay in Retry-After. The
+    retried ``retries`` times, with exponential backoff or after the delay in Retry-After. An answer
+    has at most ``max_tokens`` tokens: without a limit a model that does not end would write until
+    its context is full, within any JSON schema, and again in each retry. The
     newest ``cache`` verdicts are cached. ``key_env`` names the environment variable that holds the
     API key. Prices are per million tokens. Images and key are sent to ``url`` only, and leave this
     machine over plain http only with ``plain_http``, as in ``HttpScorer``.
@@ -61,6 +74,7 @@ class Judge(BuiltIn):
     in_flight: int = 8
     timeout_s: float = 60.0
     retries: int = 4
+    max_tokens: int = 512
     cache: int = 100_000
     key_env: str | None = None
     price_in: float = 0.0
@@ -82,7 +96,7 @@ class Judge(BuiltIn):
         """Raise ScorerSetupError if settings of the requests are invalid."""
         require_url(settings["url"], settings["plain_http"])
         require_seconds("timeout_s", settings["timeout_s"])
-        for name, least in (("in_flight", 1), ("retries", 0), ("cache", 0)):
+        for name, least in (("in_flight", 1), ("retries", 0), ("cache", 0), ("max_tokens", 1)):
             require_count(name, settings[name], least)
         if "{prompt}" not in settings["rubric"]:
             raise ScorerSetupError("rubric has no {prompt}: the judge would not see the prompt")
@@ -107,6 +121,7 @@ class Judge(BuiltIn):
             "messages": [{"role": "user", "content": list(content)}],
             "temperature": self.temperature,
             "seed": seed,
+            "max_tokens": self.max_tokens,
             **form,
         }
         url = f"{self.url.rstrip('/')}/chat/completions"
@@ -169,6 +184,10 @@ def json_field(choice: Any, field: str) -> Any:
     try:
         return json.loads(choice["message"]["content"])[field]
     except (ValueError, KeyError, TypeError, RecursionError):
+        if isinstance(choice, dict) and choice.get("finish_reason") == "length":
+            raise NoVerdict(
+                f"the judge's answer was cut off: raise max_tokens: {_short(choice)!r}"
+            ) from None
         raise NoVerdict(
             f"the judge's answer is not the expected JSON: {_short(choice)!r}"
         ) from None
@@ -213,8 +232,17 @@ def result_or_no_verdict(ask: Callable[[], T]) -> T | NoVerdict:
         return ask()
     except NoVerdict as error:
         return error
+    except ScorerUnreachable as error:
+        return NoAnswer(str(error))
     except ScorerError as error:
         return NoVerdict(str(error))
+
+
+def require_reached(results: Sequence[object]) -> None:
+    """Raise ScorerUnreachable if every one of the requests found no endpoint."""
+    lost = [result for result in results if isinstance(result, NoAnswer)]
+    if lost and len(lost) == len(results):
+        raise ScorerUnreachable(str(lost[0]))
 
 
 def _short(choice: Any) -> str:

@@ -24,6 +24,7 @@ from rewards.base import (
     Metadata,
     ScorerError,
     ScorerSetupError,
+    ScorerUnreachable,
     Settings,
     require_count,
     require_images,
@@ -37,6 +38,7 @@ RETRIED_STATUSES = (
     425,
     429,
 )  # retried like 5xx: request timeout, too early, too many requests
+UNREACHABLE_STATUSES = (429, 502, 503, 504)  # there may be a server later: it is waited for
 FIRST_BACKOFF_S = 0.5  # before the first retry; doubles with every further one
 ANSWER_BYTES = 65536, 64
 """Most bytes of an answer: a constant, and a number per image, whose score takes a few dozen."""
@@ -119,11 +121,12 @@ def post(
     Failures that may be temporary are retried with exponential backoff, or after the seconds in
     Retry-After, up to ``timeout_s``, if they are longer; but no later than ``(retries + 1) *
     timeout_s`` after the first attempt. No redirect is followed, and plain http uses no proxy.
-    Raises ScorerError if no attempt succeeds.
+    Raises ScorerError if no attempt succeeds, and its subclass ScorerUnreachable if the last one
+    found no server that takes requests now.
     """
     request = urllib.request.Request(url, body, dict(headers))
     end = time.monotonic() + (retries + 1) * timeout_s
-    problem, tries, pause = "", 0, 0.0
+    problem, tries, pause, reached = "", 0, 0.0, True
     while tries <= retries:
         if tries:
             pause = max(pause, FIRST_BACKOFF_S * 2 ** (tries - 1))
@@ -137,6 +140,7 @@ def post(
             problem = f"answered {error.code} {error.reason}"[:200]
             if error.code in range(300, 400):
                 problem += " (redirects are not followed: give the final URL)"
+            reached = error.code not in UNREACHABLE_STATUSES
             if error.code < 500 and error.code not in RETRIED_STATUSES:
                 break
             wait = error.headers.get("Retry-After", "")
@@ -144,7 +148,10 @@ def post(
         # URLError and timeouts are OSErrors
         except (OSError, http.client.HTTPException) as error:
             problem = f"did not answer ({getattr(error, 'reason', None) or error})"
-    raise ScorerError(f"{url} {' '.join(problem.split())}, tries: {tries}")
+            # URLError: it was not sent. After that, the request itself may be the cause
+            reached = not isinstance(error, urllib.error.URLError)
+    kind = ScorerError if reached else ScorerUnreachable
+    raise kind(f"{url} {' '.join(problem.split())}, tries: {tries}")
 
 
 def _read(request: urllib.request.Request, timeout_s: float, most: int) -> bytes:

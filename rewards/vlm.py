@@ -37,6 +37,7 @@ from rewards.endpoint import (
     json_field,
     json_object,
     one_token,
+    require_reached,
     result_or_no_verdict,
     source_parts,
     text_of,
@@ -44,8 +45,6 @@ from rewards.endpoint import (
 )
 
 READ = ("logprobs", "json", "text")
-TEXT_TOKENS = 512
-"""Most tokens of an answer in a text."""
 RUBRIC = (
     "You judge images that were made from a prompt. Look at what the prompt asks for: objects,"
     " their number, colours, places and style; then at how well the image is made. Rate the image"
@@ -127,7 +126,8 @@ class VlmScorer(Judge):
     ) -> np.ndarray:
         """Score uint8 [B, 3, H, W] as float32 [B] in [0, 1], NaN for an image without a rating.
 
-        Raises ScorerError if no image has a rating.
+        Raises ScorerError if no image has a rating, as ScorerUnreachable if no request found the
+        endpoint.
         """
         require_images(images, prompts, metadata)
         keys = [content_key(*row) for row in zip(images, prompts, metadata, strict=True)]
@@ -149,7 +149,10 @@ class VlmScorer(Judge):
         metadata: Sequence[Metadata],
         fresh: dict[bytes, int],
     ) -> tuple[dict[bytes, Rating], str]:
-        """Return (ratings of the rows of ``fresh`` by content key, the first problem or "")."""
+        """Return (ratings of the rows of ``fresh`` by content key, the first problem or "").
+
+        Raises ScorerUnreachable if no request found the endpoint.
+        """
         with ThreadPoolExecutor(self.in_flight) as pool:
             pending = {
                 key: [
@@ -163,11 +166,13 @@ class VlmScorer(Judge):
                 ]
                 for key, row in fresh.items()
             }
+        answers = {key: [vote.result() for vote in votes] for key, votes in pending.items()}
+        require_reached([answer for votes in answers.values() for answer in votes])
         rated: dict[bytes, Rating] = {}
         problem = ""
-        for key, votes in pending.items():
+        for key, votes in answers.items():
             try:
-                rated[key] = _mean([vote.result() for vote in votes])
+                rated[key] = _mean(votes)
             except NoVerdict as error:
                 problem = problem or str(error)
         return rated, problem
@@ -184,7 +189,7 @@ class VlmScorer(Judge):
         form = {
             "logprobs": one_token(),
             "json": json_object("rating", "score", number),
-            "text": {"max_tokens": TEXT_TOKENS},
+            "text": {},
         }[self.read]
         content = [*source_parts(source), image_part(image), text_part(text)]
         answer = self.ask(content, vote, form)

@@ -36,6 +36,7 @@ from rewards.endpoint import (
     json_field,
     json_object,
     one_token,
+    require_reached,
     result_or_no_verdict,
     source_parts,
     text_part,
@@ -140,7 +141,11 @@ class VlmRankScorer(Judge):
         keys: Sequence[bytes],
         lists: Sequence[np.ndarray],
     ) -> list[tuple[np.ndarray, Verdict]]:
-        """Return the lists that have a verdict, with it. Raises ScorerError if no list has one."""
+        """Return the lists that have a verdict, with it.
+
+        Raises ScorerError if no list has one, as ScorerUnreachable if no request found the
+        endpoint.
+        """
         by_name = {b"".join(keys[row] for row in rows): rows for rows in lists}
         cached = {
             name: verdict for name in by_name if (verdict := self._cache.get(name)) is not None
@@ -154,6 +159,7 @@ class VlmRankScorer(Judge):
                 if name not in cached
             }
         answers = {name: answer.result() for name, answer in pending.items()}
+        require_reached(list(answers.values()))
         new = {name: verdict for name, verdict in answers.items() if isinstance(verdict, Verdict)}
         if not (cached or new):
             problem = next(iter(answers.values()))

@@ -13,7 +13,7 @@ from analysis.report.timeline import Chart, Drawing, Lane, Mark, drawing, in_run
 from records.formatting import duration
 
 TONES = {
-    "good": ("actor_started", "actor_replaced", "actor_added", "run_finished"),
+    "good": ("actor_started", "actor_replaced", "actor_added", "run_finished", "scorer_reached"),
     "bad": ("actor_died", "actor_benched", "node_lost", "run_failed", "identity_failed"),
     "warn": (
         *("chunk_reissued", "run_resumed", "run_stopped", "stopped_early", "scaling_refused"),
@@ -21,7 +21,7 @@ TONES = {
         *("images_missed", "actor_waits", "audit_low", "backend_moved", "backend_kept"),
         *("scorer_constant", "output_closed", "board_failed", "end_failed", "timeline_ended"),
         *("activations_saturated", "storage_retried", "object_store_on_disk"),
-        *("memory_limit_reached", "gpus_unused", "checkpoint_incomplete"),
+        *("memory_limit_reached", "gpus_unused", "checkpoint_incomplete", "scorer_unreachable"),
     ),
 }
 """Events by tone; all others have the tone "plain"."""

@@ -32,6 +32,12 @@ class ActorEvents:
             self._waiting.discard(fields["kind"])
         elif name == "actor_died":
             self._tell_memory_limit()
+        elif name == "scorer_unreachable":
+            self._progress.note(f"{fields['why']}: waiting up to {fields['limit_s']:g} s for it")
+        elif name == "scorer_reached":
+            self._progress.note(
+                f"scorer {fields['scorer']!r} answers again after {fields['seconds']} s"
+            )
         if (layers := fields.get("left_out")) and not self._told_left_out:
             self._told_left_out = True
             self._progress.note(

@@ -60,7 +60,7 @@ class ScoreTally:
     def answered(self, answers: Sequence[Scores]) -> None:
         """Record the answers of actors: scores and their parts, failures, and time spent."""
         for answer in answers:
-            self._last_failure = fault(answer) or self._last_failure
+            self._last_failure = fault(answer.failures) or self._last_failure
             for label, scores in (answer.values | answer.parts).items():
                 self._answers.setdefault(label, []).append(scores)
             for label, (count, seconds) in answer.work.items():
@@ -144,6 +144,6 @@ class ConstantScores:
             )
 
 
-def fault(answer: Scores) -> str | None:
-    """Return the failures in an answer, for which it is retried, or None."""
-    return "; ".join(answer.failures) or None
+def fault(failures: Sequence[str]) -> str | None:
+    """Return the failures of an answer as one line, or None."""
+    return "; ".join(failures) or None

@@ -14,6 +14,7 @@ from actors.calls import Task
 from actors.clients import RewardClient
 from actors.messages import Floats, Images, Metadata, Scores
 from cluster.driver.score_tally import ScoreTally, fault
+from cluster.driver.scorer_outages import ScorerOutages
 from cluster.runtime.pool import ActorPool
 from configs.prompts import Prompt
 from configs.rewards import Rewards
@@ -48,11 +49,13 @@ class RewardService:
     """The pools that score: one for the scorers that share actors, one for each of the others.
 
     ``groups``: by kind, a pool and the labels of the scorers that its actors hold. ``model``: the
-    model whose images are scored; None if no prompt has a source image.
+    model whose images are scored; None if no prompt has a source image. ``outages``: waits for
+    scorers whose server cannot be reached; None: their images count as failed.
     """
 
     groups: Mapping[str, tuple[ActorPool, Labels]]
     model: Model | None = None
+    outages: ScorerOutages | None = None
 
     def scorer_inputs(self, prompts: Sequence[Prompt]) -> tuple[list[str], list[Metadata]]:
         """Return (texts, metadata) of prompts for scorers; source images are read once each."""
@@ -127,6 +130,8 @@ class Scoring:
             scorer.label for scorer in scorers if scorer.per == "prompt" and not evaluation
         )
         requested = {*self._labels, *self._comparing}
+        optional = {scorer.label for scorer in scorers if not scorer.required}
+        self._awaited = requested - optional if service.outages is not None else set[str]()
         self.tally = ScoreTally(self.combination, requested, rewards.max_failed_share)
 
     async def score(
@@ -141,7 +146,7 @@ class Scoring:
         ``combine`` calls the scorers that compare a prompt's images. Raises InputsLost if the
         images are lost.
         """
-        task = Task(("score", key), priority, fault, self._rewards.attempts)
+        task = Task(("score", key), priority, self._fault, self._rewards.attempts)
 
         def ask(client: RewardClient, labels: Labels) -> Awaitable[Scores]:
             texts, metadata = self._service.scorer_inputs(prompts)
@@ -174,7 +179,7 @@ class Scoring:
         """
         if not self._comparing:
             return Scored.concatenate(parts)
-        task = Task(("compare", key), priority, fault, self._rewards.attempts)
+        task = Task(("compare", key), priority, self._fault, self._rewards.attempts)
         (metadata,) = self._service.scorer_inputs([prompt])[1]
 
         def ask(client: RewardClient, labels: Labels) -> Awaitable[Scores]:
@@ -245,6 +250,37 @@ class Scoring:
                     )
 
     async def _score_in_pool(
+        self,
+        pool: ActorPool,
+        labels: Labels,
+        ask: Callable[[RewardClient, Labels], Awaitable[Scores]],
+        count: int,
+    ) -> Scores:
+        """Return one pool's scores, after waiting for servers that cannot be reached.
+
+        Raises RunFailed if one cannot be reached for too long.
+        """
+        while True:
+            scores = await self._attempt_in_pool(pool, labels, ask, count)
+            lost = self._lost(scores)
+            if (outages := self._service.outages) is None:
+                return scores
+            for label in scores.values.keys() - lost.keys():
+                outages.reached(label)
+            if not lost:
+                return scores
+            await outages.wait(*next(iter(lost.items())))
+
+    def _lost(self, scores: Scores) -> dict[str, str]:
+        """Return the scorers to wait for, with the line of their error."""
+        return {label: why for label, why in scores.unreachable.items() if label in self._awaited}
+
+    def _fault(self, scores: Scores) -> str | None:
+        """Return the failures for which an answer is retried at once, or None."""
+        lost = self._lost(scores).values()
+        return fault(tuple(line for line in scores.failures if line not in lost))
+
+    async def _attempt_in_pool(
         self,
         pool: ActorPool,
         labels: Labels,

@@ -22,6 +22,7 @@ from cluster.driver.conditioning_cache import CachedEncoderClient, Start, groups
 from cluster.driver.environment import environment
 from cluster.driver.gpu_turns import GpuTurns, InGpuTurn, NoGpuTurns, learner_in_turn
 from cluster.driver.learner_group import LearnerGroup
+from cluster.driver.scorer_outages import ScorerOutages
 from cluster.driver.scoring import RewardService
 from cluster.driver.weights import WeightChannel, incompatibility
 from cluster.runtime import template
@@ -74,6 +75,7 @@ class ActorServices:
                 if (labels := config.scorers_of(kind))
             },
             config.model,
+            ScorerOutages(limit, event) if (limit := config.rewards.outage_s) else None,
         )
         client = CachedEncoderClient if config.prompts.encode_once else EncoderClient
         self.encoder, self.selector = client(encoder, config.model), SelectorClient(selector)

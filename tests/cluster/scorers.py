@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from rewards import ScorerUnreachable
+
 
 class Broken:
     """Returns NaN for every image, or for the first of a batch."""
@@ -79,6 +81,8 @@ class Misbehaves:
         match kind:
             case "raises":
                 raise RuntimeError("out of paint")
+            case "unreachable":
+                raise ScorerUnreachable("http://judge/ did not answer")
             case "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hangs":

@@ -66,7 +66,10 @@ def test_a_learner_without_the_runs_directory_is_not_ready(tmp_path, rundir):
     learner: Any = LearnerActor.__new__(LearnerActor)
     learner._run_directory = rundir.path
     learner._trainer = SimpleNamespace(
-        device=None, trainable_parameters=7, config=SimpleNamespace(learner_compile_key=None)
+        device=None,
+        trainable_parameters=7,
+        left_out=0,
+        config=SimpleNamespace(learner_compile_key=None),
     )
     assert learner.ready().trainable == 7
     # the directory exists here too, with checkpoints, but it is not the driver's

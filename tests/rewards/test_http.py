@@ -14,7 +14,7 @@ import pytest
 
 import rewards.server
 from configs.rewards import Scorer as ScorerConfig
-from rewards import ScorerError, ScorerSetupError, build
+from rewards import ScorerError, ScorerSetupError, ScorerUnreachable, build
 from rewards.server import HttpScorer, decode
 from tests.rewards.server import Server, serving
 
@@ -113,8 +113,26 @@ def test_a_missing_server_is_an_error():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(ScorerError, match="did not answer .*refused.*, tries: 1"):
+    with pytest.raises(ScorerUnreachable, match="did not answer .*refused.*, tries: 1"):
         HttpScorer(f"http://127.0.0.1:{port}/", retries=0)(IMAGES, PROMPTS, METADATA)
+
+
+@pytest.mark.parametrize(
+    ("answers", "unreachable"),
+    [
+        *(([status, status], True) for status in (429, 502, 503, 504)),
+        *(([status, status], False) for status in (408, 500, "slow", "hang up")),
+        ([404], False),
+        ([500, 503], True),
+        ([503, 500], False),  # the last answer counts
+    ],
+)
+def test_a_server_that_takes_no_requests_now_is_unreachable(server, answers, unreachable):
+    """A request that was sent may itself be the cause of a failure: it is not waited for."""
+    server.answers = list(answers)
+    with pytest.raises(ScorerError) as caught:
+        HttpScorer(server.url, timeout_s=0.2, retries=1)(IMAGES, PROMPTS, METADATA)
+    assert isinstance(caught.value, ScorerUnreachable) == unreachable
 
 
 def test_null_is_a_missing_score():

@@ -10,7 +10,14 @@ import pytest
 
 import rewards.server
 from configs.rewards import Scorer as ScorerConfig
-from rewards import ScorerError, ScorerSetupError, build, check_settings, endpoint
+from rewards import (
+    ScorerError,
+    ScorerSetupError,
+    ScorerUnreachable,
+    build,
+    check_settings,
+    endpoint,
+)
 from rewards.endpoint import EDITED
 from rewards.vlm import VlmScorer
 from tests.rewards.judge import Judge, judging, pixels
@@ -163,6 +170,32 @@ def test_an_image_without_an_answer_keeps_the_others(judge):
     judge.answers = [401] * 4
     with pytest.raises(ScorerError, match="answered 401 Unauthorized, tries: 1"):
         scorer(judge)(IMAGES, PROMPTS, METADATA)
+
+
+def test_a_judge_is_unreachable_if_no_request_finds_it(judge):
+    """Ratings that are known are not lost, and the answer to one request counts."""
+    made = scorer(judge, in_flight=1, retries=0)
+    judge.answers = [503] * 4
+    with pytest.raises(ScorerUnreachable, match="answered 503 Service Unavailable, tries: 1"):
+        made(IMAGES, PROMPTS, METADATA)
+    judge.answers = [503, 200, 200, 400]
+    found = made(IMAGES, PROMPTS, METADATA)
+    assert np.isnan(found[[0, 3]]).all() and np.allclose(found[1:3], WANTED[1:3], atol=1e-6)
+    judge.answers = [503, 503]
+    with pytest.raises(ScorerUnreachable):
+        made(IMAGES, PROMPTS, METADATA)
+    np.testing.assert_allclose(made(IMAGES, PROMPTS, METADATA), WANTED, atol=1e-6)
+
+
+@pytest.mark.parametrize("read", ["json", "text"])
+def test_the_length_of_an_answer_is_limited(judge, read):
+    """A model that does not end would otherwise write until its context is full."""
+    judge.answers = [('{"score": 3.00000000', "length")] * 4
+    made = scorer(judge, read=read, after=AFTER[read], max_tokens=9)
+    message = {"json": 'cut off: raise max_tokens: \'{"score": 3.0', "text": "no number from 1"}
+    with pytest.raises(ScorerError, match=message[read]):
+        made(IMAGES, PROMPTS, METADATA)
+    assert {recorded["max_tokens"] for recorded in judge.requests} == {9}
 
 
 def test_requests_in_flight_are_limited(judge):

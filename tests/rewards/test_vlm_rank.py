@@ -12,7 +12,7 @@ import pytest
 import rewards.server
 from configs.rewards import Rewards
 from configs.rewards import Scorer as ScorerConfig
-from rewards import ScorerError, ScorerSetupError, build, check_settings
+from rewards import ScorerError, ScorerSetupError, ScorerUnreachable, build, check_settings
 from rewards.endpoint import EDITED
 from rewards.vlm_rank import VlmRankScorer
 from tests.rewards.judge import Judge, judging, pixels
@@ -113,6 +113,18 @@ def test_an_invalid_ranking_is_a_failure(judge, text, message):
     judge.answers = [text]
     with pytest.raises(ScorerError, match=message):
         scorer(judge, size=3, rounds=1)(IMAGES[:3], PROMPTS[:3], METADATA[:3])
+
+
+def test_a_judge_is_unreachable_if_no_request_finds_it(judge):
+    made = scorer(judge, size=3, rounds=1, retries=0, in_flight=1)
+    judge.answers = [503] * 3
+    with pytest.raises(ScorerUnreachable, match="answered 503 Service Unavailable, tries: 1"):
+        made(IMAGES, PROMPTS, METADATA)
+    judge.answers = [503, 200, 200]
+    assert np.isnan(made(IMAGES, PROMPTS, METADATA)).sum() == 3
+    judge.answers = [503]
+    with pytest.raises(ScorerUnreachable):
+        made(IMAGES, PROMPTS, METADATA)
 
 
 def test_an_image_without_a_verdict_has_no_score(judge):
