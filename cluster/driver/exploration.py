@@ -159,7 +159,7 @@ class Exploration:
         if usable < keep:
             raise RunFailed(
                 f"prompt {it.prompts[p].text!r} has only {usable} scored images of {len(seeds)},"
-                f" but selection.keep = {keep}: see events.jsonl for the errors of its scorers"
+                f" but selection.keep = {keep}; last failure: {it.scoring.tally.last_failure}"
             )
         chosen = await self._services.selector.select(it.index, p, scored.rewards)
         if self._extremes and images:

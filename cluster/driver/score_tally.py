@@ -22,7 +22,8 @@ class ScoreTally:
 
     ``images`` were scored, of which ``dropped`` lack the score of a required scorer. ``stood_in``
     scores of optional scorers are missing and replaced by a mean. ``error`` is the largest
-    difference between two answers for the same images, in standard deviations.
+    difference between two answers for the same images, in standard deviations. ``last_failure`` is
+    a line of the last answer in which a scorer failed, or "".
     """
 
     def __init__(self, combination: Combination, labels: set[str], max_failed_share: float):
@@ -30,7 +31,7 @@ class ScoreTally:
         self._combination, self._max_failed_share = combination, max_failed_share
         self.images = 0
         self.error: float | None = None
-        self._last_failure = ""
+        self.last_failure = ""
         # concatenated only when read: thousands of answers arrive
         self._scored: list[Mapping[str, Floats]] = []
         self._answers: dict[str, list[Floats]] = {}  # by label, answer by answer
@@ -60,7 +61,7 @@ class ScoreTally:
     def answered(self, answers: Sequence[Scores]) -> None:
         """Record the answers of actors: scores and their parts, failures, and time spent."""
         for answer in answers:
-            self._last_failure = fault(answer.failures) or self._last_failure
+            self.last_failure = fault(answer.failures) or self.last_failure
             for label, scores in (answer.values | answer.parts).items():
                 self._answers.setdefault(label, []).append(scores)
             for label, (count, seconds) in answer.work.items():
@@ -86,7 +87,7 @@ class ScoreTally:
             raise RunFailed(
                 f"scoring failed for {self.dropped} of {self.images} images, more than"
                 f" rewards.max_failed_share = {self._max_failed_share:g} allows; last:"
-                f" {self._last_failure}"
+                f" {self.last_failure}"
             )
 
     def scorer_means(self) -> dict[str, float]:

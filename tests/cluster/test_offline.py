@@ -6,11 +6,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from cli.main import main
 from cluster.driver.evaluation import Evaluation, clustered_error
 from configs.prompts import read_prompts
 from policy.families import family_for
+from policy.families.sd3 import SD3
 from policy.sampling.noise import noise_for, stream_seed
 from records.images import load_step
 from tests.cluster.runs import main_here
@@ -60,6 +62,16 @@ def test_an_exported_lora_generates_the_evaluated_images_in_stock_diffusers(
     base = stock_images(config).astype(int)
     assert np.abs(load_step(undisturbed.images, 0).astype(int) - base).max() <= 1
     assert np.abs(base - theirs).mean() > 1  # the LoRA has an effect
+
+
+def test_an_export_has_the_names_of_the_family(undisturbed, tmp_path, monkeypatch):
+    def rename(modules):
+        return {module: f"theirs.{module}" for module in modules}
+
+    monkeypatch.setattr(SD3, "rename_lora", staticmethod(rename))
+    assert main(["export", str(undisturbed.path), str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("*.safetensors")
+    assert {key.partition(".")[0] for key in load_file(file)} == {"theirs"}
 
 
 def test_the_exported_adapters_of_a_run_differ(undisturbed, tmp_path):

@@ -74,6 +74,18 @@ def test_a_run_says_once_per_node_that_its_object_store_is_on_a_disk(tmp_path):
     ]
 
 
+def test_a_run_says_which_scorer_it_waits_for(tmp_path):
+    output = StringIO()
+    session = session_of(tmp_path, output)
+    events = ActorEvents(session.rundir.event, session.progress)
+    events.event("scorer_unreachable", scorer="vlm", why="no answer", limit_s=600.0)
+    events.event("scorer_reached", scorer="vlm", seconds=59.7)
+    assert output.getvalue().splitlines() == [
+        "no answer: waiting up to 600 s for it",
+        "scorer 'vlm' answers again after 59.7 s",
+    ]
+
+
 def test_a_run_says_once_that_layers_of_text_encoders_are_left_out(tmp_path):
     output = StringIO()
     session = session_of(tmp_path, output)

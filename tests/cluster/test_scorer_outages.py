@@ -13,8 +13,10 @@ from actors.messages import Scores
 from cluster.driver import scorer_outages
 from cluster.driver.scorer_outages import ScorerOutages
 from cluster.driver.scoring import RewardService, Scored, Scoring
+from cluster.driver.services import ActorServices
 from configs.prompts import Prompt
 from records.errors import RunFailed
+from records.rundir import RunDirectory
 from tests.cluster.reward_harness import JPEG, MEAN, Harness, config, misbehaves, rewards_of
 
 LINE = "scorer 'mean' raised ScorerUnreachable: http://judge/ did not answer"
@@ -120,4 +122,13 @@ def test_actors_tell_which_scorer_cannot_be_reached(ray_here):
         harness.service = RewardService({"reward": (pool, labels)}, None, outages)
         with pytest.raises(RunFailed, match=r"'unreachable' raised ScorerUnreachable: .* 0.01 s"):
             harness.score()
+        with pytest.raises(RunFailed, match="'unreachable' raised ScorerUnreachable"):
+            harness.score(evaluation=True)  # by the actors' cache
         assert events == ["scorer_unreachable"]
+
+
+@pytest.mark.parametrize("limit", [0.0, 30.0])
+def test_a_run_waits_as_long_as_its_configuration_says(limit, tmp_path):
+    run = config([MEAN], outage_s=limit).model_copy(update={"run_root": str(tmp_path)})
+    services = ActorServices(run, RunDirectory.of(run), lambda *_, **__: None)
+    assert (services.reward.outages is not None) == bool(limit)

@@ -110,6 +110,19 @@ def test_every_lora_target_must_match_a_layer(tiny_sd3_dir, monkeypatch):
         tiny_trainer(tiny_sd3_dir)
 
 
+def test_layers_of_text_encoders_in_the_initial_lora_are_counted(tiny_sd3_dir, tmp_path):
+    trainer = tiny_trainer(tiny_sd3_dir)
+    assert trainer.left_out == 0
+    state = lora.adapter_state(trainer.transformer, "current")
+    lora_files.save_diffusers_lora(tmp_path, state, Lora(rank=4, alpha=8))
+    file = tmp_path / lora_files.FILE
+    pair = {"A": torch.ones(4, 8), "B": torch.ones(8, 4)}
+    encoder = {f"text_encoder.q_proj.lora_{part}.weight": value for part, value in pair.items()}
+    save_file(load_file(file) | encoder, file)
+    start = {"rank": 4, "alpha": 8, "init_from": str(tmp_path)}
+    assert tiny_trainer(tiny_sd3_dir, perturb=False, lora=start).left_out == 1
+
+
 def test_initial_lora_without_one_layer_is_refused(tiny_sd3_dir, tmp_path):
     trainer = tiny_trainer(tiny_sd3_dir)
     lora_files.save_diffusers_lora(
