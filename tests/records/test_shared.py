@@ -68,10 +68,10 @@ def test_a_learner_without_the_runs_directory_is_not_ready(tmp_path, rundir):
     learner._trainer = SimpleNamespace(
         device=None,
         trainable_parameters=7,
-        left_out=0,
+        left_out=5,
         config=SimpleNamespace(learner_compile_key=None),
     )
-    assert learner.ready().trainable == 7
+    assert (learner.ready().trainable, learner.ready().left_out) == (7, 5)
     # the directory exists here too, with checkpoints, but it is not the driver's
     rundir.config_file.unlink()
     here = socket.gethostname()
