@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -54,8 +54,8 @@ class Outage:
         self.scoring = Scoring(rewards, RewardService(groups, None, outages))
 
     def score(self) -> Scored:
-        prompts = [Prompt("a"), Prompt("b")]
-        return asyncio.run(self.scoring.score("x", "images", prompts, ()))  # pyright: ignore[reportArgumentType]
+        prompts, images = [Prompt("a"), Prompt("b")], cast(Any, "images")
+        return asyncio.run(self.scoring.score("x", images, prompts, ()))
 
 
 @pytest.fixture
