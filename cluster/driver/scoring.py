@@ -265,8 +265,9 @@ class Scoring:
             lost = self._lost(scores)
             if (outages := self._service.outages) is None:
                 return scores
-            for label in scores.values.keys() - lost.keys():
-                outages.reached(label)
+            for label, values in scores.values.items():
+                if np.isfinite(values).any():
+                    outages.reached(label)
             if not lost:
                 return scores
             await outages.wait(*next(iter(lost.items())))

@@ -97,6 +97,16 @@ def test_a_later_outage_has_its_own_time(pauses):
     assert [name for name, _ in outage.events] == ["scorer_unreachable", "scorer_reached"] * 2
 
 
+def test_an_outage_ends_with_a_score(pauses):
+    """The death of an actor that took the batch says nothing about the server."""
+    died = Scores(LOST.values, ())
+    outage = Outage(600.0, LOST, died, LOST, GOOD)
+    outage.score()
+    assert [name for name, _ in outage.events] == ["scorer_unreachable"]
+    outage.score()
+    assert [name for name, _ in outage.events] == ["scorer_unreachable", "scorer_reached"]
+
+
 def test_another_failure_of_the_same_answer_is_retried_at_once(pauses):
     other = "scorer 'jpeg_compressibility' raised KeyError: 'x'"
     both = Scores(LOST.values, (LINE, other), {"mean": LINE})
