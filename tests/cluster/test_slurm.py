@@ -29,13 +29,18 @@ esac
 exec /bin/sleep 60
 """
 
+HEALTHY = """[ -z "$HEAD_FAILS" ] || exit 1
+[ "$(wc -l < steps)" -ge $((SLURM_JOB_NUM_NODES > 1 ? 2 : 1)) ]
+"""
+"""Ray's health check: the head runs once ``srun`` was called for each step."""
+
 
 @pytest.fixture
 def job(tmp_path):
     """Return a function that starts the script; the run ends with ``code``, or at SIGTERM."""
     programs = {
         ".venv/bin/sol-rl": RUN,
-        ".venv/bin/ray": '[ -z "$HEAD_FAILS" ]',  # healthy
+        ".venv/bin/ray": HEALTHY,
         ".venv/bin/python": f'exec {sys.executable} "$@"',
         "bin/srun": STEP,
         "bin/squeue": 'echo "$STATE"',
