@@ -24,7 +24,7 @@ from configs.section import Tree
 from policy.lora_files import ENDING
 from records import atomic
 from records.rundir import RunDirectory
-from records.storage import retried
+from records.storage import read_bytes, retried
 
 STATE = "state.json"
 FORMAT = 1
@@ -119,7 +119,7 @@ def write(
 
 @retried
 def _write(path: Path, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     _clear_unfinished(path.parent)
     with atomic.replace_directory(path) as beside:
         digests = {}
@@ -138,7 +138,7 @@ def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], Tree]:
     """
     path = Path(path)
     try:
-        body = json.loads(_read(path / STATE))
+        body = json.loads(read_bytes(path / STATE))
         if body["format"] != FORMAT:
             raise CheckpointError(
                 f"checkpoint {str(path)!r} has format {body['format']}, this version reads"
@@ -146,7 +146,7 @@ def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], Tree]:
             )
         files = {}
         for name, digest in body["files"].items():
-            data = _read(path / name)
+            data = read_bytes(path / name)
             if hashlib.sha256(data).hexdigest() != digest:
                 raise CheckpointError(
                     f"checkpoint {str(path)!r}: {name} is damaged: resume from an earlier"
@@ -172,9 +172,6 @@ def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], Tree]:
         ) from error
 
 
-_read = retried(Path.read_bytes)
-
-
 @retried
 def prune(root: str | Path, keep_last: int) -> None:
     """Remove all but the ``keep_last`` highest steps under ``root``, oldest first.
@@ -197,7 +194,7 @@ def save_tensors(
 ) -> None:
     """Write one safetensors file atomically. Raises OSError."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     atomic.write_bytes(path, _bytes_of(tensors, dict(metadata)))
 
 

@@ -38,13 +38,14 @@ def replace_file(path: Path) -> Iterator[Path]:
 def replace_directory(path: Path) -> Iterator[Path]:
     """Yield an empty temporary directory, which replaces ``path`` if the context succeeds.
 
+    Its parent must exist: where a run directory is not mounted, none must be created.
     As a directory cannot be renamed over another, an existing ``path`` is first renamed to
     ``<name>.replaced``; between the two renames readers may use that one.
     """
     beside, replaced = temporary_path(path), path.with_name(f"{path.name}.replaced")
     try:
         shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
+        beside.mkdir()
         yield beside
         for part in (*beside.iterdir(), beside):
             _flush(part)

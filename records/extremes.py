@@ -84,6 +84,7 @@ def save_extremes(
 
     ``iterations_to_keep`` chooses which. ``fps``: frame rate of clips.
     """
+    directory.mkdir(exist_ok=True)
     with atomic.replace_directory(directory / f"iteration_{iteration:06d}") as temporary:
         for extreme in shown:
             (temporary / extreme.file).write_bytes(_encoded(extreme, fps))

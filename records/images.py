@@ -70,8 +70,9 @@ def save_images(
     """Write the images of one step and return its directory, which replaces an existing one.
 
     ``images``: uint8 [P, S, 3, H, W] of P ``prompts``, or clips [P, S, F, 3, H, W] at ``fps``
-    frames per second. ``sources``: the images that prompts edit, uint8 [3, H, W]. Raises ValueError
-    if shape or dtype of ``images`` is another, or there are fewer prompts than rows.
+    frames per second. ``sources``: the images that prompts edit, uint8 [3, H, W]. The parent of
+    ``directory`` must exist. Raises ValueError if shape or dtype of ``images`` is another, or there
+    are fewer prompts than rows.
     """
     if images.ndim not in (5, 6) or images.shape[-3] != 3 or images.dtype != np.uint8:
         raise ValueError(
@@ -81,7 +82,7 @@ def save_images(
     rows = len(images)
     if len(prompts) < rows:
         raise ValueError(f"{len(prompts)} prompts for images of {rows}: give one prompt per row")
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(exist_ok=True)
     prompt_rows = [
         {"index": index, "prompt": prompt} for index, prompt in enumerate(prompts[:rows])
     ]

@@ -43,37 +43,59 @@ def exclusive_lock(
     It is a lock of the kernel, which ends with the process in any case. The file remains, but its
     existence has no meaning. It is opened for writing because on NFS Linux implements flock by byte
     locks, which require that. After an outage of its storage it is taken again: a server that has
-    not heard of this machine for a while gives its locks to others. If another process has taken
-    it meanwhile, the call that noticed the outage raises RunFailed. If the file system cannot lock
-    any more, ``unlocked`` is called with the reason.
+    not heard of this machine for a while gives its locks to others. If its mount was replaced, the
+    file is opened again, with the same descriptor. If another process has taken the lock meanwhile,
+    the call that noticed the outage raises RunFailed. If the file system cannot lock any more,
+    ``unlocked`` is called with the reason.
 
     Raises:
         ConfigError: another process has the lock; the message advises ``remedy``.
         OSError: the file cannot be created.
     """
-    lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    lock = _open(file)
     try:
         unsupported = _try_lock(lock, file.parent, what, remedy)
         with contextlib.ExitStack() as stack:
             if unsupported is None:
-                stack.enter_context(outages_told(partial(_lock_again, lock, file.parent, unlocked)))
+                stack.enter_context(outages_told(partial(_lock_again, lock, file, unlocked)))
             yield Lock(lock, unsupported)
     finally:
         os.close(lock)
 
 
+def _open(file: Path) -> int:
+    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
 def _lock_again(
-    lock: int, directory: Path, unlocked: Callable[[str], None], *, seconds: float, why: str
+    lock: int, file: Path, unlocked: Callable[[str], None], *, seconds: float, why: str
 ) -> None:
     try:
-        _acquire(lock)
+        _acquire_anew(lock, file)
     except BlockingIOError:
         raise RunFailed(
-            f"{directory}: its storage was away for {seconds:g} s ({why}), and {_holder(lock)} has"
-            " locked it since"
+            f"{file.parent}: its storage was away for {seconds:g} s ({why}), and {_holder(lock)}"
+            " has locked it since"
         ) from None
     except OSError as error:
         unlocked(error.strerror or str(error))
+
+
+def _acquire_anew(lock: int, file: Path) -> None:
+    """Take the lock, if necessary after opening ``file`` again as descriptor ``lock``.
+
+    A descriptor of a mount that was replaced, as after CephFS has evicted its client, stays
+    unusable.
+    """
+    try:
+        _acquire(lock)
+    except BlockingIOError:
+        raise
+    except OSError:
+        opened = _open(file)
+        os.dup2(opened, lock, inheritable=False)
+        os.close(opened)
+        _acquire(lock)
 
 
 def is_locked(file: Path) -> bool:

@@ -19,6 +19,7 @@ from records import extremes, lock, timeline
 from records.atomic import append, write_json, write_text
 from records.claim import Claim
 from records.errors import RunFailed
+from records.storage import exists, read_bytes
 
 Row = dict[str, Any]  # one line of a JSON-lines file
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "pydantic", "numpy", "safetensors")
@@ -298,9 +299,9 @@ def versions() -> dict[str, str]:
 
 def read_jsonl(path: Path) -> Iterator[Row]:
     """Yield the rows of a JSON-lines file; skip lines that are truncated or damaged."""
-    if not path.exists():
+    if not exists(path):
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in read_bytes(path).decode("utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):

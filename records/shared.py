@@ -10,7 +10,7 @@ from pathlib import Path
 
 from configs.load import ConfigError
 from records.rundir import RunDirectory
-from records.storage import retried
+from records.storage import exists, expect
 
 TRIES, PAUSE_S = 75, 1.0
 """How often to look for another node's file. NFS keeps what it knows of a directory, also that a
@@ -24,27 +24,20 @@ def appears(path: Path) -> bool:
     Time in which storage does not answer is not counted.
     """
     for _ in range(TRIES):
-        if _exists(path):
+        if exists(path):
             return True
         # an NFS client asks the server again about a directory that is opened
         with contextlib.suppress(OSError):
             os.listdir(path.parent)
         time.sleep(PAUSE_S)
-    return _exists(path)
-
-
-@retried
-def _exists(path: Path) -> bool:
-    """Return True if ``path`` exists; unlike Path.exists, raise if storage does not answer."""
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+    return exists(path)
 
 
 def require_shared(run: Path) -> None:
-    """Raise ConfigError unless this node sees the driver's run directory and can write to it."""
+    """Raise ConfigError unless this node sees the driver's run directory and can write to it.
+
+    From now on the directory counts as away while it is missing.
+    """
     rundir, here = RunDirectory(run), socket.gethostname()
     if not appears(rundir.config_file):
         raise ConfigError(
@@ -52,6 +45,7 @@ def require_shared(run: Path) -> None:
             f" {rundir.config_file.name}): mount the same directory on all nodes and set run_root"
             " to it"
         )
+    expect(rundir.config_file)
     with contextlib.suppress(OSError):  # stores of objects show empty directories to nobody else
         rundir.checkpoints.mkdir(exist_ok=True)
     if not os.access(rundir.checkpoints, os.W_OK | os.X_OK):

@@ -1,7 +1,7 @@
 """Reads and writes that are repeated while the run's storage does not answer.
 
-Storage of a cluster may be away for minutes, for example while its server restarts. A run that
-ended because of that would have to start all actors again.
+Storage of a cluster may be away for minutes, for example while its server restarts or its mount is
+replaced. A run that ended because of that would have to start all actors again.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import contextlib
 import errno
 import functools
 import logging
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -41,6 +42,16 @@ RETRY_S = 600.0
 """Seconds for which a call is repeated."""
 PAUSE_S = 1.0
 LONGEST_PAUSE_S = 15.0
+_expected: set[Path] = set()
+
+
+def expect(file: Path) -> None:
+    """Count the directory of ``file`` as away while ``file`` is missing, in this process.
+
+    Without its mount the path of a run directory leads to the disk below, where files must not be
+    written: nobody would find them, and they can prevent the mount.
+    """
+    _expected.add(file.absolute())
 
 
 class Listener(Protocol):
@@ -77,12 +88,11 @@ def retried(function: Callable[P, T]) -> Callable[P, T]:
                 result = function(*args, **named)
                 break
             except OSError as error:
-                away_s = time.monotonic() - began
-                if error.errno not in AWAY or away_s > RETRY_S:
+                away_s, reason = time.monotonic() - began, _why_away(error, args)
+                if not reason or away_s > RETRY_S:
                     raise
                 if not why:
-                    file = error.filename or next(filter(_is_path, args), "storage")
-                    why = f"{file}: {error.strerror}"
+                    why = reason
                     log.warning(f"{why}; trying again for {RETRY_S:g} s")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -93,8 +103,34 @@ def retried(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def _is_path(argument: object) -> bool:
-    return isinstance(argument, Path)
+def _why_away(error: OSError, args: Iterable[object]) -> str:
+    """Return why the storage of the error's file is away; "" if the error has another cause."""
+    path = error.filename or next((each for each in args if isinstance(each, Path)), None)
+    if error.errno in AWAY:
+        return f"{path or 'storage'}: {error.strerror}"
+    if isinstance(error, FileNotFoundError) and path is not None:
+        file = Path(os.path.abspath(path))
+        for expected in _expected:
+            if file.is_relative_to(expected.parent) and not os.path.exists(expected):
+                return f"{expected.parent} is gone, or its storage is not mounted"
+    return ""
+
+
+@retried
+def exists(path: Path) -> bool:
+    """Return True if ``path`` exists; unlike Path.exists, wait while its storage is away."""
+    try:
+        os.stat(path)
+    except NotADirectoryError:
+        return False
+    except FileNotFoundError as error:
+        if _why_away(error, (path,)):
+            raise
+        return False
+    return True
+
+
+read_bytes = retried(Path.read_bytes)
 
 
 def _tell(seconds: float, why: str) -> None:

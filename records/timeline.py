@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from records import atomic
-from records.storage import retried
+from records.storage import exists, retried
 
 log = logging.getLogger(__name__)
 FILE = "timeline.jsonl"
@@ -210,7 +210,7 @@ def read_spans(path: Path, remarks: list[str] | None = None) -> list[Span]:
 @retried
 def remove_after(path: Path, moment: float) -> None:
     """Remove spans that started after ``moment``; a resumed run repeats them."""
-    if not path.exists():
+    if not exists(path):
         return
     with (
         path.open(encoding="utf-8", errors="replace") as old,

@@ -6,6 +6,7 @@ Their gain is measured against the evaluation before training.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from configs.prompts import Prompt
 from configs.schema import RunConfig
 from records.errors import RunFailed, error_summary
 from records.rundir import RunDirectory, write_json
+from records.storage import exists, read_bytes, retried
 
 
 class HeldOut:
@@ -55,9 +57,13 @@ class HeldOut:
         # order: images, then the file, and the row last, by the caller: ``_done`` checks row and
         # file
         result.save_images(self._rundir.images, iteration, self._prompts, self._config.model)
-        self._file(iteration).parent.mkdir(exist_ok=True)
-        write_json(self._file(iteration), {"weights": weights, **result.table()})
+        self._write(iteration, {"weights": weights, **result.table()})
         return row
+
+    @retried
+    def _write(self, iteration: int, table: Mapping[str, object]) -> None:
+        self._file(iteration).parent.mkdir(exist_ok=True)
+        write_json(self._file(iteration), table)
 
     def _done(self, iteration: int) -> bool:
         """Return True if the evaluation has both its row of metrics and its file.
@@ -67,7 +73,7 @@ class HeldOut:
         """
         rows = (row for row in self._rundir.metrics() if row.get("kind") == "evaluation")
         has_row = any(row.get("iteration") == iteration for row in rows)
-        return has_row and self._file(iteration).exists()
+        return has_row and exists(self._file(iteration))
 
     def before(self) -> np.ndarray | None:
         """Return the rewards [P, S] before training, or None if they were not evaluated.
@@ -76,9 +82,9 @@ class HeldOut:
         """
         file, shape = self._file(0), (len(self._prompts), self._config.evaluate.noises)
         try:
-            if not file.exists():
+            if not exists(file):
                 return None
-            rewards = np.array(json.loads(file.read_bytes())["rewards"], dtype=float)
+            rewards = np.array(json.loads(read_bytes(file))["rewards"], dtype=float)
             if rewards.shape != shape:
                 raise ValueError(f"rewards of shape {rewards.shape}, not {shape}")
         except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:

@@ -113,9 +113,10 @@ def _write_results(
     """Write scores and images; return the lines of the table."""
     base = results["base"].rewards
     rows = {name: result.row(None if name == "base" else base) for name, result in results.items()}
-    saved_step = checkpoint.step_of(path)
+    saved_step, images = checkpoint.step_of(path), target.with_suffix("")
+    images.mkdir(exist_ok=True)
     for name, result in results.items():
-        result.save_images(target.with_suffix("") / name, saved_step, prompts, config.model)
+        result.save_images(images / name, saved_step, prompts, config.model)
     file = str(prompt_file(prompts_path or config.prompts.test).absolute())
     noises = config.evaluate.noises
     write_json(

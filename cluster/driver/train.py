@@ -27,7 +27,7 @@ from records.errors import RunFailed
 from records.progress import status_spinner
 from records.rundir import RunDirectory
 from records.sinks import check_sinks
-from records.storage import outages_told
+from records.storage import expect, outages_told
 
 
 def train(config: RunConfig, resume: bool) -> RunDirectory:
@@ -68,6 +68,7 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
                 locks.enter_context(rundir.locked())
                 rundir.create(config)
             rundir.claim()
+            expect(rundir.config_file)
             with outages_told(partial(rundir.event, "storage_retried")):
                 asyncio.run(Session(config, rundir, train_prompts, test_prompts).run(resume))
         except CheckpointError as error:

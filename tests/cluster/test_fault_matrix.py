@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ import pytest
 from records.errors import RunFailed
 from records.lock import exclusive_lock
 from records.rundir import ANOTHER_RUN, RunDirectory
+from records.sinks import Sinks
 from tests.cluster import nodes
 from tests.cluster.faults import SERVICES, Fault, FaultInjector, Way
 from tests.cluster.outcomes import Recovery, outcome, recoveries, recovery_table
@@ -126,6 +128,36 @@ def test_faults_of_the_learner_change_nothing(
     # the same version again, and then the next one
     assert versions == [*range(iteration + 1), *range(back_to, 4)]
     assert injector.left_over == []
+
+
+def test_a_run_directory_that_is_away_for_a_while_changes_nothing(
+    undisturbed, tiny_sd3_dir, tmp_path, monkeypatch
+):
+    """As while the mount of its storage is replaced. Driver and learner write when it is back."""
+    config = tiny_config(tiny_sd3_dir, tmp_path, "away", checkpoint__every=1)
+    run, recorded = RunDirectory.of(config), Sinks.row
+    path, elsewhere = run.path, tmp_path / "elsewhere"
+    written = list[bool]()
+
+    def row(self: Sinks, values: Any) -> None:
+        recorded(self, values)
+        if values["kind"] == "iteration":
+            path.rename(elsewhere)
+            threading.Timer(1.5, back).start()
+
+    def back() -> None:
+        written.append(path.exists())
+        elsewhere.rename(path)
+
+    monkeypatch.setattr(Sinks, "row", row)
+    assert main_here("train", write_toml(config, tmp_path)) == 0
+    assert written == [False] * 3
+    assert_as_if_nothing_had_been(run, undisturbed)
+    assert [step.name for step in sorted(run.checkpoints.iterdir())][-1] == "step_000003"
+    told = [event for event in run.events() if event["event"].startswith("storage")]
+    assert told and {event["why"] for event in told} == {
+        f"{path} is gone, or its storage is not mounted"
+    }
 
 
 def test_a_learner_that_dies_repeatedly_ends_the_run(ray_here, tiny_sd3_dir, tmp_path):

@@ -65,6 +65,26 @@ def test_a_lock_that_its_server_has_dropped_is_taken_again(tmp_path, monkeypatch
     assert not is_locked(tmp_path / "lock")
 
 
+def test_a_lock_of_a_mount_that_was_replaced_is_taken_on_the_new_one(tmp_path, monkeypatch):
+    """The old mount's descriptors fail for ever: another file has the name, as on the new mount."""
+    monkeypatch.setattr(storage, "PAUSE_S", 0.0)
+    file, told = tmp_path / "lock", []
+    with exclusive_lock(file, "a run", ANOTHER_RUN, told.append) as lock:
+        gone, flock = os.fstat(lock.file), fcntl.flock
+
+        def fails_on_the_old_mount(descriptor: int, operation: int) -> None:
+            if os.path.samestat(os.fstat(descriptor), gone):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            flock(descriptor, operation)
+
+        monkeypatch.setattr(fcntl, "flock", fails_on_the_old_mount)
+        file.rename(tmp_path / "old mount")
+        file.touch()
+        write_across_an_outage([errno.ESHUTDOWN])
+        assert is_locked(file) and not os.get_inheritable(lock.file)
+    assert not is_locked(file) and told == []
+
+
 def test_a_driver_whose_lock_another_one_has_taken_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "PAUSE_S", 0.0)
     with exclusive_lock(tmp_path / "lock", "a run", ANOTHER_RUN) as lock:

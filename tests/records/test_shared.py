@@ -32,6 +32,7 @@ def rundir(tmp_path):
 def no_pause(monkeypatch):
     monkeypatch.setattr(shared, "PAUSE_S", 0.01)
     monkeypatch.setattr(shared, "TRIES", 0)
+    monkeypatch.setattr(storage, "_expected", set())
 
 
 def test_a_file_may_appear_later(tmp_path, monkeypatch):
@@ -73,6 +74,7 @@ def test_a_learner_without_the_runs_directory_is_not_ready(tmp_path, rundir):
     )
     assert (learner.ready().trainable, learner.ready().left_out) == (7, 5)
     # the directory exists here too, with checkpoints, but it is not the driver's
+    storage._expected.clear()
     rundir.config_file.unlink()
     here = socket.gethostname()
     with pytest.raises(ConfigError) as raised:

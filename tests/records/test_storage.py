@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from cluster.driver.held_out import HeldOut
+from configs.load import load
 from learner import checkpoint
 from learner.checkpoint import CheckpointError
-from records import atomic, storage
-from records.storage import AWAY, outages_told, retried
+from records import atomic, storage, timeline
+from records.images import save_images
+from records.rundir import RunDirectory
+from records.storage import AWAY, exists, expect, outages_told, retried
 
 
 @pytest.fixture(autouse=True)
@@ -148,3 +156,103 @@ def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     Outage(monkeypatch, "listdir", 99, errno.ESTALE)
     with pytest.raises(CheckpointError, match=r"^checkpoints: .* cannot be read \(Stale file"):
         checkpoint.latest_checkpoint(tmp_path)
+
+
+# ---- a mount that is replaced
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch) -> RunDirectory:
+    """A run directory with a checkpoint and an evaluation."""
+    monkeypatch.setattr(storage, "_expected", set())
+    run = RunDirectory(tmp_path / "mount" / "run")
+    run.create(load("quickstart"))
+    run.metric({"kind": "evaluation", "iteration": 0})
+    HeldOut(load("quickstart"), run, [])._write(0, {"rewards": []})
+    checkpoint.write(run.checkpoints / "step_000001", {}, {"n": 1})
+    run.timeline_file.touch()
+    expect(run.config_file)
+    return run
+
+
+class Unmounted:
+    """A run directory that is elsewhere until the third pause of a call that waits for it."""
+
+    def __init__(self, run: RunDirectory, monkeypatch: Any):
+        self.path, self.pauses = run.path, 0
+        self.elsewhere = run.path.with_name("elsewhere")
+        os.rename(self.path, self.elsewhere)
+        monkeypatch.setattr(time, "sleep", self.sleep)
+
+    def sleep(self, _: float) -> None:
+        self.pauses += 1
+        assert not self.path.exists()  # nothing is written in its place
+        if self.pauses == 3:
+            os.rename(self.elsewhere, self.path)
+
+
+IMAGES = np.zeros((1, 1, 3, 8, 8), np.uint8)
+CALLS: dict[str, Callable[[RunDirectory], Any]] = {
+    "a row": lambda run: run.metric({"iteration": 1}),
+    "a file": lambda run: atomic.write_text(run.path / "report.html", "report"),
+    "images": lambda run: save_images(run.images, 0, ["a cat"], IMAGES),
+    "a checkpoint": lambda run: checkpoint.write(run.checkpoints / "step_000002", {}, {}),
+    "the newest checkpoint": lambda run: checkpoint.latest_checkpoint(run.checkpoints),
+    "a checkpoint's state": lambda run: checkpoint.read(run.checkpoints / "step_000001")[1],
+    "rows": lambda run: run.metrics(),
+    "the timeline": lambda run: timeline.remove_after(run.timeline_file, 0.0),
+    "an evaluation": lambda run: HeldOut(load("quickstart"), run, [])._write(1, {}),
+    "whether evaluated": lambda run: HeldOut(load("quickstart"), run, [])._done(0),
+    "whether a file exists": lambda run: [exists(run.lock_file), exists(run.config_file)],
+}
+"""What driver and learner do with the run directory."""
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_run_directory_that_is_not_mounted_is_waited_for(run, monkeypatch, name):
+    """Otherwise files would be written below its mount, and what is missing would be taken for
+    what has not happened.
+    """
+    call = CALLS[name]
+    expected = call(run)
+    before = contents(run.path)
+    told: list[str] = []
+    unmounted = Unmounted(run, monkeypatch)
+    with outages_told(lambda *, seconds, why: told.append(why)):
+        assert call(run) == expected
+    assert unmounted.pauses == 3 and not unmounted.elsewhere.exists()
+    assert set(told) == {f"{run.path} is gone, or its storage is not mounted"}
+    added = {"metrics.jsonl": 1} if name == "a row" else {}
+    assert {
+        file: lines - before[file]
+        for file, lines in contents(run.path).items()
+        if lines != before[file]
+    } == added
+
+
+def contents(directory: Path) -> dict[str, int]:
+    """Return the number of lines of every file."""
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes().count(b"\n") for path in files}
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "the newest checkpoint"])
+def test_a_run_directory_that_stays_away_is_not_written_anew(run, monkeypatch, name):
+    monkeypatch.setattr(storage, "RETRY_S", 0.0)
+    shutil.rmtree(run.path)
+    with pytest.raises((FileNotFoundError, CheckpointError)):
+        CALLS[name](run)
+    assert list(run.path.parent.iterdir()) == []
+
+
+def test_files_that_are_missing_in_a_run_directory_are_not_waited_for(run, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waited"))
+    shutil.rmtree(run.checkpoints)
+    assert checkpoint.latest_checkpoint(run.checkpoints) is None
+    assert not exists(run.path / "nothing") and not exists(run.config_file / "below a file")
+    with pytest.raises(FileNotFoundError):
+        storage.read_bytes(run.path / "nothing")
+    # a directory that is not the run's
+    run.config_file.unlink()
+    with pytest.raises(FileNotFoundError):
+        storage.read_bytes(run.path.with_name("running") / "nothing")
