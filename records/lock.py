@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from configs.load import ConfigError
-from records.errors import RunFailed
 from records.storage import outages_told
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ def exclusive_lock(
     locks, which require that. After an outage of its storage it is taken again: a server that has
     not heard of this machine for a while gives its locks to others. If its mount was replaced, the
     file is opened again, with the same descriptor. If another process has taken the lock meanwhile,
-    the call that noticed the outage raises RunFailed. If the file system cannot lock any more,
+    the call that noticed the outage raises ConfigError. If the file system cannot lock any more,
     ``unlocked`` is called with the reason.
 
     Raises:
@@ -73,7 +72,7 @@ def _lock_again(
     try:
         _acquire_anew(lock, file)
     except BlockingIOError:
-        raise RunFailed(
+        raise ConfigError(
             f"{file.parent}: its storage was away for {seconds:g} s ({why}), and {_holder(lock)}"
             " has locked it since"
         ) from None

@@ -16,7 +16,6 @@ import pytest
 from configs.load import ConfigError
 from records import lock as lock_module
 from records import storage
-from records.errors import RunFailed
 from records.lock import exclusive_lock, is_locked, wait_for_other_host
 from records.rundir import ANOTHER_RUN, RunDirectory
 from tests.cluster.runs import main_here, tiny_config, write_toml
@@ -93,7 +92,7 @@ def test_a_driver_whose_lock_another_one_has_taken_ends(tmp_path, monkeypatch):
         fcntl.flock(other, fcntl.LOCK_EX)
         os.truncate(other, os.write(other, b"process 7 on elsewhere\n"))
         with pytest.raises(
-            RunFailed,
+            ConfigError,
             match=rf"^{re.escape(str(tmp_path))}: its storage was away for \d+(\.\d)? s"
             r" \(metrics.jsonl: Transport endpoint is not connected\), and process 7 on elsewhere"
             " has locked it since$",
