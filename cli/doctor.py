@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         with connected(address):
             checks += check_cluster(config)
     else:
-        checks += doctor.check_this_machine(config, examine())
+        checks += doctor.check_this_machine(config, examine(config))
         checks += [doctor.check_run_root_writable(config)] if config else []
         checks.append(doctor.check_token(joined=False))
     if options.json:

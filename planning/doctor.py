@@ -14,7 +14,7 @@ from typing import Literal
 from configs.load import ConfigError
 from configs.prompts import read_prompts, refuse_overlap
 from configs.schema import RunConfig
-from planning.facts import GB, SMALL_SHM, Facts
+from planning.facts import GB, SMALL_SHM, Facts, server_urls
 from planning.layouts.limits import ACTOR_GB, refuse_on_this_machine
 from planning.placement import kinds_of
 from planning.preflight import check_model, check_prompts, check_scorers, problems_of
@@ -88,6 +88,7 @@ def check_this_machine(config: RunConfig | None, facts: Facts) -> list[Check]:
     checks = [_machine(facts), _gpus(config, [facts])]
     if config is None:
         return checks
+    checks += _servers(config, [facts])
     checks.append(
         _checked("actors", problems_of(config, refuse_on_this_machine), f"{facts.cores} cores")
     )
@@ -126,7 +127,7 @@ def check_nodes(config: RunConfig | None, facts: Sequence[Facts]) -> list[Check]
     checks = [_machine(each) for each in facts]
     checks += [_alike(facts), _gpus(config, facts)]
     if config is not None:
-        checks += [_everywhere(facts), _shared(config, facts)]
+        checks += [_everywhere(facts), *_servers(config, facts), _shared(config, facts)]
     checks += [_clocks(facts), _bandwidth(facts), _shared_memory(facts)]
     return checks
 
@@ -186,6 +187,23 @@ def _gpus(config: RunConfig | None, facts: Sequence[Facts]) -> Check:
 def _everywhere(facts: Sequence[Facts]) -> Check:
     lines = [f"{each.host}: {problem}" for each in facts for problem in each.problems]
     return _checked("model and scorers on every node", lines, "readable")
+
+
+def _servers(config: RunConfig, facts: Sequence[Facts]) -> list[Check]:
+    """Check that every machine reaches the servers of scorers; none without such scorers."""
+    checks = list[Check]()
+    for url in server_urls(config):
+        silent = [each for each in facts if url in each.servers]
+        reasons = "; ".join(f"{each.servers[url]}, asked from {each.host}" for each in silent)
+        if len(silent) == len(facts):
+            advice = f"check the URL, or start it: a run would wait {config.rewards.outage_s:g} s"
+            checks.append(Check(f"server {url}", "failed", reasons, advice))
+        elif silent:
+            advice = "scoring would wait if its actors were there: services.reward.labels"
+            checks.append(Check(f"server {url}", "note", reasons, advice))
+        else:
+            checks.append(Check(f"server {url}", "ok", "answers"))
+    return checks
 
 
 def _shared(config: RunConfig, facts: Sequence[Facts]) -> Check:

@@ -17,6 +17,7 @@ from planning.machine import usable_cores, usable_memory
 from planning.preflight import check_model, check_scorers, problems_of
 from records.lock import is_locked
 from records.rundir import versions
+from rewards.server import why_unreachable
 
 GB = 1e9
 SMALL_SHM = (
@@ -24,6 +25,8 @@ SMALL_SHM = (
     " --shm-size=16g`; on Kubernetes an emptyDir with `medium: Memory`), then start Ray again"
 )
 """What to do where Ray's object store is on a disk."""
+ANSWER_S = 10.0
+"""Seconds in which the server of a scorer must answer."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Facts:
     driver: str = ""
     backends: tuple[str, ...] = ()
     kernels: str = ""  # why packing kernels are missing, if there are GPUs
+    servers: Mapping[str, str] = field(default_factory=dict[str, str])  # URL: why it is not reached
     problems: tuple[str, ...] = ()  # with the model and scorers, as a run would report them
     shared: bool | None = None  # True if the driver's file under the run root is visible here
     writable: str = ""  # why the run root cannot be written; empty if it can
@@ -75,12 +79,26 @@ def examine(config: RunConfig | None = None, mark: str | None = None) -> Facts:
         driver=_driver(),
         backends=available_backends(place),
         kernels=(kernels.missing(torch.device("cuda")) or "") if names else "",
+        servers=_silent_servers(config) if config else {},
         problems=tuple(problems_of(config, check_model, check_scorers)) if config else (),
         shared=shared,
         writable=writable,
         locked=not shared or is_locked(Path(mark or "")),
         now=time.time(),
     )
+
+
+def _silent_servers(config: RunConfig) -> dict[str, str]:
+    """Return the URLs of scorers that this machine does not reach, with the reasons."""
+    reasons = {url: why_unreachable(url, ANSWER_S) for url in server_urls(config)}
+    return {url: why for url, why in reasons.items() if why}
+
+
+def server_urls(config: RunConfig) -> list[str]:
+    """Return the URLs to which built-in scorers send images."""
+    built_in = [scorer for scorer in config.rewards.all_scorers if ":" not in scorer.name]
+    urls = (scorer.settings.get("url") for scorer in built_in)
+    return sorted({url for url in urls if isinstance(url, str) and url.startswith("http")})
 
 
 def _sees(mark: Path) -> tuple[bool, str]:

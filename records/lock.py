@@ -88,8 +88,6 @@ def _acquire_anew(lock: int, file: Path) -> None:
     """
     try:
         _acquire(lock)
-    except BlockingIOError:
-        raise
     except OSError:
         opened = _open(file)
         os.dup2(opened, lock, inheritable=False)

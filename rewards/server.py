@@ -154,6 +154,21 @@ def post(
     raise kind(f"{url} {' '.join(problem.split())}, tries: {tries}")
 
 
+def why_unreachable(url: str, timeout_s: float) -> str:
+    """Return why the server of ``url`` would take no request now; "" if it answers anything else.
+
+    Only its head is requested, with the rules of ``post``.
+    """
+    try:
+        _read(urllib.request.Request(url, method="HEAD"), timeout_s, 0)
+    except urllib.error.HTTPError as error:
+        unreachable = error.code in UNREACHABLE_STATUSES
+        return f"answered {error.code} {error.reason}"[:200] if unreachable else ""
+    except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: no valid URL
+        return " ".join(f"did not answer ({getattr(error, 'reason', None) or error})".split())
+    return ""
+
+
 def _read(request: urllib.request.Request, timeout_s: float, most: int) -> bytes:
     """Send a request and return the body of the answer.
 

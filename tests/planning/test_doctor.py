@@ -34,6 +34,32 @@ def outcomes(facts: list[Facts], *overrides: str) -> dict[str, tuple[str, str]]:
     }
 
 
+JUDGE = "http://judge:8000/v1"
+
+
+@pytest.mark.parametrize(
+    ("silent", "outcome", "line"),
+    [
+        ([], "ok", "answers"),
+        (["b"], "note", "no route, asked from b: scoring would wait if its actors were there:"
+         " services.reward.labels"),
+        (["a", "b"], "failed", "no route, asked from a; no route, asked from b: check the URL, or"
+         " start it: a run would wait 600 s"),
+    ],
+)  # fmt: skip
+def test_the_doctor_asks_the_servers_of_scorers(silent, outcome, line):
+    """``url`` of a scorer of one's own may be anything."""
+    own = '{name = "mine:score", settings = {url = "http://other/"}}'
+    judge = f'{{name = "http", settings = {{url = "{JUDGE}", plain_http = true}}}}'
+    facts = [
+        replace(each, servers={JUDGE: "no route"} if each.host in silent else {})
+        for each in (FACTS, OTHER)
+    ]
+    found = outcomes(facts, f"rewards.scorers=[{judge}, {own}]")
+    assert [name for name in found if name.startswith("server")] == [f"server {JUDGE}"]
+    assert found[f"server {JUDGE}"] == (outcome, f"{outcome:6}  server {JUDGE}: {line}")
+
+
 def test_equal_nodes_pass_the_doctor():
     found = outcomes([FACTS, OTHER], "services.rollout.gpus=1")
     assert {outcome for outcome, _ in found.values()} == {"ok"}

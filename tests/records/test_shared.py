@@ -93,6 +93,14 @@ def test_a_run_directory_that_cannot_be_written_is_refused(rundir, monkeypatch):
         require_shared(rundir.path)
 
 
+def test_a_learner_waits_for_its_run_directory_from_then_on(rundir, monkeypatch):
+    monkeypatch.setattr(storage, "RETRY_S", 0.0)
+    require_shared(rundir.path)
+    rundir.config_file.unlink()
+    with pytest.raises(FileNotFoundError):
+        storage.exists(rundir.metrics_file)
+
+
 def test_an_empty_directory_that_an_object_store_does_not_show_is_created(rundir):
     rundir.checkpoints.rmdir()
     require_shared(rundir.path)

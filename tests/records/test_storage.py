@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from configs.load import load
 from learner import checkpoint
 from learner.checkpoint import CheckpointError
 from records import atomic, storage, timeline
+from records.errors import RunFailed
+from records.extremes import save_extremes
 from records.images import save_images
 from records.rundir import RunDirectory
 from records.storage import AWAY, exists, expect, outages_told, retried
@@ -228,6 +231,71 @@ def test_a_run_directory_that_is_not_mounted_is_waited_for(run, monkeypatch, nam
         for file, lines in contents(run.path).items()
         if lines != before[file]
     } == added
+
+
+@pytest.mark.parametrize("name", ["rows", "whether evaluated", "the evaluation before"])
+@pytest.mark.parametrize("access", ["open", "stat"])
+def test_what_was_written_is_read_across_an_outage(run, monkeypatch, name, access):
+    """Each file is away for the first two times that it is opened, or asked for."""
+    held_out = HeldOut(load("quickstart"), run, [])
+    call = {
+        "rows": run.metrics,
+        "whether evaluated": lambda: held_out._done(0),
+        "the evaluation before": lambda: pytest.raises(RunFailed, held_out.before).match("shape"),
+    }[name]
+    expected, failed = call(), Counter[str]()
+    owner = Path if access == "open" else os
+    real = getattr(owner, access)
+
+    def fails_first(path: Any, *args: Any, **named: Any) -> Any:
+        failed[str(path)] += 1
+        if failed[str(path)] < 3:
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return real(path, *args, **named)
+
+    monkeypatch.setattr(owner, access, fails_first)
+    assert call() == expected
+    assert failed and min(failed.values()) >= 3
+
+
+NOT_REPEATED: dict[str, Callable[[RunDirectory], Any]] = {
+    "the best images": lambda run: save_extremes(run.images, 1, [], 4),
+    "a directory": lambda run: replaced(run.path / "directory"),
+    "what an update failed on": lambda run: checkpoint.save_tensors(
+        run.path / "failure" / "file", {}, {}
+    ),
+}
+
+
+def replaced(path: Path) -> None:
+    with atomic.replace_directory(path):
+        pass
+
+
+@pytest.mark.parametrize("name", NOT_REPEATED)
+def test_nothing_else_is_written_in_place_of_a_run_directory(run, name):
+    NOT_REPEATED[name](run)
+    shutil.rmtree(run.path)
+    with pytest.raises(FileNotFoundError):
+        NOT_REPEATED[name](run)
+    assert list(run.path.parent.iterdir()) == []
+
+
+def test_images_can_be_kept_where_an_object_store_does_not_show_their_empty_directory(run):
+    run.images.rmdir()
+    save_extremes(run.images, 1, [], 4)
+    assert (run.images / "iteration_000001").is_dir()
+
+
+def test_a_relative_run_directory_is_waited_for_wherever_the_process_is(run, monkeypatch):
+    monkeypatch.setattr(storage, "RETRY_S", 0.0)
+    storage._expected.clear()
+    monkeypatch.chdir(run.path.parent)
+    expect(Path("run") / "config.json")
+    monkeypatch.chdir("/")
+    run.config_file.unlink()
+    with pytest.raises(FileNotFoundError):
+        exists(run.path / "nothing")
 
 
 def contents(directory: Path) -> dict[str, int]:

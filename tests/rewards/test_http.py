@@ -4,6 +4,7 @@ failures.
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator
 from email.message import Message
@@ -15,8 +16,8 @@ import pytest
 import rewards.server
 from configs.rewards import Scorer as ScorerConfig
 from rewards import ScorerError, ScorerSetupError, ScorerUnreachable, build
-from rewards.server import HttpScorer, decode
-from tests.rewards.server import Server, serving
+from rewards.server import HttpScorer, decode, why_unreachable
+from tests.rewards.server import Handler, Server, serving
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 3, 6, 9), dtype=np.uint8)
 PROMPTS, METADATA = ["a", "b \u4e00", ""], [{"n": 1}, {}, {"n": [2]}]
@@ -133,6 +134,40 @@ def test_a_server_that_takes_no_requests_now_is_unreachable(server, answers, unr
     with pytest.raises(ScorerError) as caught:
         HttpScorer(server.url, timeout_s=0.2, retries=1)(IMAGES, PROMPTS, METADATA)
     assert isinstance(caught.value, ScorerUnreachable) == unreachable
+
+
+@pytest.mark.parametrize(
+    ("status", "why"),
+    [
+        *((status, "") for status in (200, 301, 404, 405, 500)),
+        *((status, f"answered {status} ") for status in (429, 502, 503, 504)),
+    ],
+)
+def test_whether_a_server_takes_requests_can_be_asked(server, monkeypatch, status, why):
+    def do_head(self: Handler) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    monkeypatch.setattr(Handler, "do_HEAD", do_head, raising=False)
+    assert why_unreachable(server.url, 5.0).startswith(why)
+    assert bool(why_unreachable(server.url, 5.0)) == bool(why)
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("http://127.0.0.1:{port}/", r"did not answer \(.*refused\)$"),
+        ("http://[::1/", r"did not answer \(.*IPv6.*\)$"),
+        ("http://127.0.0.1:port/", r"did not answer \(nonnumeric port: 'port'\)$"),
+    ],
+)
+def test_why_a_server_is_not_reached(url, why):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert re.match(why, why_unreachable(url.format(port=port), 5.0))
 
 
 def test_null_is_a_missing_score():
