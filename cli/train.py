@@ -34,6 +34,7 @@ def run(options: argparse.Namespace) -> int:
         rundir = RunDirectory.of(config)
         wait_for_other_host(rundir.lock_file, say)
         resume = rundir.is_started()
+        say(f"{rundir.path}: {'continuing' if resume else 'no run yet: starting a new one'}")
     rundir = train(config, resume)
     for line in summary(rundir.metrics()):
         print(line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from records import extremes, lock, timeline
 from records.atomic import append, write_json, write_text
 from records.claim import Claim
 from records.errors import RunFailed
-from records.storage import exists, read_bytes
+from records.storage import exists, read_bytes, retried
 
 Row = dict[str, Any]  # one line of a JSON-lines file
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "pydantic", "numpy", "safetensors")
@@ -88,9 +89,12 @@ class RunDirectory:
                 raise self._name_taken()
 
     def is_started(self) -> bool:
-        """Return True if a run of this name has computed something. Raises ConfigError."""
+        """Return True if a run of this name has computed something. Raises ConfigError.
+
+        It waits for storage that is away: ``--auto-resume`` would take a run for a new one.
+        """
         try:
-            return self.config_file.exists() and self.has_results()
+            return exists(self.config_file) and self.has_results()
         except OSError as error:
             raise self._unwritable(error) from None
 
@@ -102,8 +106,8 @@ class RunDirectory:
 
     def has_results(self) -> bool:
         """Return True if there is a checkpoint, complete or not, or a row of metrics."""
-        return any(self.checkpoints.glob("*")) or (
-            self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
+        return bool(_names(self.checkpoints)) or (
+            exists(self.metrics_file) and self.metrics_file.stat().st_size > 0
         )
 
     def _clear(self) -> None:
@@ -308,6 +312,15 @@ def read_jsonl(path: Path) -> Iterator[Row]:
             continue
         if isinstance(row, dict):
             yield row
+
+
+@retried
+def _names(directory: Path) -> list[str]:
+    """Return the names in a directory. Path.glob would leave out errors, since Python 3.13."""
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
 
 
 def finite_or_none(value: object) -> float | None:

@@ -2,11 +2,13 @@
 partial output.
 """
 
+import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.exceptions import AuthenticationError
@@ -15,6 +17,7 @@ from cli.main import main
 from cli.train import summary
 from configs.load import load
 from configs.schema import RunConfig
+from records import storage
 from records.rundir import RunDirectory
 from tests.cluster.runs import main_here, tiny_config, write_toml
 
@@ -110,6 +113,30 @@ def test_auto_resume_continues_a_run_only_if_it_has_results(config_file, tmp_pat
     assert asked == [False, False, True, False, True]
     with pytest.raises(SystemExit):
         main([*command, "--resume"])
+
+
+@pytest.mark.parametrize("access", ["stat", "listdir"])
+def test_auto_resume_waits_for_storage(config_file, monkeypatch, capsys, access):
+    """Otherwise it would fail for good, or start a new run in place of the old one."""
+    rundir = RunDirectory.of(load(str(config_file)))
+    rundir.create(load(str(config_file)))
+    (rundir.checkpoints / "step_000001").mkdir()
+    left, real = [errno.ESTALE] * 2, getattr(os, access)
+
+    def away(path: Any, *args: Any, **named: Any) -> Any:
+        if left and str(path).startswith(str(rundir.path)):
+            raise OSError(left.pop(), "Stale file handle", str(path))
+        return real(path, *args, **named)
+
+    monkeypatch.setattr(storage, "PAUSE_S", 0.0)
+    monkeypatch.setattr(os, access, away)
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        "cluster.driver.train.train", lambda _, resume: asked.append(resume) or rundir
+    )
+    assert main(["train", str(config_file), "--auto-resume"]) == 0
+    assert asked == [True] and not left
+    assert f"{rundir.path}: continuing\n" in capsys.readouterr().err
 
 
 def test_a_run_root_that_cannot_be_written(ray_here, config_file, capsys):
