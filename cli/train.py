@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Mapping, Sequence
 
 from cli.common import AUTO_RESUME, DONE, RESUME, add_config, add_resume, say
@@ -34,7 +35,9 @@ def run(options: argparse.Namespace) -> int:
         rundir = RunDirectory.of(config)
         wait_for_other_host(rundir.lock_file, say)
         resume = rundir.is_started()
-        say(f"{rundir.path}: {'continuing' if resume else 'no run yet: starting a new one'}")
+        found = "continuing" if resume else "no run yet: starting a new one"
+        with contextlib.suppress(OSError):  # a closed output does not end a run
+            print(f"{rundir.path}: {found}", flush=True)
     rundir = train(config, resume)
     for line in summary(rundir.metrics()):
         print(line)

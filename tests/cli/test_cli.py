@@ -136,7 +136,7 @@ def test_auto_resume_waits_for_storage(config_file, monkeypatch, capsys, access)
     )
     assert main(["train", str(config_file), "--auto-resume"]) == 0
     assert asked == [True] and not left
-    assert f"{rundir.path}: continuing\n" in capsys.readouterr().err
+    assert f"{rundir.path}: continuing\n" in capsys.readouterr().out
 
 
 def test_a_run_root_that_cannot_be_written(ray_here, config_file, capsys):
