@@ -60,6 +60,18 @@ def test_the_doctor_asks_the_servers_of_scorers(silent, outcome, line):
     assert found[f"server {JUDGE}"] == (outcome, f"{outcome:6}  server {JUDGE}: {line}")
 
 
+def test_the_doctor_asks_them_from_this_machine_too(capsys):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/"
+    scorers = f'rewards.scorers=[{{name = "http", settings = {{url = "{url}"}}}}]'
+    assert main(["doctor", "quickstart", "--set", scorers]) == 2
+    (line,) = (row for row in capsys.readouterr().out.splitlines() if row.startswith("failed"))
+    host = socket.gethostname()
+    assert line.startswith(f"failed  server {url}: did not answer ([Errno 111] ")
+    assert f"refused), asked from {host}: check the URL, or start it" in line
+
+
 def test_equal_nodes_pass_the_doctor():
     found = outcomes([FACTS, OTHER], "services.rollout.gpus=1")
     assert {outcome for outcome, _ in found.values()} == {"ok"}
