@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 
 from cli.common import (
     DONE,
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
         shown = ["--json"] if options.json else []
         return check_through_job(address, options.config, options.overrides, shown, show, say)
     from planning import doctor
-    from planning.facts import examine
+    from planning.facts import examine, silent_servers
 
     checks = doctor.check_configuration(config) if config else []
     if address:
@@ -53,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
         with connected(address):
             checks += check_cluster(config)
     else:
-        checks += doctor.check_this_machine(config, examine(config))
+        servers = silent_servers(config) if config else {}
+        checks += doctor.check_this_machine(config, replace(examine(), servers=servers))
         checks += [doctor.check_run_root_writable(config)] if config else []
         checks.append(doctor.check_token(joined=False))
     if options.json:

@@ -79,7 +79,7 @@ def examine(config: RunConfig | None = None, mark: str | None = None) -> Facts:
         driver=_driver(),
         backends=available_backends(place),
         kernels=(kernels.missing(torch.device("cuda")) or "") if names else "",
-        servers=_silent_servers(config) if config else {},
+        servers=silent_servers(config) if config else {},
         problems=tuple(problems_of(config, check_model, check_scorers)) if config else (),
         shared=shared,
         writable=writable,
@@ -88,7 +88,7 @@ def examine(config: RunConfig | None = None, mark: str | None = None) -> Facts:
     )
 
 
-def _silent_servers(config: RunConfig) -> dict[str, str]:
+def silent_servers(config: RunConfig) -> dict[str, str]:
     """Return the URLs of scorers that this machine does not reach, with the reasons."""
     reasons = {url: why_unreachable(url, ANSWER_S) for url in server_urls(config)}
     return {url: why for url, why in reasons.items() if why}

@@ -88,6 +88,8 @@ def _acquire_anew(lock: int, file: Path) -> None:
     """
     try:
         _acquire(lock)
+    except BlockingIOError:
+        raise  # another process has it, whether or not the file can be opened again
     except OSError:
         opened = _open(file)
         os.dup2(opened, lock, inheritable=False)

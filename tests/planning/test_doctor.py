@@ -70,6 +70,7 @@ def test_the_doctor_asks_them_from_this_machine_too(capsys):
     host = socket.gethostname()
     assert line.startswith(f"failed  server {url}: did not answer ([Errno 111] ")
     assert f"refused), asked from {host}: check the URL, or start it" in line
+    assert [*examine(load("quickstart", [scorers])).servers] == [url]  # as on a node
 
 
 def test_equal_nodes_pass_the_doctor():

@@ -91,6 +91,7 @@ def test_a_driver_whose_lock_another_one_has_taken_ends(tmp_path, monkeypatch):
         other = os.open(tmp_path / "lock", os.O_RDWR)
         fcntl.flock(other, fcntl.LOCK_EX)
         os.truncate(other, os.write(other, b"process 7 on elsewhere\n"))
+        monkeypatch.setattr(lock_module, "_open", lambda _: pytest.fail("opened again"))
         with pytest.raises(
             ConfigError,
             match=rf"^{re.escape(str(tmp_path))}: its storage was away for \d+(\.\d)? s"
