@@ -10,6 +10,7 @@ import contextlib
 import errno
 import functools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -42,7 +43,10 @@ RETRY_S = 600.0
 """Seconds for which a call is repeated."""
 PAUSE_S = 1.0
 LONGEST_PAUSE_S = 15.0
+LOOK_S = 0.2
+"""Seconds between two looks at whether to give up."""
 _expected: set[Path] = set()
+_given_up: str | None = None
 
 
 def expect(file: Path) -> None:
@@ -52,6 +56,20 @@ def expect(file: Path) -> None:
     written: nobody would find them, and they can prevent the mount.
     """
     _expected.add(file.absolute())
+
+
+def give_up(signal: str | None) -> None:
+    """End all waiting for storage in this process because of ``signal``; None to wait again.
+
+    Only assigns, so that a handler of signals can call it at any time.
+    """
+    global _given_up
+    _given_up = signal
+
+
+def given_up() -> str | None:
+    """Return the signal that ended all waiting for storage, or None."""
+    return _given_up
 
 
 class Listener(Protocol):
@@ -77,7 +95,7 @@ def retried(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function that can be repeated: do so while storage is away.
 
     The function blocks, like any access to a file system that waits for its server. After
-    ``RETRY_S`` seconds it raises what it last raised.
+    ``RETRY_S`` seconds, or once ``give_up`` was called, it raises what it last raised.
     """
 
     @functools.wraps(function)
@@ -89,18 +107,26 @@ def retried(function: Callable[P, T]) -> Callable[P, T]:
                 break
             except OSError as error:
                 away_s, reason = time.monotonic() - began, _why_away(error, args)
-                if not reason or away_s > RETRY_S:
+                if not reason or away_s > RETRY_S or _given_up:
                     raise
                 if not why:
                     why = reason
                     log.warning(f"{why}; trying again for {RETRY_S:g} s")
-            time.sleep(pause)
+            _sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
         if why:
             _tell(time.monotonic() - began, why)
         return result
 
     return call
+
+
+def _sleep(seconds: float) -> None:
+    # in slices: time.sleep goes on after a signal was handled
+    slices = math.ceil(seconds / LOOK_S)
+    for _ in range(slices):
+        if not _given_up:
+            time.sleep(seconds / slices)
 
 
 def _why_away(error: OSError, args: Iterable[object]) -> str:

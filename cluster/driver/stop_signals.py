@@ -1,6 +1,6 @@
 """Stop a run on a signal: after the update in progress and a checkpoint.
 
-A second signal stops it at once, without waiting for either.
+A second signal stops it at once, without waiting for either, nor for storage that is away.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from types import FrameType
 from typing import TypeVar
 
 from cluster.runtime.tasks import cancel_all
 from records.errors import InputsLost, RunFailed, StateLost, Stopped
+from records.storage import give_up
 
 ECHO_S = 1.0
 """Seconds within which further signals count as the first one.
@@ -111,10 +113,24 @@ class Stopping:
 def install_stop_signals(loop: asyncio.AbstractEventLoop, stop: Callable[[str], None]) -> None:
     """Call ``stop`` with the signal's name on SIGTERM and SIGINT.
 
-    Call this after ray.init, which installs handlers of its own.
+    The loop calls it, and so not while the main thread waits for storage; a second signal ends
+    that waiting. Call this after ray.init, which installs handlers of its own.
     """
     # asyncio accepts signal handlers in the main thread only
     if threading.current_thread() is not threading.main_thread():
         return
+    first_at: float | None = None
+
+    def end_waiting(number: int, frame: FrameType | None) -> None:
+        nonlocal first_at
+        if first_at is None:
+            first_at = time.monotonic()
+        elif time.monotonic() - first_at > ECHO_S:
+            give_up(signal.Signals(number).name)
+
+    give_up(None)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number.name)
+        # in the place of asyncio's own handler, which does nothing: Python wakes the loop itself
+        signal.signal(number, end_waiting)
+        signal.siginterrupt(number, False)

@@ -23,11 +23,11 @@ from planning.layouts.resolve import keep_layout
 from planning.layouts.spec import as_recorded
 from planning.layouts.threads import keep_threads
 from planning.preflight import check_model, check_prompts, check_resumable, check_scorers
-from records.errors import RunFailed
+from records.errors import RunFailed, Stopped
 from records.progress import status_spinner
 from records.rundir import RunDirectory
 from records.sinks import check_sinks
-from records.storage import expect, outages_told
+from records.storage import expect, given_up, outages_told
 
 
 def train(config: RunConfig, resume: bool) -> RunDirectory:
@@ -74,10 +74,10 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
         except CheckpointError as error:
             raise RunFailed(str(error)) from None
         except OSError as error:
-            raise RunFailed(
-                f"{error.filename or rundir.path}: {error.strerror or error}: fix that and continue"
-                " with --resume"
-            ) from None
+            why = f"{error.filename or rundir.path}: {error.strerror or error}"
+            if signal := given_up():
+                raise Stopped(f"stopped by {signal} ({why}); continue with --resume") from None
+            raise RunFailed(f"{why}: fix that and continue with --resume") from None
         finally:
             ray.shutdown()  # pyright: ignore[reportUnknownMemberType]
     return rundir

@@ -4,8 +4,11 @@ A second signal ends it at once in any case.
 """
 
 import asyncio
+import errno
 import os
+import re
 import signal
+import threading
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -22,7 +25,7 @@ from cluster.driver.learner_group import LearnerGroup
 from cluster.driver.stop_signals import Stopping, unless_stopped
 from configs.schema import RunConfig
 from learner.checkpoint import latest_checkpoint
-from records import claim
+from records import claim, storage
 from records.claim import Claim
 from records.errors import StateLost, Stopped
 from records.rundir import RunDirectory
@@ -155,6 +158,33 @@ def test_a_signal_after_the_end_of_a_run_is_ignored():
         return "finished"
 
     assert asyncio.run(run()) == "finished"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "signal_name"), [([0.0], None), ([0.0, 0.05], None), ([0.0, 0.4], "SIGTERM")]
+)
+def test_a_second_signal_ends_the_wait_for_storage(monkeypatch, seconds, signal_name):
+    """A first one does not, nor its echo: storage may be back soon."""
+    monkeypatch.setattr(stop_signals, "ECHO_S", 0.2)
+    monkeypatch.setattr(storage, "RETRY_S", 2.0)
+    error = OSError(errno.EIO, "Input/output error")
+
+    @storage.retried
+    def away() -> None:
+        raise error
+
+    async def run() -> None:
+        stop_signals.install_stop_signals(asyncio.get_running_loop(), lambda _: None)
+        for each in seconds:
+            threading.Timer(0.1 + each, signalled, ["SIGTERM"]).start()
+        away()
+
+    for _ in range(2):  # a second run in this process waits again
+        began = time.monotonic()
+        with pytest.raises(OSError) as raised:
+            asyncio.run(run())
+        assert raised.value is error and storage.given_up() == signal_name
+        assert (time.monotonic() - began < 2.0) == (signal_name is not None)
 
 
 def test_a_command_without_actors_stops_at_once():
@@ -305,6 +335,32 @@ def test_a_second_signal_does_not_wait_for_a_learner_that_hangs(
     assert "without its checkpoint (a second signal arrived); continue with --resume" in errors
     assert [event["event"] for event in run.events()][-2:] == ["checkpoint_missed", "run_stopped"]
     assert not list(run.checkpoints.glob("step_*"))
+
+
+def test_a_second_signal_does_not_wait_for_storage(
+    undisturbed, tiny_sd3_dir, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(stop_signals, "ECHO_S", 0.2)
+    config, recorded = tiny_config(tiny_sd3_dir, tmp_path, "away"), Sinks.row
+    run, elsewhere = RunDirectory.of(config), tmp_path / "elsewhere"
+
+    def row(self: Sinks, values: Any) -> None:
+        recorded(self, values)
+        if values["kind"] == "iteration":
+            run.path.rename(elsewhere)
+            for seconds in (0.1, 0.6):
+                threading.Timer(seconds, signalled, ["SIGINT"]).start()
+
+    began = time.monotonic()
+    with mock.patch.object(Sinks, "row", row):
+        assert main_here("train", write_toml(config, tmp_path)) == 130
+    assert time.monotonic() - began < 60  # storage is waited for ten minutes
+    errors = capsys.readouterr().err
+    why = rf"stopped by SIGINT \({run.path}\S*: No such file or directory\)"
+    assert re.search(rf"^{why}; continue with --resume$", errors, re.MULTILINE), errors
+    assert not run.path.exists()
+    elsewhere.rename(run.path)
+    assert outcome(run_here(config, resume=True), 3) == outcome(undisturbed, 3)
 
 
 @pytest.mark.parametrize(
