@@ -234,7 +234,8 @@ def _missing(
 ) -> list[str]:
     """Return a line per service: its actors without a place, the needs of each, what is free.
 
-    ``held`` are the actors that have a place already, and the node of each.
+    What is free is for all of ``needs``, so a line has their sum as well. ``held`` are the actors
+    that have a place already, and the node of each.
     """
     node_counts = Counter(
         _left(node, [need for need, where in held if where == node.id]) for node in nodes
@@ -251,6 +252,9 @@ def _missing(
             f"services.{kind}: {len(of_kind)} of {total} actors cannot be placed: each needs"
             f" {of_kind[0].describe()}; free now: {available}"
         )
+        if len(needs) > len(of_kind):
+            cpus, gpus = sum(need.cpus for need in needs), sum(need.gpus for need in needs)
+            line += f", for {len(needs)} actors that need {cpus:g} CPU and {gpus:g} GPU together"
         if not any(matches(node.labels, of_kind[0].labels) for node in nodes):
             line += "; no node has these labels"
         lines.append(line)

@@ -165,9 +165,20 @@ def test_what_is_free_is_without_the_shares_of_actors_that_have_a_place():
         f" 1 x (1 CPU, 0 GPU) and 1 x (24 CPU, 0.48 GPU, {ACCELERATOR}=B200, at most 0.12 on one)"
     )
     # a whole GPU needs no such remark, nor do those of actors that are placed at the same time
-    needs = [Need("a-0", 0, 3), Need("a-1", 0, 3)]
-    with pytest.raises(NoRoom, match=rf"\(48 CPU, 4 GPU, {ACCELERATOR}=B200\)$"):
+    needs = [Need("a-0", 0.5, 3), Need("a-1", 0.5, 3)]
+    with pytest.raises(NoRoom, match=rf"\(48 CPU, 4 GPU, {ACCELERATOR}=B200\), for 2 actors"):
         place(needs, [node], {})
+
+
+def test_what_all_actors_need_is_said_beside_what_is_free():
+    """Each of them would fit alone."""
+    needs = [Need("a-0", 1.5), Need("a-1", 1.5), Need("b-0", 0.5)]
+    with pytest.raises(NoRoom) as error:
+        place(needs, [Node("n", 3)])
+    assert error.value.lines == [
+        "services.b: 1 of 1 actors cannot be placed: each needs 0.5 CPU; free now: 1 x (3 CPU, 0"
+        " GPU), for 3 actors that need 3.5 CPU and 0 GPU together"
+    ]
 
 
 def test_a_label_without_a_node_is_reported():
