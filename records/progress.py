@@ -102,8 +102,14 @@ class Progress:
         if self._actors is not None:
             self._actors = self._actors[0] + 1, self._actors[1]
 
-    def start(self, total_iterations: int, start_iteration: int = 0) -> None:
-        """Training starts or continues at ``start_iteration``, counted from 0."""
+    def start(
+        self, total_iterations: int, start_iteration: int = 0, first_reward: float | None = None
+    ) -> None:
+        """Training starts or continues at ``start_iteration``, counted from 0.
+
+        ``first_reward`` is the mean reward of the run's first iteration, if that is over.
+        """
+        self.reward_start = first_reward
         self.total, self.first, self.iteration = total_iterations, start_iteration, start_iteration
         self._actors = None
         self._finished, self._began = 0, self._clock()
@@ -239,7 +245,7 @@ class Progress:
         if self.reward_now is not None:
             text.append("reward ")
             text.append(decimals(self.reward_now), style="bold")
-            if self.reward_start is not None and self._finished > 1:
+            if self.reward_start is not None and self.first + self._finished > 1:
                 change = self.reward_now - self.reward_start
                 text.append(f"  at the start {decimals(self.reward_start)} ")
                 text.append(f"({change:+.3f})", style="green" if change > 0 else "red")
@@ -268,7 +274,8 @@ class Progress:
             f"iteration {self.first + self._finished}/{self.total}",
             f"reward {decimals(self.reward_now)}",
         ]
-        if self.reward_now is not None and self.reward_start is not None and self._finished > 1:
+        earlier = self.first + self._finished > 1
+        if self.reward_now is not None and self.reward_start is not None and earlier:
             parts[-1] += (
                 f" (at the start {decimals(self.reward_start)},"
                 f" {self.reward_now - self.reward_start:+.3f})"

@@ -60,6 +60,7 @@ class Position:
     samples_seen: int = 0
     # numeric metrics of the last iteration, by name
     last_row: Mapping[str, float] = field(default_factory=dict[str, float])
+    first_reward: float | None = None  # of the first iteration; None until a resume
     seconds_before: float = 0.0  # of training, in earlier sessions
     restored: int = 0  # times the learner was lost and restored from a checkpoint
     began: float = field(default_factory=time.monotonic)
@@ -148,8 +149,11 @@ class Checkpoints:
         for each in incomplete_checkpoints(self._rundir.checkpoints):
             self._rundir.event("checkpoint_incomplete", path=each.name)
             log.warning(f"checkpoint {str(each)!r} lacks files: returning to the one before it")
-        rows = (r for r in reversed(self._rundir.metrics()) if r.get("kind") == "iteration")
-        last = next((row for row in rows if finite_or_none(row.get("seconds")) is not None), Row())
+        rows = [row for row in self._rundir.metrics() if row.get("kind") == "iteration"]
+        rewards = (finite_or_none(row.get("reward/train_mean")) for row in rows)
+        position.first_reward = next((value for value in rewards if value is not None), None)
+        timed = (row for row in reversed(rows) if finite_or_none(row.get("seconds")) is not None)
+        last = next(timed, Row())
         position.last_row = {
             key: value for key, value in last.items() if finite_or_none(value) is not None
         }

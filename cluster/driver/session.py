@@ -209,7 +209,7 @@ class Session:
         if checkpoint is not None:
             await self.services.learner.load(checkpoint.name, str(checkpoint))
         self._has_learner = True
-        self.progress.start(config.iterations, position.next_iteration)
+        self.progress.start(config.iterations, position.next_iteration, position.first_reward)
         await self.ring.begin(position.next_iteration)
         if why := self.services.weights.why:
             self.progress.note(f"exploring in {self.services.weights.chosen} ({why})")

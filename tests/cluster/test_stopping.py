@@ -28,6 +28,7 @@ from learner.checkpoint import latest_checkpoint
 from records import claim, storage
 from records.claim import Claim
 from records.errors import StateLost, Stopped
+from records.progress import Progress
 from records.rundir import RunDirectory
 from records.sinks import Sinks
 from tests.cluster import hosts
@@ -360,7 +361,10 @@ def test_a_second_signal_does_not_wait_for_storage(
     assert re.search(rf"^{why}; continue with --resume$", errors, re.MULTILINE), errors
     assert not run.path.exists()
     elsewhere.rename(run.path)
-    assert outcome(run_here(config, resume=True), 3) == outcome(undisturbed, 3)
+    progress = Progress(title="resumed")
+    assert outcome(run_here(config, resume=True, progress=progress), 3) == outcome(undisturbed, 3)
+    first = next(row for row in run.metrics() if row["kind"] == "iteration")
+    assert progress.reward_start == first["reward/train_mean"]
 
 
 @pytest.mark.parametrize(

@@ -145,9 +145,10 @@ def test_time_left_is_the_median_of_recent_iterations_times_those_to_come():
 
 def test_a_resumed_run_continues_its_counts():
     progress, file, clock = plain()
-    progress.start(6, 4)
+    progress.start(6, 4, 0.6)
     run_iteration(progress, clock, 4, 0.7)
-    assert file.getvalue().startswith("iteration 5/6  reward 0.700  ")
+    expected = "iteration 5/6  reward 0.700 (at the start 0.600, +0.100)  "
+    assert file.getvalue().startswith(expected)
 
 
 def test_the_display_shows_stages_rewards_and_time():
