@@ -1,6 +1,6 @@
 # `make quickstart` trains the shipped tiny model; `make test` runs the suite. Both set up .venv first.
 # The first of these that runs here; the documentation's numbers are of 3.11. `true`, as make discards the output of a shell that ends with 127.
-PYTHON ?= $(firstword $(shell for each in python3.11 python3.12 python3.13; do $$each -c "" 2>/dev/null && echo $$each; done; true) python3.11)
+PYTHON ?= $(firstword $(shell for each in python3.11 python3.12 python3.13 python3.14; do $$each -c "" 2>/dev/null && echo $$each; done; true) python3.11)
 # Extra flags for pip, such as an index that has CPU builds of torch.
 PIP_FLAGS ?=
 QUIET := --quiet --disable-pip-version-check

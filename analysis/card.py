@@ -13,6 +13,7 @@ from analysis.compare.statistics import Mean
 from analysis.report.charts import number
 from analysis.report.data import Row, RunData, held_out_reward, read_run, step_of
 from analysis.report.rewards import scores_of
+from configs.paths import exists, is_file
 from configs.schema import RunConfig
 from configs.sections import Model
 from policy.experts import EXPERTS
@@ -95,7 +96,7 @@ def card(
 
 def hub_id(model: Model) -> str | None:
     """Return the hub id of the base model, or None if it is a directory."""
-    local = model.path == "shapes" or Path(model.path).expanduser().exists()
+    local = model.path == "shapes" or exists(Path(model.path).expanduser())
     return None if local or not HUB_ID.fullmatch(model.path) else model.path
 
 
@@ -111,7 +112,7 @@ def licence_of(model: Model) -> dict[str, str]:
         return {"license": "apache-2.0"}  # part of this program, under the same license
     base = hub_id(model)
     file = try_to_load_from_cache(base, CARD) if base else Path(model.path).expanduser() / CARD
-    if not isinstance(file, str | Path) or not Path(file).is_file():
+    if not isinstance(file, str | Path) or not is_file(Path(file)):
         return {}
     front = FRONT.match(Path(file).read_text(encoding="utf-8", errors="replace"))
     lines = (front[1] if front else "").splitlines()

@@ -22,6 +22,7 @@ from configs.aliases import current_key, refuse_duplicates, rename_old_keys
 from configs.arms import Arm
 from configs.lookup import suggestion
 from configs.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SETTINGS
+from configs.paths import is_file
 from configs.schema import RunConfig
 from configs.section import Tree
 
@@ -96,7 +97,7 @@ def _reference(model: str, arm: str) -> list[str]:
     """Return the layers of the reference code's settings that exist for this model and arm."""
     parts = ("common", model, arm, f"{model}-{arm}")
     names = [f"reference/{part}" for part in parts]
-    return [name for name in names if (LAYERS / f"{name}.toml").is_file()]
+    return [name for name in names if is_file(LAYERS / f"{name}.toml")]
 
 
 def load(source: str, overrides: Iterable[str] = ()) -> RunConfig:

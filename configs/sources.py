@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from configs.load import ConfigError
+from configs.paths import is_file
 
 Pixels: TypeAlias = NDArray[np.uint8]
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
@@ -84,5 +85,5 @@ def _opened(path: Path) -> Image.Image:
 def _require_file(path: Path) -> None:
     """Raise OSError unless it is a regular file: reading a pipe or a device might never end."""
     path.stat()
-    if not path.is_file():
+    if not is_file(path):
         raise OSError("it is not a file")

@@ -20,6 +20,7 @@ import safetensors.torch
 from torch import Tensor
 
 from configs.load import ConfigError
+from configs.paths import is_dir, is_file
 from configs.section import Tree
 from policy.lora_files import ENDING
 from records import atomic
@@ -77,7 +78,7 @@ def find(rundir: RunDirectory, step: int | None) -> Path:
         path = next(
             (other for other in whole if step_of(other) == step), step_directory(root, step)
         )
-    if path is None or not path.is_dir():
+    if path is None or not is_dir(path):
         there = ", ".join(str(step_of(other)) for other in whole) or "none"
         requested = "no checkpoint yet" if step is None else f"no checkpoint {step}"
         raise ConfigError(f"{rundir.path}: {requested}; available: {there}")
@@ -254,7 +255,7 @@ def _is_whole(checkpoint: Path) -> bool:
     A mount of an object store renames a directory file by file, so that some files may be missing
     after the loss of its machine. Raises OSError.
     """
-    if not (checkpoint / STATE).is_file():
+    if not is_file(checkpoint / STATE):
         return False
     try:
         names = list(json.loads((checkpoint / STATE).read_bytes())["files"])

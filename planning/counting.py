@@ -19,6 +19,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import nn
 
+from configs.paths import exists
 from configs.schema import RunConfig
 from configs.services import Service
 from planning import passes, sizes
@@ -160,7 +161,7 @@ def _kept() -> dict[str, Counts]:
         key: row
         for key, row in kept_rows().items()
         # a local directory of that name may hold another model
-        if key.partition(" ")[0] in ids and not Path(key.partition(" ")[0]).exists()
+        if key.partition(" ")[0] in ids and not exists(Path(key.partition(" ")[0]))
     }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from configs.load import ConfigError
+from configs.paths import exists, is_dir
 from configs.prompts import read_prompts, refuse_overlap
 from configs.schema import RunConfig
 from planning.facts import GB, SMALL_SHM, Facts, server_urls
@@ -106,12 +107,12 @@ def check_run_root_writable(config: RunConfig) -> Check:
     """Check that the run root is writable and has enough free disk space."""
     path = Path(config.run_root or "runs").absolute()
     try:
-        existing = next(each for each in (path, *path.parents) if each.exists())
+        existing = next(each for each in (path, *path.parents) if exists(each))
         free = shutil.disk_usage(existing).free / GB
     except OSError as error:  # permission denied, or a name that is too long
         reason = f"{str(path)[:200]}: {error.strerror or error}"
         return Check("run root", "failed", reason, "set run_root=DIR")
-    if not existing.is_dir():
+    if not is_dir(existing):
         return Check("run root", "failed", f"{existing} is not a directory", "set run_root=DIR")
     if not os.access(existing, os.W_OK | os.X_OK):
         return Check("run root", "failed", f"{existing} cannot be written", "set run_root=DIR")

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from configs.paths import exists
 from configs.schema import RunConfig
 from planning.machine import usable_cores, usable_memory
 from planning.preflight import check_model, check_scorers, problems_of
@@ -106,8 +107,8 @@ def _sees(mark: Path) -> tuple[bool, str]:
         with tempfile.NamedTemporaryFile(dir=mark.parent, prefix=".doctor-"):
             pass
     except OSError as error:
-        return mark.exists(), error.strerror or str(error)
-    return mark.exists(), ""
+        return exists(mark), error.strerror or str(error)
+    return exists(mark), ""
 
 
 def _driver() -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from configs.load import ConfigError
+from configs.paths import exists
 from configs.schema import RunConfig
 from planning.assumptions import Assumptions, Device, backend_of, device_of, with_format
 from planning.counting import counts_of
@@ -200,7 +201,7 @@ def open_architecture(config: RunConfig) -> Iterator[tuple[Family, str]]:
     missing or unsuitable.
     """
     model = config.model
-    known = None if Path(model.path).exists() else find_by_hub_id(model.path)
+    known = None if exists(Path(model.path)) else find_by_hub_id(model.path)
     with tempfile.TemporaryDirectory(prefix="sol-rl-plan-") as scratch:
         if known is not None:
             path = str(write_configs(known[1], scratch))

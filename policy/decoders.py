@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from configs.paths import is_dir, is_file
 from configs.schema import RunConfig
 from policy import meta
 from policy.families.architectures import build
@@ -182,10 +183,10 @@ def _weights_file(config: RunConfig, family: Family) -> Path:
             " explore.decoder_path, or use 'full'"
         )
     directory = Path(name).expanduser()
-    if not directory.is_dir() and HUB_ID.fullmatch(name):
+    if not is_dir(directory) and HUB_ID.fullmatch(name):
         directory = _cached(name)
     for file in (CONFIG, WEIGHTS):
-        if not (directory / file).is_file():
+        if not is_file(directory / file):
             raise FileNotFoundError(
                 f"explore.decoder_path: {file} not found in {str(directory)!r}: give the directory"
                 f" of an {CLASS} with its weights as safetensors"

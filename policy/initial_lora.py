@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from configs.paths import is_file
 from configs.section import Tree
 from configs.training import Lora
 from policy.lora_files import FILE, METADATA, PREFIX, by_file
@@ -53,8 +54,8 @@ def read_lora(path: str | Path, family: Family, name: str = FILE) -> InitialLora
     read or changes the transformer by anything else than products B A.
     """
     file = Path(path)
-    file = file if file.is_file() else file / name
-    if not file.is_file():
+    file = file if is_file(file) else file / name
+    if not is_file(file):
         raise FileNotFoundError(
             f"lora.init_from: {name} not found in {str(path)!r}: give the directory of a diffusers"
             " LoRA, or a safetensors file"
@@ -195,7 +196,7 @@ def start_from(state: Mapping[str, Tensor], lora: Lora, family: Family) -> int:
     FileNotFoundError or ValueError if it is missing or does not fit.
     """
     files = by_file(state)
-    if len(files) > 1 and Path(str(lora.init_from)).is_file():
+    if len(files) > 1 and is_file(Path(str(lora.init_from))):
         raise ValueError(
             f"lora.init_from: {lora.init_from!r} is one file, but the model has two transformers:"
             f" give a directory with {' and '.join(files)}"

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from configs.paths import exists
 from records.storage import retried
 
 _appending = threading.RLock()
@@ -49,7 +50,7 @@ def replace_directory(path: Path) -> Iterator[Path]:
         yield beside
         for part in (*beside.iterdir(), beside):
             _flush(part)
-        if path.exists():
+        if exists(path):
             shutil.rmtree(replaced, ignore_errors=True)
             os.rename(path, replaced)
         os.rename(beside, path)

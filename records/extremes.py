@@ -20,6 +20,7 @@ from typing import Literal, get_args
 import numpy as np
 from PIL import Image
 
+from configs.paths import is_dir
 from records import atomic
 from records.images import MAX_INLINE_SIDE, MAX_TINY_SIDE, grid, reduced_image, to_pil, webp_bytes
 
@@ -179,5 +180,5 @@ def _encoded(extreme: Extreme, fps: int) -> bytes:
 
 
 def _directories(directory: Path) -> dict[int, Path]:
-    folders = (path for path in directory.glob("iteration_*") if path.is_dir())
+    folders = (path for path in directory.glob("iteration_*") if is_dir(path))
     return {int(match[1]): path for path in folders if (match := DIRECTORY.fullmatch(path.name))}

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageSequence
 
+from configs.paths import is_dir
 from records import atomic
 from records.storage import retried
 
@@ -113,7 +114,7 @@ def find_images(directory: Path) -> RunImages:
         }
     steps = []
     for folder in sorted(directory.glob("step_*")):
-        if (match := STEP.fullmatch(folder.name)) and folder.is_dir():
+        if (match := STEP.fullmatch(folder.name)) and is_dir(folder):
             cells = [(CELL.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
             files = {(int(cell[1]), int(cell[2])): path for cell, path in cells if cell}
             if files:

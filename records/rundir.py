@@ -61,7 +61,7 @@ class RunDirectory:
         Raises ConfigError if a run of this name has computed something or may be running, or if the
         directory cannot be written.
         """
-        there = self.config_file.exists()
+        there = exists(self.config_file)
         if there and (self.has_results() or self.lock_unsupported):
             raise self._name_taken()
         try:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from configs.paths import is_dir, is_file
 from records import weights
 from records.errors import error_summary
 from rewards.base import ScorerSetupError
@@ -65,10 +66,10 @@ def local(source: str, names: Sequence[str]) -> Path | None:
 
 
 def _existing_file(path: Path, names: Sequence[str]) -> Path | None:
-    if path.is_file():
+    if is_file(path):
         return path
-    if path.is_dir():
-        file = next((path / name for name in names if (path / name).is_file()), None)
+    if is_dir(path):
+        file = next((path / name for name in names if is_file(path / name)), None)
         if file is None:
             raise ScorerSetupError(
                 f"{str(path)!r} contains none of {', '.join(names)}: give the path of the file;"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import torch
 
+from configs.paths import is_file
 from configs.section import Tree
 from records.errors import first_line
 from rewards.base import ScorerSetupError, Settings
@@ -92,7 +93,7 @@ class OpenClipScorer(PairedScorer):
             path = None
             if not requested and source.startswith("shapes/"):
                 return None
-        if not requested and path is not None and (beside := path.with_name(CONFIG)).is_file():
+        if not requested and path is not None and is_file(beside := path.with_name(CONFIG)):
             requested = _read_description(beside).get("model_cfg")
         return _build(_config(requested or cls.default))
 
@@ -103,7 +104,7 @@ class OpenClipScorer(PairedScorer):
         if repo == self.published:
             return {}
         file = locate(checkpoint, names).with_name(CONFIG) if repo is None else fetch(repo, CONFIG)
-        description = _read_description(file) if file is not None and file.is_file() else {}
+        description = _read_description(file) if file is not None and is_file(file) else {}
         if repo is not None and not description.get("model_cfg") and not architecture_given:
             raise ScorerSetupError(
                 f"{repo!r} has no {CONFIG} that states its architecture: set architecture, or use"
@@ -245,7 +246,7 @@ def _tokenizer(cfg: Tree, path: Path) -> SimpleTokenizer | HFTokenizer:
     length = int(cfg["text_cfg"].get("context_length", 77))
     if not cfg["text_cfg"].get("hf_tokenizer_name"):
         return SimpleTokenizer(context_length=length)
-    if not path.with_name("tokenizer.json").is_file():
+    if not is_file(path.with_name("tokenizer.json")):
         raise ScorerSetupError(
             f"{path.parent}: {CONFIG} names a tokenizer, but tokenizer.json is missing: give a"
             " directory with both"

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from configs.paths import is_file
 from records.errors import first_line
 from records.images import to_pil
 from records.weights import DTYPES
@@ -261,7 +262,7 @@ def _files(checkpoint: str) -> list[Path] | None:
     if found.suffix == ".safetensors":
         return [found]
     names = sorted(set(_json(found).get("weight_map", {}).values()))
-    missing = [name for name in names if not (folder / name).is_file()]
+    missing = [name for name in names if not is_file(folder / name)]
     if missing or not names:
         raise ScorerSetupError(f"{found} names {(missing or ['no file'])[0]}, which does not exist")
     return [folder / name for name in names]

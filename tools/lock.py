@@ -2,7 +2,7 @@
 
 Versions come from ``constraints.txt``; hashes of all files of a version come from the package index
 that uv is configured to use. One set of files serves Linux on x86_64 and aarch64 with Python 3.11
-to 3.13:
+to 3.14:
 
 * ``torch.txt``: torch alone. Each index has builds of its own and pip has to choose among them;
   given hashes, it would prefer the index that publishes them.

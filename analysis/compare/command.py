@@ -20,6 +20,7 @@ from analysis.compare.request import check_ratios
 from analysis.compare.runner import Say, run_all
 from analysis.compare.table import lines, tables
 from configs.load import ConfigError, parse
+from configs.paths import is_dir
 from configs.schema import RunConfig
 from records.errors import RunFailed
 from records.rundir import make_output, output_errors, versions, write_json, write_text
@@ -42,7 +43,7 @@ def compare(request: Request, out: Path | None, say: Say) -> list[str]:
         if cell.refused:
             say(f"refused: {cell.title}: {cell.refused}")
     ended = run_all(comparison, out, say)
-    check_prompts(run.path for run in ended if run.path.is_dir())
+    check_prompts(run.path for run in ended if is_dir(run.path))
     runs: dict[str, list[Run]] = {cell.name: [] for cell in comparison.cells}
     for run in ended:
         runs[run.cell].append(measure(run.path, run.seed, run.why))

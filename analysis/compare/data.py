@@ -27,6 +27,7 @@ from analysis.report.data import (
     step_of,
     values,
 )
+from configs.paths import is_dir
 
 REWARD = "reward/eval_mean"
 SCORER = "reward/eval/"
@@ -91,7 +92,7 @@ def measure(path: Path, seed: int, why: str | None = None) -> Run:
 
     If ``why`` is given, the run is known not to count, and that is the reason.
     """
-    if why is not None or not path.is_dir():
+    if why is not None or not is_dir(path):
         return Run(seed, path, why or "it was not run")
     run = read_run(path)
     scores = _scores(run)

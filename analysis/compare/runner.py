@@ -21,6 +21,7 @@ from analysis.compare.cells import Cell, Comparison
 from analysis.compare.groups import check_prompts
 from analysis.report.data import finite_or_none, read_run, step_of
 from configs.load import ConfigError, parse
+from configs.paths import exists
 from configs.prompts import changed_files
 from configs.resume import differences
 from configs.toml_text import to_toml
@@ -103,7 +104,7 @@ def _state_of(cell: Cell, seed: int, out: Path) -> str:
     iterations than requested.
     """
     rundir = RunDirectory(out / cell.run_name(seed))
-    if not rundir.config_file.exists() or not rundir.has_results():
+    if not exists(rundir.config_file) or not rundir.has_results():
         return "absent"
     recorded = rundir.configuration()
     config = as_recorded(parse(cell.tree_of(seed, out)), recorded)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from analysis.compare.statistics import Mean
+from configs.paths import exists, is_file
 from records.extremes import KeptIteration, find_extremes
 from records.images import RunImages, find_images
 from records.rundir import finite_or_none
@@ -107,7 +108,7 @@ def read_run(directory: Path) -> RunData:
     Raises FileNotFoundError if it is not a run directory.
     """
     files = ("config.json", "metrics.jsonl", "events.jsonl")
-    if not any((directory / name).is_file() for name in files):
+    if not any(is_file(directory / name) for name in files):
         raise FileNotFoundError(
             f"{directory} is not a run directory: it has none of {', '.join(files)}; give"
             " RUN_ROOT/NAME of a run"
@@ -194,7 +195,7 @@ def _modules(directory: Path, remarks: list[str]) -> list[Row]:
     Older runs spell the file and its key "quantised"; the returned rows use the current key.
     """
     for file, key in (("quantization.json", "quantized"), ("quantisation.json", "quantised")):
-        if (directory / file).exists():
+        if exists(directory / file):
             table = _json(directory / file, remarks)
             rows = [row for row in map(_row, table) if row] if isinstance(table, list) else []
             return [{**row, "quantized": row.get(key)} for row in rows]

@@ -8,6 +8,7 @@ from pathlib import Path
 import xxhash
 
 from configs.load import ConfigError
+from configs.paths import exists
 from configs.section import Tree
 from records.tables import markdown
 
@@ -25,7 +26,7 @@ def read(path: Path) -> Tree:
 
     Raises ConfigError if it cannot be read.
     """
-    if not path.exists():
+    if not exists(path):
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

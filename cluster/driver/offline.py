@@ -16,6 +16,7 @@ from cluster.driver.evaluation import Evaluation, evaluate
 from cluster.driver.iteration import Metrics
 from cluster.driver.services import ActorServices
 from configs.load import ConfigError
+from configs.paths import exists
 from configs.prompts import Prompt, prompt_file, read_prompts
 from configs.schema import RunConfig
 from learner import checkpoint
@@ -156,7 +157,7 @@ def _target(folder: Path, checkpoint_name: str, prompts_path: str | None) -> Pat
     stem = f"compare_{checkpoint_name}-{re.sub(r'[^A-Za-z0-9_-]+', '_', file.stem)[:100]}"
     for number in itertools.count(1):
         target = folder / f"{stem}{f'-{number}' if number > 1 else ''}.json"
-        if not target.exists() or _prompt_file_of(target) == str(file):
+        if not exists(target) or _prompt_file_of(target) == str(file):
             return target
     raise AssertionError("numbers end")
 
@@ -178,7 +179,7 @@ async def _evaluate_all(
         await services.encode_once([], prompts)
         await services.start()
         await services.learner.load(path.name, str(path))
-        present = [name for name in ADAPTERS if (path / f"{adapter_file(name)}{ENDING}").exists()]
+        present = [name for name in ADAPTERS if exists(path / f"{adapter_file(name)}{ENDING}")]
         return {
             name: await evaluate(config, services, prompts, name) for name in ("base", *present)
         }

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypedDict
 from cluster.jobs.dashboard import config_errors, job_client
 from cluster.jobs.job_log import follow_command_output, short_line
 from configs.load import ConfigError, load
+from configs.paths import exists, is_dir, is_file
 from configs.prompts import read_prompts
 from configs.schema import RunConfig
 
@@ -135,7 +136,7 @@ def _too_large(tree: Path) -> Callable[[Exception], str | None]:
         if "exceeds the maximum size" not in str(error):
             return None
         sizes = {
-            top.name: sum(f.lstat().st_size for f in (top, *top.rglob("*")) if not f.is_dir())
+            top.name: sum(f.lstat().st_size for f in (top, *top.rglob("*")) if not is_dir(f))
             for top in tree.iterdir()
         }
         name = max(sizes, key=lambda entry: sizes[entry])
@@ -190,7 +191,7 @@ def _texts(key: str, value: object) -> list[tuple[str, str]]:
 
 def _is_here(name: str) -> bool:
     try:
-        return not Path(name).is_absolute() and Path(name).exists()
+        return not Path(name).is_absolute() and exists(Path(name))
     except (OSError, ValueError):
         return False  # a string that cannot be a path
 
@@ -200,8 +201,8 @@ def is_sent_with_job(name: str) -> bool:
     parts = Path(name).parts
     if ".." in parts or any(fnmatch(part, pattern) for part in parts for pattern in LEFT_OUT):
         return False
-    is_tree = (TREE / "pyproject.toml").exists()
-    return (is_tree or parts[:1] in [(package,) for package in PACKAGES]) and (TREE / name).exists()
+    is_tree = exists(TREE / "pyproject.toml")
+    return (is_tree or parts[:1] in [(package,) for package in PACKAGES]) and exists(TREE / name)
 
 
 def entrypoint(config: str, overrides: Sequence[str], resume: str | None) -> str:
@@ -218,7 +219,7 @@ def set_options(overrides: Sequence[str]) -> list[str]:
 def stage_tree(into: Path) -> None:
     """Copy the source tree, or the installed packages, to ``into``."""
     ignore = shutil.ignore_patterns(*LEFT_OUT)
-    if (TREE / "pyproject.toml").exists():
+    if exists(TREE / "pyproject.toml"):
         shutil.copytree(TREE, into, ignore=ignore, symlinks=True)
     else:
         for name in PACKAGES:
@@ -239,15 +240,15 @@ def stage(into: Path, source: str, config: RunConfig) -> str:
                 f"prompts: {name!r} is outside the directory that is submitted: give a path inside"
                 " it, or an absolute one that nodes share"
             )
-        if not path.is_absolute() and path.is_file() and not (into / path).exists():
+        if not path.is_absolute() and is_file(path) and not exists(into / path):
             (into / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, into / path)
             _stage_sources(into, name)
     path = Path(source)
-    if not path.is_file():
+    if not is_file(path):
         return source  # a preset
     inside = path.resolve().relative_to(TREE) if path.resolve().is_relative_to(TREE) else None
-    if inside is not None and (into / inside).exists():
+    if inside is not None and exists(into / inside):
         return str(inside)
     (into / ELSEWHERE).mkdir(exist_ok=True)
     shutil.copy(path, into / ELSEWHERE / path.name)
@@ -263,7 +264,7 @@ def _stage_sources(into: Path, name: str) -> None:
     below = Path(name).parent
     for image in dict.fromkeys(prompt.image for prompt in read_prompts(name) if prompt.image):
         inside = Path(os.path.normpath(image))
-        if inside.is_relative_to(folder) and inside.is_file():
+        if inside.is_relative_to(folder) and is_file(inside):
             target = into / below / inside.relative_to(folder)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(inside, target)

@@ -10,6 +10,7 @@ import json
 import re
 from pathlib import Path
 
+from configs.paths import exists, is_dir, is_file
 from configs.section import Tree
 from configs.sections import Model
 from records.errors import first_line
@@ -32,11 +33,11 @@ def model_directory(model: Model) -> str:
     else:
         directory = Path(model.path).expanduser()
         advice = "give a diffusers pipeline directory, a hub id, or 'shapes'"
-        if not directory.exists() and HUB_ID.fullmatch(model.path):
+        if not exists(directory) and HUB_ID.fullmatch(model.path):
             return model.path
-    if not directory.is_dir():
+    if not is_dir(directory):
         raise FileNotFoundError(f"model.path: no directory {str(directory)!r}: {advice}")
-    if not (directory / INDEX).is_file():
+    if not is_file(directory / INDEX):
         raise ValueError(
             f"model.path: {str(directory)!r} has no {INDEX}, so it is not a diffusers pipeline:"
             f" {advice}"
@@ -62,7 +63,7 @@ def pipeline_file(directory: str, name: str) -> Tree:
     JSON object.
     """
     path = Path(directory) / name
-    if not Path(directory).is_dir():
+    if not is_dir(Path(directory)):
         path = _from_hub(directory, name)
     try:
         content = json.loads(path.read_text())
@@ -155,8 +156,8 @@ def check_component(
     class other than ``classes``, those that the family accepts (empty: any).
     """
     listed = (index.get(part) or [None, None])[-1]
-    local = Path(directory).is_dir()
-    if listed is None or (local and not (Path(directory) / part).is_dir()):
+    local = is_dir(Path(directory))
+    if listed is None or (local and not is_dir(Path(directory) / part)):
         raise FileNotFoundError(
             f"model.path: {directory!r} lacks its {part!r}, which family {family!r} needs:"
             " download the complete pipeline"

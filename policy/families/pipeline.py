@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from configs.paths import is_dir
 from configs.section import Tree
 from configs.sections import Model
 from policy.experts import EXPERTS, Experts
@@ -71,7 +72,7 @@ class Pipeline:
 
         Only a local directory is checked: from a hub id every actor downloads its own parts.
         """
-        for part in self.components if Path(self.directory).is_dir() else ():
+        for part in self.components if is_dir(Path(self.directory)) else ():
             if part in ("scheduler", "processor") or part.startswith("tokenizer"):
                 continue
             if missing := missing_weights(Path(self.directory) / part):

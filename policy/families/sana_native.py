@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from configs.paths import is_file
 from records.weights import read_state
 
 UNUSED = re.compile(r"pos_embed|y_embedder\.y_embedding|logvar_linear\..*")
@@ -55,7 +56,7 @@ def native_state(path: Path, transformer: nn.Module) -> dict[str, Tensor]:
     ``transformer`` may be on the meta device. Raises FileNotFoundError, or ValueError if the file
     does not have its weights, with a message of one line.
     """
-    if not path.is_file():
+    if not is_file(path):
         raise FileNotFoundError(f"model.native_path: file not found: {str(path)!r}")
     state: dict[str, Tensor] = {}
     for name, value in read_state(path).items():

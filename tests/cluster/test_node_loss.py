@@ -191,6 +191,8 @@ def test_state_of_an_actor_that_ended_while_idle_is_lost():
         nodes.ended_on.add("a")
         pool.report_ended()
         pool.report_ended()  # before the reason is known
+        while not restarts:
+            await asyncio.sleep(0)
         with pytest.raises(StateLost, match=re.escape(IDLE_END)):
             await pool.call(Task("x"), Works.work)
 

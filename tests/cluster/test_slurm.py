@@ -189,7 +189,7 @@ def test_a_preempted_run_has_its_cluster_until_it_has_ended(job, tmp_path, nodes
     wait_for(lambda: len(numbers(tmp_path / "rays")) == nodes and (tmp_path / "found").exists())
     tasks, rays = numbers(tmp_path / "tasks"), numbers(tmp_path / "rays")
     assert len(tasks) == nodes
-    for task in tasks:
+    for task in tasks:  # Ray goes on
         os.kill(task, signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 130 and asked(tmp_path) == ["requeue 7"]

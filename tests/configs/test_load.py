@@ -201,7 +201,8 @@ DEEP = ".".join("a" * 3000)
     [
         ("seed = " + "1" * 5000, "not readable as TOML: Exceeds the limit"),
         ("a = " + "[" * 100_000, "not readable as TOML: maximum recursion depth"),
-        (f"{DEEP} = 1", "tables are nested too deeply"),
+        # the second message: Python 3.14
+        (f"{DEEP} = 1", "tables are nested too deeply|TOML key has more than the allowed"),
     ],
     ids=["too many digits", "too deep a value", "too deep a key"],
 )

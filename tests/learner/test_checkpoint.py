@@ -201,7 +201,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_removed_later(tmp_path, mon
         write(step_directory(tmp_path, step), TENSORS, {})
     with monkeypatch.context() as patch:
         patch.setattr(os.path, "samestat", lambda first, second: False)
-        with pytest.raises(OSError, match="Cannot call rmtree on a symbolic link"):
+        with pytest.raises(OSError):
             shutil.rmtree(step_directory(tmp_path, 1))
         prune(tmp_path, 1)
     (left, newest) = sorted(path.name for path in tmp_path.iterdir())
