@@ -168,6 +168,7 @@ def test_a_second_signal_ends_the_wait_for_storage(monkeypatch, seconds, signal_
     """A first one does not, nor its echo: storage may be back soon."""
     monkeypatch.setattr(stop_signals, "ECHO_S", 0.2)
     monkeypatch.setattr(storage, "RETRY_S", 2.0)
+    monkeypatch.setattr(storage, "PAUSE_S", 20.0 if signal_name else 1.0)
     error = OSError(errno.EIO, "Input/output error")
 
     @storage.retried
@@ -342,12 +343,13 @@ def test_a_second_signal_does_not_wait_for_storage(
     undisturbed, tiny_sd3_dir, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(stop_signals, "ECHO_S", 0.2)
-    config, recorded = tiny_config(tiny_sd3_dir, tmp_path, "away"), Sinks.row
+    config = tiny_config(tiny_sd3_dir, tmp_path, "away", checkpoint__every=1)
+    recorded = Sinks.row
     run, elsewhere = RunDirectory.of(config), tmp_path / "elsewhere"
 
     def row(self: Sinks, values: Any) -> None:
         recorded(self, values)
-        if values["kind"] == "iteration":
+        if values["kind"] == "iteration" and values["iteration"] == 1:
             run.path.rename(elsewhere)
             for seconds in (0.1, 0.6):
                 threading.Timer(seconds, signalled, ["SIGINT"]).start()

@@ -149,6 +149,10 @@ def test_a_resumed_run_continues_its_counts():
     run_iteration(progress, clock, 4, 0.7)
     expected = "iteration 5/6  reward 0.700 (at the start 0.600, +0.100)  "
     assert file.getvalue().startswith(expected)
+    progress, console, clock = on_terminal()
+    progress.start(6, 4, 0.6)
+    run_iteration(progress, clock, 4, 0.7)
+    assert "at the start 0.600 (+0.100)" in shown(progress, console)
 
 
 def test_the_display_shows_stages_rewards_and_time():
