@@ -124,8 +124,10 @@ class FaultInjector(Progress):
         self.removal: asyncio.Future[None] | None = None
         self._listening = False
 
-    def start(self, total_iterations: int, start_iteration: int = 0) -> None:
-        super().start(total_iterations, start_iteration)
+    def start(
+        self, total_iterations: int, start_iteration: int = 0, first_reward: float | None = None
+    ) -> None:
+        super().start(total_iterations, start_iteration, first_reward)
         if not self._listening:
             self._listening = True
             for pool in self.session.services.pools:

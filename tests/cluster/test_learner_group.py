@@ -278,8 +278,10 @@ class Killer(Progress):
     session: Any = None
     killed = 0
 
-    def start(self, total_iterations: int, start_iteration: int = 0) -> None:
-        super().start(total_iterations, start_iteration)
+    def start(
+        self, total_iterations: int, start_iteration: int = 0, first_reward: float | None = None
+    ) -> None:
+        super().start(total_iterations, start_iteration, first_reward)
         pool = self.session.services.learners.pool
         perform_on = pool.perform_on
 

@@ -92,8 +92,10 @@ class Boss(Progress):
         self.sizes, self.now, self.answers = sizes, -1, []
         self.requested: asyncio.Task[None] | None = None
 
-    def start(self, total_iterations: int, start_iteration: int = 0) -> None:
-        super().start(total_iterations, start_iteration)
+    def start(
+        self, total_iterations: int, start_iteration: int = 0, first_reward: float | None = None
+    ) -> None:
+        super().start(total_iterations, start_iteration, first_reward)
         self.wait_between()
 
     def iteration_started(self, i: int, groups: int, images: int, totals: Any = None) -> None:
@@ -161,8 +163,10 @@ class Patient(Progress):
 
     session: Any = None
 
-    def start(self, total_iterations: int, start_iteration: int = 0) -> None:
-        super().start(total_iterations, start_iteration)
+    def start(
+        self, total_iterations: int, start_iteration: int = 0, first_reward: float | None = None
+    ) -> None:
+        super().start(total_iterations, start_iteration, first_reward)
         iteration = self.session.ring.iteration
 
         async def patient(index: int) -> Any:
