@@ -12,7 +12,11 @@ import pytest
 from configs.paths import exists, is_dir, is_file
 from tests.cluster.head import ROOT
 
-ROOMS = ("analysis", "cli", "configs", "learner", "planning", "policy", "records", "rewards")
+ROOMS = (
+    "analysis", "cli", "cluster/driver", "cluster/jobs", "configs", "learner", "planning", "policy",
+    "records", "rewards", "simulator",
+)  # fmt: skip
+"""What reads files of users and of runs."""
 
 
 def test_what_is_at_a_path(tmp_path):
