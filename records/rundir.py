@@ -152,7 +152,8 @@ class RunDirectory:
         if self._claim is not None and self._claim.lost:
             raise ConfigError(
                 f"{self.path}: {self._claim.holder()} has started a run here while this one was"
-                " active, as locks of this storage do not reach its machine: this one ends"
+                " active: locks of this storage do not reach its machine, or this run's was given"
+                " away while this machine did not reach the storage: this one ends"
             )
 
     def not_locked(self, why: str) -> None:
