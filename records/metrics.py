@@ -19,7 +19,12 @@ running total; `increment`: what one iteration added; `text`: not a number. Name
 stand for a scorer's label and for a part of its score. Made by
 `python -m records.metrics > docs/metrics.md`.
 
-{table}"""
+{table}
+Only Prometheus has these gauges, with the run's name as the label `run`:
+
+| Prometheus | meaning |
+| --- | --- |
+{gauges}"""
 PLACEHOLDER = re.compile(r"<\w+>")
 
 
@@ -184,6 +189,13 @@ METRICS: dict[str, Metric] = {
 """Every name in metrics.jsonl; ``<scorer>`` and ``<part>`` are placeholders for labels."""
 
 
+RUN_GAUGES = {
+    "iterations_left": "iterations that the run had not finished when it recorded its newest row",
+    "newest_row_timestamp_seconds": "Unix time of the run's newest row, or of the start before it",
+}
+"""Gauges that are in no row; with them alerts find runs that ended early or stand still."""
+
+
 def known_name(name: str) -> tuple[str, str | None]:
     """Return the key of ``METRICS`` for a name of a row, and the scorer that labels it, or None.
 
@@ -225,8 +237,14 @@ def exported_name(key: str) -> str:
     return PREFIX + re.sub(r"\W+", "_", key.removesuffix("/<scorer>"))
 
 
+def document() -> str:
+    """Return docs/metrics.md."""
+    gauges = "".join(f"| `{PREFIX}{name}` | {text} |\n" for name, text in RUN_GAUGES.items())
+    return DOCUMENT.format(table=table(), gauges=gauges)
+
+
 def table() -> str:
-    """Return all metrics as a table in Markdown."""
+    """Return all metrics of rows as a table in Markdown."""
     rows = [
         (
             f"`{key}`",
@@ -244,4 +262,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    print(DOCUMENT.format(table=table()), end="")
+    print(document(), end="")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Mapping
 from threading import Thread
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
-from records.metrics import METRICS, Metric, exported_name, known_name
+from records.metrics import METRICS, PREFIX, RUN_GAUGES, Metric, exported_name, known_name
 from records.rundir import Event
 
 log = logging.getLogger(__name__)
@@ -27,8 +28,15 @@ class PrometheusExporter:
 
     name = "prometheus"
 
-    def __init__(self, port: int, host: str = "127.0.0.1", events: Event | None = None):
-        """Start serving on ``host:port``.
+    def __init__(
+        self,
+        port: int,
+        host: str = "127.0.0.1",
+        events: Event | None = None,
+        run: str = "",
+        iterations: int = 0,
+    ):
+        """Start serving on ``host:port`` what the run ``run`` of ``iterations`` iterations records.
 
         If that fails, log a warning, record the event ``metrics_unavailable``, and continue
         without.
@@ -37,6 +45,12 @@ class PrometheusExporter:
         self._instruments: dict[str, Gauge | Counter] = {}
         self._totals: dict[str, float] = {}
         self._server: tuple[WSGIServer, Thread] | None = None
+        self._run, self._iterations = run, iterations
+        self._run_gauges = {
+            name: Gauge(PREFIX + name, text, ("run",), registry=self.registry)
+            for name, text in RUN_GAUGES.items()
+        }
+        self._set("newest_row_timestamp_seconds", time.time())
         if port == 0:
             return
         try:
@@ -59,6 +73,11 @@ class PrometheusExporter:
             # An evaluation's iteration is the number of updates before it, not the run's newest.
             if name != "iteration" or row.get("kind") != "evaluation":
                 self._observe(name, float(value))
+        self._set("newest_row_timestamp_seconds", time.time())
+        if isinstance(iteration := row.get("iteration"), int):
+            # an evaluation's iteration is the number of those before it
+            finished = iteration + (row.get("kind") == "iteration")
+            self._set("iterations_left", max(0, self._iterations - finished))
 
     def close(self) -> None:
         """Stop serving; the port is free on return."""
@@ -68,6 +87,9 @@ class PrometheusExporter:
             server.server_close()
             thread.join(timeout=5)
             self._server = None
+
+    def _set(self, name: str, value: float) -> None:
+        self._run_gauges[name].labels(run=self._run).set(value)
 
     def _observe(self, name: str, value: float) -> None:
         key, scorer = known_name(name)

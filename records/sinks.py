@@ -71,7 +71,13 @@ class Sinks:
         self._undeclared: set[str] = set()
         self._one_at_a_time = threading.Lock()  # images are passed by another thread
         self._others: list[Sink] = [
-            PrometheusExporter(logging.prometheus_port, logging.prometheus_host, event)
+            PrometheusExporter(
+                logging.prometheus_port,
+                logging.prometheus_host,
+                event,
+                config.name,
+                config.iterations,
+            )
         ]
         if logging.tensorboard:
             self._add("tensorboard", lambda: TensorBoard(rundir))

@@ -176,9 +176,9 @@ def test_every_metric_that_is_named_is_declared(page: Path):
 
 @each()
 def test_every_name_of_prometheus_is_exported(page: Path):
-    from records.metrics import table
+    from records.metrics import document
 
-    exported = set(re.findall(r"`(sol_rl_\w+)`", table()))
+    exported = set(re.findall(r"`(sol_rl_\w+)`", document()))
     named = set(re.findall(r"`(sol_rl_\w+)`", text_of(page).outside))
     assert named - exported == set()
 

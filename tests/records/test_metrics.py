@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import socket
+import time
 import urllib.request
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from records.metrics import DOCUMENT, METRICS, exported_name, known_name, table
+from records.metrics import METRICS, document, exported_name, known_name
 from records.prometheus import PrometheusExporter
 
 CONTRACT = [
@@ -100,6 +101,30 @@ def test_gauges_hold_the_newest_value_and_scorers_are_a_label():
     assert value(exporter, "sol_rl_loss_kl") is None
 
 
+def test_iterations_left_and_the_time_of_the_newest_row(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    exporter = PrometheusExporter(0, run="r", iterations=3)
+
+    def values() -> tuple[float | None, float | None]:
+        return (
+            value(exporter, "sol_rl_iterations_left", run="r"),
+            value(exporter, "sol_rl_newest_row_timestamp_seconds", run="r"),
+        )
+
+    assert values() == (None, 1000.0)
+    for moment, kind, iteration, left in (
+        (1010.0, "evaluation", 0, 3),  # before training
+        (1020.0, "iteration", 0, 2),
+        (1030.0, "iteration", 1, 1),
+        (1040.0, "evaluation", 2, 1),
+        (1050.0, "iteration", 2, 0),
+        (1060.0, "evaluation", 3, 0),
+    ):
+        monkeypatch.setattr(time, "time", lambda moment=moment: moment)
+        exporter.row({"kind": kind, "iteration": iteration})
+        assert values() == (left, moment)
+
+
 def test_counters_add_increments():
     exporter = PrometheusExporter(0)
     for seen, failed, reissued in ((96, 1, 2), (192, 0, 2), (288, 4, 5)):
@@ -168,7 +193,7 @@ def test_parts_of_scores_are_exported_by_their_own_names():
 
 def test_the_documented_table_equals_that_of_the_code():
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    assert text == DOCUMENT.format(table=table())
+    assert text == document()
 
 
 def test_the_exporter_serves_metrics_and_frees_the_port():

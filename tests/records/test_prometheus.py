@@ -21,6 +21,7 @@ import pytest
 
 from records.prometheus import PrometheusExporter
 from tests.cluster.runs import run_here, tiny_config
+from tests.records.test_alerts import metric_names
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 pytestmark = [
@@ -32,6 +33,13 @@ pytestmark = [
 ]
 NOT_IN_THIS_RUN: dict[str, str] = {}
 """Expressions that have no data here, with the reason."""
+
+
+WITHOUT_DATA = {
+    "ray_node_gpus_utilization",  # no GPU
+    "sol_rl_loss_clip_share",  # another objective
+}
+"""Metrics of alerts that have no data here."""
 
 
 def free_port() -> int:
@@ -88,6 +96,7 @@ def prometheus(folder: Path, metrics_port: int) -> Iterator[Server]:
         assert config.count(shipped) == 1
         config = config.replace(shipped, ours)
     (folder / "prometheus.yml").write_text(config)
+    shutil.copy(DEPLOY / "alerts.yml", folder)  # its path is relative
     port = free_port()
     command = [
         "prometheus",
@@ -122,7 +131,7 @@ def expressions() -> list[tuple[str, str]]:
 
 def test_the_shipped_configuration_is_valid():
     done = subprocess.run(
-        ["promtool", "check", "config", "--syntax-only", str(DEPLOY / "prometheus.yml")],
+        ["promtool", "check", "config", str(DEPLOY / "prometheus.yml")],
         capture_output=True,
         text=True,
     )
@@ -153,8 +162,16 @@ def test_every_panel_of_the_dashboard_has_data(ray_here, tiny_sd3_dir, tmp_path)
         }
         assert 1.0 in server.values('up{job="sol-rl"}', start, end)
         reward = server.values("sol_rl_reward_train_mean", start, end)
+        left = server.values("sol_rl_iterations_left", start, end)
+        unknown = [
+            name
+            for name in metric_names("(?:sol_rl|ray)_")
+            if not server.values(name, start, end) and name not in WITHOUT_DATA
+        ]
     empty = {expression: panel for (panel, expression), values in answers.items() if not values}
     assert set(empty) == set(NOT_IN_THIS_RUN), empty
+    assert not unknown, "metrics of deploy/alerts.yml"
+    assert set(left) <= set(range(7)) and len(left) >= 2
     logged = [row["reward/train_mean"] for row in run.metrics() if row["kind"] == "iteration"]
     # the scraped values equal those of the file
     assert set(reward) <= set(logged) and len(reward) >= 2
