@@ -163,6 +163,7 @@ def _try_lock(lock: int, directory: Path, what: str, remedy: str) -> str | None:
     with contextlib.suppress(OSError):
         os.ftruncate(lock, 0)
         os.write(lock, this_process().encode()[:MAX_HOLDER_BYTES])
+        os.fsync(lock)  # an NFS client keeps what is written to an open file for half a minute
     return None
 
 

@@ -50,6 +50,19 @@ def write_across_an_outage(left: list[int]) -> None:
         raise OSError(left.pop(), "Transport endpoint is not connected", "metrics.jsonl")
 
 
+def test_other_machines_see_the_holder_at_once(tmp_path, monkeypatch):
+    # an NFS client sends what was written to an open file when it is flushed
+    flushed: list[str] = []
+
+    def flush(file: int) -> None:
+        flushed.append(os.pread(file, 300, 0).decode())
+
+    monkeypatch.setattr(os, "fsync", flush)
+    with exclusive_lock(tmp_path / "lock", "a run", ""):
+        (text,) = flushed
+    assert text.startswith(f"process {os.getpid()} on {socket.gethostname()} since ")
+
+
 def test_a_lock_that_its_server_has_dropped_is_taken_again(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "PAUSE_S", 0.0)
     with exclusive_lock(tmp_path / "lock", "a run", ANOTHER_RUN) as lock:
