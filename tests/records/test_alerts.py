@@ -62,13 +62,14 @@ CASES = [
     Case("SolRLRunEnded", 10, True, run(iterations_left="9-1x4 stale")),
     Case("SolRLRunEnded", 14, False, run(iterations_left="9-1x9 stale")),
     Case("SolRLRunEnded", 10, False, run(iterations_left="9-1x30")),
-    # back within the two minutes, on another head
+    # a minute is not enough, as the run may be back soon, on another head
+    Case("SolRLRunEnded", 6, False, run(iterations_left="9-1x4 stale")),
     Case(
         "SolRLRunEnded",
         10,
         False,
         run(iterations_left="9-1x4 stale")
-        | {f'{PREFIX}iterations_left{{job="sol-rl",instance="b",run="r"}}': "_x5 5-1x20"},
+        | {f'{PREFIX}iterations_left{{job="sol-rl",instance="b",run="r"}}': "_x6 5-1x20"},
     ),
     # another run on the same head does not hide it
     Case(
@@ -128,8 +129,10 @@ CASES = [
     Case("RayGPUIdle", 70, True, node(gpus_utilization="90x5 0x90")),
     Case("RayGPUIdle", 70, False, node(gpus_utilization="0x20 90x90")),
     Case("RayNodeMemory", 10, True, node(mem_used="95x20", mem_total="100x20")),
-    Case("RayNodeMemory", 10, False, node(mem_used="95x2 60x20", mem_total="100x22")),
+    Case("RayNodeMemory", 4, False, node(mem_used="95x20", mem_total="100x20")),
+    Case("RayNodeMemory", 10, False, node(mem_used="85x20", mem_total="100x20")),
     Case("RayNodeDisk", 10, True, node(disk_utilization_percentage="93x20")),
+    Case("RayNodeDisk", 4, False, node(disk_utilization_percentage="93x20")),
     Case("RayNodeDisk", 10, False, node(disk_utilization_percentage="80x20")),
 ]
 
