@@ -8,16 +8,37 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from threading import Event as Flag
 from threading import Thread
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
 
 from records.metrics import METRICS, PREFIX, RUN_GAUGES, Metric, exported_name, known_name
 from records.rundir import Event
 
 log = logging.getLogger(__name__)
+LAST_SCRAPE_S = 15.0
+"""Seconds for which a run that has finished stays for one more scrape. Else Prometheus would not
+see that no iterations are left, and an alert would say that the run ended early.
+"""
+ANSWER_S = 0.2
+"""Seconds for the answer to a scrape to be sent."""
+
+
+class _Scrapes(Collector):
+    """Notices scrapes, because a registry asks all its collectors in each, in their order."""
+
+    def __init__(self):
+        self.any, self.since_newest_row = False, Flag()
+
+    def collect(self) -> Iterable[Family]:
+        self.any = True
+        self.since_newest_row.set()
+        return ()
 
 
 class PrometheusExporter:
@@ -45,7 +66,9 @@ class PrometheusExporter:
         self._instruments: dict[str, Gauge | Counter] = {}
         self._totals: dict[str, float] = {}
         self._server: tuple[WSGIServer, Thread] | None = None
-        self._run, self._iterations = run, iterations
+        self._run, self._iterations, self._left = run, iterations, iterations
+        self._scrapes = _Scrapes()
+        self.registry.register(self._scrapes)  # before what a scrape is to contain
         self._run_gauges = {
             name: Gauge(PREFIX + name, text, ("run",), registry=self.registry)
             for name, text in RUN_GAUGES.items()
@@ -77,11 +100,19 @@ class PrometheusExporter:
         if isinstance(iteration := row.get("iteration"), int):
             # an evaluation's iteration is the number of those before it
             finished = iteration + (row.get("kind") == "iteration")
-            self._set("iterations_left", max(0, self._iterations - finished))
+            self._left = max(0, self._iterations - finished)
+            self._set("iterations_left", self._left)
+        self._scrapes.since_newest_row.clear()
 
     def close(self) -> None:
-        """Stop serving; the port is free on return."""
+        """Stop serving; the port is free on return.
+
+        A run that has finished, and that somebody scrapes, is scraped once more before.
+        """
         if self._server is not None:
+            if self._scrapes.any and not self._left:
+                self._scrapes.since_newest_row.wait(LAST_SCRAPE_S)
+                time.sleep(ANSWER_S)
             server, thread = self._server
             server.shutdown()
             server.server_close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import socket
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from records import prometheus
 from records.metrics import METRICS, document, exported_name, known_name
 from records.prometheus import PrometheusExporter
 
@@ -215,6 +217,39 @@ def test_the_exporter_serves_metrics_and_frees_the_port():
     assert not any(name.startswith(("python_", "process_")) for name in families)
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_finished_run_is_scraped_once_more(finished: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prometheus, "LAST_SCRAPE_S", 60.0)
+    port = free_port()
+
+    def left() -> float:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        (sample,) = next(f for f in families if f.name == "sol_rl_iterations_left").samples
+        return sample.value
+
+    exporter = PrometheusExporter(port, run="r", iterations=2)
+    exporter.row({"kind": "iteration", "iteration": 0})
+    assert left() == 1
+    exporter.row({"kind": "iteration", "iteration": int(finished)})
+    closing = threading.Thread(target=exporter.close)
+    closing.start()
+    if finished:
+        closing.join(0.5)
+        assert closing.is_alive()
+        assert left() == 0
+    closing.join(30)
+    assert not closing.is_alive()
+
+
+def test_a_finished_run_that_nobody_scrapes_ends_at_once():
+    exporter = PrometheusExporter(free_port(), run="r", iterations=1)
+    exporter.row({"kind": "iteration", "iteration": 0})
+    began = time.monotonic()
+    exporter.close()
+    assert time.monotonic() - began < prometheus.LAST_SCRAPE_S
 
 
 def test_a_busy_port_is_one_line_and_training_continues(caplog: pytest.LogCaptureFixture):
