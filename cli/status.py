@@ -14,12 +14,18 @@ def declare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--run", metavar="NAME", help=("name of a run (default: all runs of the cluster)")
     )
+    sub.add_argument(
+        "--actors", action="store_true", help="a line per actor, also of services with many"
+    )
     add_cluster(sub)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the state of the runs of a cluster."""
-    arguments = ["--run", options.run] if options.run else []
+    arguments = [
+        *(["--run", options.run] if options.run else []),
+        *(["--actors"] if options.actors else []),
+    ]
     if (code := through_job(options.address, ["status", *arguments])) is not None:
         return code
     from cluster.jobs.live_runs import address_of, connected, run_states
@@ -29,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     with connected(address_of(options.address)):
         for state in run_states(options.run).values():
             try:
-                lines = status_lines(state)
+                lines = status_lines(state, options.actors)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise RunFailed(
                     f"run {state['run']!r} describes its state otherwise than this version of"

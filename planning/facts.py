@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +48,6 @@ class Facts:
     shared: bool | None = None  # True if the driver's file under the run root is visible here
     writable: str = ""  # why the run root cannot be written; empty if it can
     locked: bool = True  # False if the driver's lock under the run root is not seen here
-    now: float = 0.0
     store_on_disk: str = ""  # directory of Ray's object store; empty if it is in memory
     clock: float = 0.0  # seconds it differs from the driver's clock by at least, if known
     bandwidth_mb_s: float | None = None  # when receiving one version of the weights
@@ -85,7 +83,6 @@ def examine(config: RunConfig | None = None, mark: str | None = None) -> Facts:
         shared=shared,
         writable=writable,
         locked=not shared or is_locked(Path(mark or "")),
-        now=time.time(),
     )
 
 

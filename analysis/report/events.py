@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from analysis.report.data import Row, RunData, actor_of, finite_or_none
 from analysis.report.parts import Cell, Table
-from analysis.report.timeline import Chart, Drawing, Lane, Mark, drawing, in_running_time
+from analysis.report.service_lanes import Lane, Mark
+from analysis.report.timeline import Chart, Drawing, drawing, in_running_time
 from records.formatting import duration
 
 TONES = {
@@ -33,6 +34,10 @@ KINDS = ("rollout", "reward", "scorers.", "selector", "encoder", "learner")
 ``scorers.<label>`` is a scorer with its own actors.
 """
 MOST_ROWS, LONGEST = 150, 110
+FEW, TOGETHER_S = 4, 60.0
+"""More like events than this, each within seconds of the one before, are one row."""
+Moment = tuple[Row, float]
+"""(event, running time)."""
 NOUNS = {
     "actor_started": "started",
     "actor_replaced": "replaced",
@@ -112,12 +117,13 @@ def events_section(run: RunData) -> EventsSection | None:
     notable = [(event, when) for event, when in pairs if event["event"] not in ROUTINE]
     last, count = pairs[-MOST_ROWS:], f"{len(pairs):,} events"
     which = f"All {count}" if len(last) == len(pairs) else f"The last {len(last)} of {count}"
-    omitted = f"The last {MOST_ROWS} of {len(notable):,}; all are in events.jsonl."
+    rows = like_events(notable)
+    omitted = f"The last {MOST_ROWS} of {len(rows):,} rows; all events are in events.jsonl."
     return EventsSection(
         [(noun, counts[name]) for name, noun in NOUNS.items() if counts[name]],
         drawing(timeline_of(run, times)),
-        _table(notable[-MOST_ROWS:], LONGEST, note=omitted if len(notable) > MOST_ROWS else ""),
-        _table(last, title=which) if len(pairs) > len(notable) else None,
+        _table(rows[-MOST_ROWS:], LONGEST, note=omitted if len(rows) > MOST_ROWS else ""),
+        _table([[pair] for pair in last], title=which) if len(pairs) > len(rows) else None,
     )
 
 
@@ -164,24 +170,66 @@ def _run_marks(events: Sequence[Row], times: Sequence[float]) -> list[Mark]:
     return marks
 
 
+def like_events(pairs: Sequence[Moment]) -> list[list[Moment]]:
+    """Group events of the same name and service, in the order of the first of each group.
+
+    A group has more than ``FEW`` events; all others are groups of one.
+    """
+    groups: list[list[Moment]] = []
+    newest: dict[tuple[str, str], list[Moment]] = {}
+    for event, when in pairs:
+        key = str(event["event"]), str(event.get("kind"))
+        group = newest.get(key)
+        if group is None or when - group[-1][1] > TOGETHER_S:
+            groups.append(group := [])
+            newest[key] = group
+        group.append((event, when))
+    apart = [[one] for group in groups if len(group) <= FEW for one in group]
+    merged = [group for group in groups if len(group) > FEW]
+    return sorted(apart + merged, key=lambda group: group[0][1])
+
+
 def _table(
-    rows: Sequence[tuple[Row, float]], longest: int = 2000, title: str = "", note: str = ""
+    groups: Sequence[Sequence[Moment]], longest: int = 2000, title: str = "", note: str = ""
 ) -> Table:
-    """Return a table of events.
+    """Return a table of events, a row per group of like ones.
 
     Reasons are shortened to ``longest`` characters; the tooltip has the full text.
     """
     cells = [
-        (
-            Cell(duration(when), "when"),
-            Cell(_words(event), f"{_tone(event)}-ink"),
-            Cell(actor_of(event) or "", "who"),
-            Cell(_details(event, longest), "wide", title=_details(event)),
-        )
-        for event, when in rows
+        _merged(group, longest) if len(group) > 1 else _single(*group[0], longest)
+        for group in groups
     ]
     heads = ("after", "what", "who", "details")
     return Table(heads, cells, words=(1, 2, 3), kind="events", title=title, note=note)
+
+
+def _single(event: Row, when: float, longest: int) -> tuple[Cell, ...]:
+    return (
+        Cell(duration(when), "when"),
+        Cell(_words(event), f"{_tone(event)}-ink"),
+        Cell(actor_of(event) or "", "who"),
+        Cell(_details(event, longest), "wide", title=_details(event)),
+    )
+
+
+def _merged(group: Sequence[Moment], longest: int) -> tuple[Cell, ...]:
+    """Return a row with the fields that are the same in all events of the group."""
+    event = group[0][0]
+    same = {
+        key: value
+        for key, value in event.items()
+        if key in ("event", "kind", "actor") or all(e.get(key) == value for e, _ in group)
+    }
+    names = list(dict.fromkeys(name for e, _ in group if (name := actor_of(e))))
+    who = f"{len(names):,} {names[0].rpartition('-')[0]} actors" if len(names) > 1 else ""
+    ends = " to ".join(dict.fromkeys(duration(group[at][1]) for at in (0, -1)))
+    return (
+        Cell(ends, "when"),
+        Cell(f"{len(group):,} × {_words(event)}", f"{_tone(event)}-ink"),
+        Cell(who or "".join(names), "who", title=", ".join(names)),
+        Cell(_details(same, longest), "wide", title=f"the first: {_details(event)}"),
+    )
 
 
 def _words(event: Row) -> str:
@@ -197,11 +245,14 @@ def _because(event: Row) -> str:
 
 
 def _details(event: Row, longest: int = 2000) -> str:
-    """Return the fields of an event that have no column of their own, the reason last."""
+    """Return the fields of an event that have no column of their own, the reason last.
+
+    Of a node's id, its first letters, as `sol-rl status` shows them.
+    """
     why = [_cut(str(event["why"]), longest)] if event.get("why") else []
     own = {"time", "event", "why", *(("actor", "kind") if actor_of(event) else ())}
     rest = [
-        f"{key.replace('_', ' ')} {_plain(value)}"
+        f"{key.replace('_', ' ')} {str(value)[:8] if key == 'node' else _plain(value)}"
         for key, value in event.items()
         if key not in own and value is not None
     ]

@@ -1,41 +1,35 @@
 """Timeline chart: a lane per actor with its tasks, versions as lines, and faults as marks.
 
-This module computes positions, and ``templates/timeline.html`` draws them. All times are seconds of
-running time, which excludes the pause before a resume.
+A service with many actors has a lane for all of them, and lanes for some. This module computes
+positions, and ``templates/timeline.html`` draws them. All times are seconds of running time, which
+excludes the pause before a resume.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
 from analysis.report.charts import downsample
 from analysis.report.parts import Item, blocks, render
+from analysis.report.service_lanes import (
+    HEIGHT,
+    WIDTH,
+    Area,
+    Lane,
+    Mark,
+    areas_of,
+    chosen_lanes,
+    merged_marks,
+)
 from records.atomic import write_text
 from records.formatting import duration
 from records.timeline import Span, Work
 
 MOST_LANES, MOST_MARKS, MOST_LINES, MOST_BARS = 40, 120, 60, 6000
-WIDTH, HEIGHT = 1000.0, 10.0
-"""Size of the SVG of a lane, in its user units."""
-Mark = tuple[float, str, str]
-"""(time, tone, text)."""
-
-
-@dataclass
-class Lane:
-    """Lane of one actor, in seconds of running time.
-
-    ``lives`` are the (start, end) periods in which the actor was in service; ``open_since`` is the
-    start of a period that has not ended.
-    """
-
-    lives: list[tuple[float, float]] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
-    open_since: float | None = None
 
 
 @dataclass(frozen=True)
@@ -89,12 +83,13 @@ class Box:
 
 @dataclass(frozen=True)
 class Track:
-    """Lane as drawn; ``lives`` are (left, width) in percent."""
+    """Lane as drawn; ``lives`` are (left, width) in percent. A service's lane has ``areas``."""
 
     name: str
     lives: Sequence[tuple[str, str]] = ()
     bars: Sequence[Box] = ()
     marks: Sequence[Dot] = ()
+    areas: Sequence[Area] = ()
 
 
 @dataclass(frozen=True)
@@ -209,10 +204,6 @@ def _window(chart: Chart, title: str, start: float, stop: float) -> Window:
     for span in chart.spans:
         if span.ended > start and span.started < stop:
             by_actor.setdefault(span.who, []).append(span)
-    shown = lanes
-    if len(lanes) > MOST_LANES:
-        eventful = {name: lane for name, lane in lanes.items() if lane.marks}
-        shown = dict(list((eventful or lanes).items())[:MOST_LANES])
 
     def place(moment: float) -> float:
         """Return the position in percent of the width, clipped to 0 to 100."""
@@ -225,21 +216,34 @@ def _window(chart: Chart, title: str, start: float, stop: float) -> Window:
             if start <= when <= stop
         ]
 
-    gap = (stop - start) * max(1 / 700, len(shown) / MOST_BARS)
-    published = [(when, version) for when, version in chart.versions if start <= when <= stop]
-    rows = [Track("run", marks=marks)] if (marks := dots(chart.marks)) else []
-    for name, lane in shown.items():
+    def track(name: str, gap: float) -> Track:
+        lane = lanes[name]
         places = [(place(a), place(b)) for a, b in lane.lives if a < stop and b > start]
         lives = [(f"{left:.2f}", f"{right - left:.2f}") for left, right in places]
         bars = [_box(bar, place) for bar in bars_of(by_actor.get(name, []), gap)]
-        rows.append(Track(name, lives, bars, dots(lane.marks[:MOST_MARKS])))
+        return Track(name, lives, bars, dots(lane.marks[:MOST_MARKS]))
+
+    rows = [Track("run", marks=marks)] if (marks := dots(chart.marks)) else []
+    services = chosen_lanes(lanes, MOST_LANES)
+    drawn = sum(len(service.drawn) for service in services)
+    for service in services:
+        if service.drawn != service.actors:
+            own = [lanes[name] for name in service.actors]
+            spans = [span for name in service.actors for span in by_actor.get(name, [])]
+            merged = merged_marks([lane.marks for lane in own], (stop - start) / 150)
+            areas = areas_of(own, spans, start, stop)
+            name = f"{service.name}, all {len(service.actors):,}"
+            rows.append(Track(name, marks=dots(merged[:MOST_MARKS]), areas=areas))
+        gap = (stop - start) * max(1 / 700, drawn / MOST_BARS)
+        rows += [track(name, gap) for name in service.drawn]
+    published = [(when, version) for when, version in chart.versions if start <= when <= stop]
     lines = downsample([(when, 0.0) for when, _ in published], MOST_LINES)
     path = "".join(f"M{place(when) * WIDTH / 100:.1f} 0V{HEIGHT:g}" for when, _ in lines)
     quarter = (stop - start) / 4
     ruler = [
         Tick(str(25 * part), duration(quarter * part) if part else "0") for part in range(0, 5, 2)
     ]
-    quiet, hidden = bool(chart.spans), len(lanes) - len(shown)
+    quiet, hidden = bool(chart.spans), len(lanes) - drawn
     return Window(title, _version_names(published, place), path, rows, ruler, quiet, hidden)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from cluster.runtime.nodes import all_nodes, free_nodes, object_stores
 from cluster.runtime.starting import cause
 from configs.load import ConfigError, parse
 from configs.schema import RunConfig
-from planning.doctor import Check, check_nodes, check_token
+from planning.checks import FEW, Check, by_reason, check_nodes
+from planning.doctor import check_token
 from planning.facts import Facts, examine
 from planning.placement import NoRoom, needs_of, place
 
@@ -43,7 +44,8 @@ def check_cluster(config: RunConfig | None) -> list[Check]:
     with _mark(config) as mark:
         facts, silent = _facts(config, mark)
     checks += check_nodes(config, facts) if facts else []
-    checks += [Check(f"node {node[:8]}", "failed", why, "see `ray status`") for node, why in silent]
+    nodes = by_reason((why, node[:8]) for node, why in silent)
+    checks += [Check(f"node {on}", "failed", why, "see `ray status`") for why, on in nodes.items()]
     return [*checks, *_stores(config), check_token(joined=True)]
 
 
@@ -65,6 +67,9 @@ def _placed(config: RunConfig) -> tuple[RunConfig, Check]:
 def _stores(config: RunConfig | None) -> list[Check]:
     sizes = object_stores()
     summary = ", ".join(f"{node[:8]} {size / 1e9:.1f} GB" for node, size in sorted(sizes.items()))
+    if len(sizes) > FEW:
+        least, most = (f"{limit(sizes.values()) / 1e9:.1f}" for limit in (min, max))
+        summary = f"{len(sizes):,} nodes, each {least} to {most} GB"
     if config is not None:
         try:
             check_store(config, all_nodes(), sizes)
@@ -94,32 +99,49 @@ def _mark(config: RunConfig | None) -> Iterator[str | None]:
 
 
 def _facts(config: RunConfig | None, mark: str | None) -> tuple[list[Facts], list[tuple[str, str]]]:
-    """Return (the facts of each node, (node, reason) for each node that returned none)."""
+    """Return (the facts of each node, (node, reason) for each node that returned none).
+
+    Nodes examine themselves concurrently: a process that imports torch takes seconds to start.
+    """
     tree = config.model_dump(mode="json") if config is not None else None
-    nodes = all_nodes()
-    remote: Any = ray.remote(examine_node)  # pyright: ignore[reportUnknownVariableType]
+    asked = {node.id: _on(node.id, examine_node, tree, mark) for node in all_nodes()}
+    until = time.monotonic() + ANSWER_S
+    found, silent = dict[str, Facts](), list[tuple[str, str]]()
+    for node, answer in asked.items():
+        try:
+            found[node] = ray.get(answer, timeout=max(0.0, until - time.monotonic()))
+        except Exception as error:  # whatever it is, the check reports it
+            silent.append((node, cause(error)))
     this_node = ray.get_runtime_context().get_node_id()
     size = _bytes_to_send(config)
     weights = ray.put(np.zeros(size, np.uint8))
-    all_facts, silent = list[Facts](), list[tuple[str, str]]()
-    for node in nodes:
-        affinity = NodeAffinitySchedulingStrategy(node.id, soft=False)
+    all_facts = list[Facts]()
+    for node, facts in found.items():
         # one node after the other: concurrent transfers would share the driver's link
-        task = remote.options(scheduling_strategy=affinity, num_cpus=0, max_retries=0)
         try:
-            sent = time.time()
-            facts, received = ray.get(
-                task.remote(tree, mark, [weights] if node.id != this_node else []), timeout=ANSWER_S
-            )
-            returned = time.time()
-        except Exception as error:  # whatever it is, the check reports it
-            silent.append((node.id, cause(error)))
+            clock, seconds = _link(node, [weights] if node != this_node else [])
+        except Exception as error:
+            silent.append((node, cause(error)))
             continue
-        # the node read its clock between these two times, so the clocks differ at least by this
-        behind = max(0.0, sent - facts.now, facts.now - returned)
-        rate = size / received / 1e6 if received else None
-        all_facts.append(replace(facts, node=node.id, clock=behind, bandwidth_mb_s=rate))
+        rate = size / seconds / 1e6 if seconds else None
+        all_facts.append(replace(facts, node=node, clock=clock, bandwidth_mb_s=rate))
     return all_facts, silent
+
+
+def _link(node: str, weights: list[Any]) -> tuple[float, float | None]:
+    """Return (the least difference of a node's clock, seconds to send it ``weights``)."""
+    sent = time.time()
+    now, received = ray.get(_on(node, receive, weights), timeout=ANSWER_S)
+    # the node read its clock between these two times, so the clocks differ at least by this
+    return max(0.0, sent - now, now - time.time()), received
+
+
+def _on(node: str, function: Callable[..., object], *arguments: object) -> Any:
+    """Call a function on a node; return the reference of its result."""
+    affinity = NodeAffinitySchedulingStrategy(node, soft=False)
+    remote: Any = ray.remote(function)  # pyright: ignore[reportUnknownVariableType]
+    options = {"scheduling_strategy": affinity, "num_cpus": 0, "max_retries": 0}
+    return remote.options(**options).remote(*arguments)
 
 
 def _bytes_to_send(config: RunConfig | None) -> int:
@@ -134,17 +156,18 @@ def _bytes_to_send(config: RunConfig | None) -> int:
     return SENT if published is None else min(max(published.total, SENT), MOST_SENT)
 
 
-def examine_node(
-    tree: dict[str, object] | None, mark: str | None, weights: list[Any]
-) -> tuple[Facts, float | None]:
-    """Return (the facts of this node, seconds to fetch ``weights``, or None if there are none).
+def examine_node(tree: dict[str, object] | None, mark: str | None) -> Facts:
+    """Return the facts of this node."""
+    facts = examine(parse(tree) if tree is not None else None, mark)
+    return replace(facts, store_on_disk=directory_on_disk() or "")
+
+
+def receive(weights: list[Any]) -> tuple[float, float | None]:
+    """Return (this node's clock, seconds to fetch ``weights``, or None if there are none).
 
     ``weights`` contains a reference to an object on another node.
     """
-    seconds = None
+    now, began = time.time(), time.perf_counter()
     if weights:
-        began = time.perf_counter()
         ray.get(weights)
-        seconds = time.perf_counter() - began
-    facts = examine(parse(tree) if tree is not None else None, mark)
-    return replace(facts, store_on_disk=directory_on_disk() or ""), seconds
+    return now, time.perf_counter() - began if weights else None

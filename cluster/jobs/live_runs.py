@@ -201,8 +201,10 @@ def scale(name: str | None, sizes: Sizes, timeout_s: float = SCALE_S) -> str:
                 raise ConfigError(message.splitlines())
             return message
         if not alive:
+            missing = ", ".join(f"{service}={size}" for service, size in sizes.items())
             raise RunFailed(
-                f"the run ended, or its board was lost, before it had {sizes}: see `sol-rl status`"
+                f"the run ended, or its board was lost, before it had {missing}: see"
+                " `sol-rl status`"
             )
         time.sleep(0.3)
     raise RunFailed(

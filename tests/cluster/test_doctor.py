@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import ray
 
 from cli.main import main
 from cluster.driver.store import published_bytes
@@ -40,6 +41,40 @@ def test_the_link_is_measured_with_as_many_bytes_as_weights(
     assert doctor._bytes_to_send(config) == (100 if known else 1)
     nodes.clear()  # no room
     assert doctor._bytes_to_send(config) == doctor._bytes_to_send(None) == 1
+
+
+def test_object_stores_of_many_nodes_are_a_range(monkeypatch):
+    sizes = {f"{n}{'a' * 31}": 60e9 + n * 1e9 for n in range(4)}
+    monkeypatch.setattr(doctor, "object_stores", lambda: sizes)
+    assert doctor._stores(None)[0].found == ", ".join(f"{n}aaaaaaa {60 + n}.0 GB" for n in range(4))
+    sizes["b" * 32] = 50e9
+    assert doctor._stores(None)[0].found == "5 nodes, each 50.0 to 63.0 GB"
+
+
+def test_nodes_that_do_not_answer_are_named_with_the_reason(ray_here, monkeypatch):
+    """Two nodes fail to examine themselves, one to receive; the last answers."""
+    real = doctor.all_nodes()[0]
+    nodes = [Node(name * 8 + real.id, 4.0, 0.0) for name in "abcd"]
+    failing = {"a": "examine_node", "b": "examine_node", "c": "receive"}
+    call = doctor._on
+
+    def on(node, function, *arguments):
+        if failing.get(node[0]) == function.__name__:
+            return ray.remote(fails).remote()
+        return call(node[8:], function, *arguments)
+
+    monkeypatch.setattr(doctor, "all_nodes", lambda: nodes)
+    monkeypatch.setattr(doctor, "_on", on)
+    monkeypatch.setattr(doctor, "SENT", 1000)
+    found = doctor.check_cluster(None)
+    failed = {check.name: check.found for check in found if check.outcome == "failed"}
+    assert failed == {"node aaaaaaaa, bbbbbbbb, cccccccc": "ValueError: it broke"}
+    (machine,) = [check for check in found if check.name.startswith("machine")]
+    assert machine.name.endswith("(node dddddddd)")
+
+
+def fails() -> None:
+    raise ValueError("it broke")
 
 
 def test_doctor_reports_that_nothing_listens_at_the_address(monkeypatch, capsys):

@@ -20,7 +20,7 @@ from cli.main import main
 from cluster.driver import connect
 from cluster.driver.connect import join_or_start_ray
 from cluster.driver.status import Reporter
-from cluster.jobs.board import Board, Link, RunState, board
+from cluster.jobs.board import ActorState, Board, Link, RunState, ServiceState, board
 from cluster.jobs.dashboard import TOKEN_WANTED
 from cluster.jobs.live_runs import CLUSTER_ID, require_listener, run_states, scale
 from cluster.jobs.status_text import status_lines
@@ -54,12 +54,34 @@ def test_a_state_is_formatted_in_lines():
         "  17.1 s per iteration, 46.2 images/s explored",
         "  reward 0.7312, held out 0.7000 -> 0.7500, tau 0.60",
         "  explored 192/384, scored 190/384",
-        "  returned to a checkpoint 1 times",
+        "  returns to a checkpoint: 1",
         "  actor        state     version  tasks  busy  restarts  host  pid  node",
         "  rollout-0.0  serving   7        40     93%   0         h     9    c05fc5e8",
         "  rollout-1.2  starting  -        4      0%    2         h     -    -",
-        "  rollout: 12 tasks wait, 3 retries, 1 actors start",
+        "  rollout: waiting tasks 12, retries 3, starting actors 1",
     ]
+
+
+def test_many_actors_of_a_service_are_a_row_per_state_and_version():
+    def actor(number: int, state: str, version: int | None) -> ActorState:
+        return {"actor": f"rollout-{number}.0", "state": state, "version": version, "tasks": 2,
+                "busy": number % 2, "restarts": int(number == 3), "host": f"h{number % 3}",
+                "pid": 100 + number, "node": "c05fc5e8"}  # fmt: skip
+
+    actors = [actor(n, "serving", 7) for n in range(1498)]
+    actors += [actor(1498, "starting", None), actor(1499, "serving", 6)]
+    service: ServiceState = {**STATE["services"][0], "actors": actors}
+    many: RunState = {**STATE, "services": [service]}
+    assert status_lines(many)[6:] == [
+        "  actor            state     version  tasks  busy  restarts  host     pid  node",
+        "  1,498 x rollout  serving   7        2996   50%   1         3 hosts  -    c05fc5e8",
+        "  1 x rollout      starting  -        2      0%    0         h1       -    c05fc5e8",
+        "  1 x rollout      serving   6        2      100%  0         h2       -    c05fc5e8",
+        "  rollout: waiting tasks 12, retries 3, starting actors 1",
+    ]
+    assert len(status_lines(many, every_actor=True)) == 6 + 1 + 1500 + 1
+    few: RunState = {**STATE, "services": [{**service, "actors": actors[:16]}]}
+    assert status_lines(few) == status_lines(few, every_actor=True)
 
 
 def test_a_state_of_another_version_is_one_line(monkeypatch, capsys):

@@ -9,7 +9,7 @@ import pytest
 
 from cli.main import main
 from configs.load import load
-from planning import doctor
+from planning import checks, doctor
 from planning.facts import Facts, examine
 
 PACKAGES = {"sol-rl": "0.1.0", "torch": "2.13.0", "ray": "2.60.0"}
@@ -30,7 +30,7 @@ OTHER = replace(FACTS, host="b", node="abcdef", bandwidth_mb_s=900.0)
 def outcomes(facts: list[Facts], *overrides: str) -> dict[str, tuple[str, str]]:
     config = load("quickstart", ["run_root=/data", *overrides])
     return {
-        check.name: (check.outcome, check.line()) for check in doctor.check_nodes(config, facts)
+        check.name: (check.outcome, check.line()) for check in checks.check_nodes(config, facts)
     }
 
 
@@ -43,7 +43,7 @@ JUDGE = "http://judge:8000/v1"
         ([], "ok", "answers"),
         (["b"], "note", "no route, asked from b: scoring would wait if its actors were there:"
          " services.reward.labels"),
-        (["a", "b"], "failed", "no route, asked from a; no route, asked from b: check the URL, or"
+        (["a", "b"], "failed", "no route, asked from a, b: check the URL, or"
          " start it: a run would wait 600 s"),
     ],
 )  # fmt: skip
@@ -109,6 +109,45 @@ def test_a_node_that_differs_is_named(change, name, outcome, message):
     assert [key for key, (recorded, _) in found.items() if recorded != "ok"] == [name]
 
 
+def test_hundreds_of_nodes_share_lines():
+    nodes = [replace(OTHER, host=f"n{n}", free_gb=100.0 + n) for n in range(200)]
+    nodes[150] = replace(nodes[150], gpus={"NVIDIA H200": 8}, problems=("no model",))
+    for n in (3, 4, 5, 199, 17):
+        nodes[n] = replace(nodes[n], problems=("no model", "no prompts"), writable="read-only",
+                           packages={**PACKAGES, "torch": "2.12.0"}, kernels="no compiler",
+                           servers={JUDGE: "no route"}, locked=False)  # fmt: skip
+    judge = f'{{name = "http", settings = {{url = "{JUDGE}", plain_http = true}}}}'
+    found = outcomes(nodes, f"rewards.scorers=[{judge}]")
+    lines = {name: line.partition(": ")[2] for name, (_, line) in found.items()}
+    assert len(lines) == 10 and max(map(len, lines.values())) < 200
+    assert lines["199 machines"] == (
+        "n0, n1, n2 and 196 more: 8 cores, 100.0 GB free or more, 2 x NVIDIA B200; supported"
+        " backends: te_nvfp4, bf16"
+    )
+    assert lines["machine n150 (node abcdef)"].startswith("8 cores, 250.0 GB free, 8 x NVIDIA H200")
+    assert lines["versions"] == (
+        "torch is 2.13.0 on n0, 2.12.0 on n3, n4, n5 and 2 more: install the same versions on all"
+        " nodes"
+    )
+    assert lines["GPUs"].startswith("406; n3, n4, n5 and 2 more: no compiler")
+    assert lines["model and scorers on every node"] == (
+        "n3, n4, n5 and 3 more: no model; n3, n4, n5 and 2 more: no prompts"
+    )
+    assert lines["shared directory"].startswith("not writable on n3, n4, n5 and 2 more (read-only)")
+    assert ": no route, asked from n3, n4, n5 and 2 more: " in found[f"server {JUDGE}"][1]
+
+
+def test_a_few_nodes_are_named_one_by_one():
+    """Four machines have a line each, although they are of one kind."""
+    four = [replace(OTHER, host=host, problems=("no model",)) for host in "abcd"]
+    found = outcomes(four)
+    assert sum(name.startswith("machine ") for name in found) == 4
+    assert found["model and scorers on every node"][1].endswith(": a, b, c, d: no model")
+    five = outcomes([*four, replace(four[0], host="e")])
+    assert five["model and scorers on every node"][1].endswith(": a, b, c and 2 more: no model")
+    assert [name for name in five if "machine" in name] == ["5 machines"]
+
+
 def test_missing_gpus_are_reported():
     bare = replace(FACTS, gpus={})
     found = outcomes([bare], "services.rollout.gpus=1", "services.rollout.actors=3")
@@ -117,7 +156,7 @@ def test_missing_gpus_are_reported():
         "failed  GPUs: 0 available, but the configuration requests 3: give --address of a cluster"
         " with enough GPUs, or a configuration for CPUs",
     )
-    flux = doctor.check_nodes(load("flux1-sol_rl-hpsv2"), [bare])
+    flux = checks.check_nodes(load("flux1-sol_rl-hpsv2"), [bare])
     assert next(check for check in flux if check.name == "GPUs").outcome == "failed"
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from analysis.report.timeline import Chart, Lane
+from analysis.report.service_lanes import Lane
+from analysis.report.timeline import Chart
 from records.formatting import duration
 from records.timeline import OTHER, Span
 
