@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import groupby
 
 from configs.sections import Model
 from planning.assumptions import Device
 from planning.layouts.report import as_json, outlook_lines
 from planning.layouts.spec import TAKE_TURNS, configured_layout
 from planning.object_store import store_size
-from planning.placement import kinds_of, need_of
+from planning.placement import Node, kinds_of, need_of
 from planning.plan import GB, Plan
 from planning.stages import training_points
 
@@ -109,12 +111,40 @@ def _services(plan: Plan) -> list[str]:
         lines.append(f"  {kind:<12}{service.count} x {need_of(kind, 0, service).describe()}")
     if plan.problem is not None:
         return [*lines, "placement   none", f"  {plan.problem}"]
-    names = {node.id: f"node {index + 1}" for index, node in enumerate(plan.nodes)}
-    lines.append("placement")
-    for node in plan.nodes:
-        actors = sorted(actor for actor, where in plan.placed.items() if where == node.id)
-        lines.append(f"  {names[node.id]} ({node.describe()}): {', '.join(actors) or 'nothing'}")
+    return [*lines, "placement", *_placement(plan)]
+
+
+def _placement(plan: Plan) -> list[str]:
+    """Return a line per node; nodes in a row that hold the same numbers of actors share one."""
+    held: dict[str, dict[str, list[int]]] = {node.id: {} for node in plan.nodes}
+    for actor, node in sorted(plan.placed.items()):
+        kind, _, number = actor.rpartition("-")
+        held[node].setdefault(kind, []).append(int(number))
+
+    def alike(numbered: tuple[int, Node]) -> tuple[str, dict[str, int]]:
+        node = numbered[1]
+        return node.describe(), {kind: len(numbers) for kind, numbers in held[node.id].items()}
+
+    lines = list[str]()
+    for (what, counts), group in groupby(enumerate(plan.nodes, 1), alike):
+        nodes = list(group)
+        if len(nodes) == 1:
+            names = [
+                f"{kind}-{numbers[0]}" + (f" to {numbers[-1]}" if len(numbers) > 1 else "")
+                for kind, found in held[nodes[0][1].id].items()
+                for numbers in _runs(found)
+            ]
+            lines.append(f"  node {nodes[0][0]} ({what}): {', '.join(names) or 'nothing'}")
+        else:
+            each = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "nothing"
+            lines.append(f"  nodes {nodes[0][0]} to {nodes[-1][0]} ({what}): each {each}")
     return lines
+
+
+def _runs(numbers: Sequence[int]) -> list[list[int]]:
+    """Return the runs of consecutive numbers."""
+    placed = enumerate(sorted(numbers))
+    return [[n for _, n in run] for _, run in groupby(placed, lambda pair: pair[1] - pair[0])]
 
 
 def _memory(plan: Plan) -> list[str]:

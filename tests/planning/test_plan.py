@@ -307,6 +307,30 @@ def test_the_plan_uses_the_nodes_of_a_cluster(tiny_sd3_dir, tmp_path, capsys, mo
     assert "node 2 (2 CPU, 0 GPU, rack=7): " in text
 
 
+def test_placement_names_actors_in_ranges_and_counts_them_on_equal_nodes():
+    plan = make_plan(load("quickstart"))
+    nodes = [Node(name, 96, 8) for name in "abcd"] + [Node("e", 4)]
+
+    def placement(on: dict[str, str]) -> list[str]:
+        lines = lines_of(replace(plan, nodes=nodes, placed=on))
+        start = lines.index("placement") + 1
+        return lines[start : lines.index("", start)]
+
+    learners = {f"learner-{n}": "abcd"[n // 8] for n in range(32)}
+    others = {f"rollout-{n}": "c" for n in (0, 1, 2, 7, 9, 10)} | {"rollout-3": "d"}
+    assert placement({**learners, **others, "scorers.hps-0": "a"}) == [
+        "  node 1 (96 CPU, 8 GPU): learner-0 to 7, scorers.hps-0",
+        "  node 2 (96 CPU, 8 GPU): learner-8 to 15",
+        "  node 3 (96 CPU, 8 GPU): learner-16 to 23, rollout-0 to 2, rollout-7, rollout-9 to 10",
+        "  node 4 (96 CPU, 8 GPU): learner-24 to 31, rollout-3",
+        "  node 5 (4 CPU, 0 GPU): nothing",
+    ]
+    assert placement(learners) == [
+        "  nodes 1 to 4 (96 CPU, 8 GPU): each 8 learner",
+        "  node 5 (4 CPU, 0 GPU): nothing",
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
