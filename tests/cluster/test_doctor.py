@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 import ray
@@ -71,6 +72,16 @@ def test_nodes_that_do_not_answer_are_named_with_the_reason(ray_here, monkeypatc
     assert failed == {"node aaaaaaaa, bbbbbbbb, cccccccc": "ValueError: it broke"}
     (machine,) = [check for check in found if check.name.startswith("machine")]
     assert machine.name.endswith("(node dddddddd)")
+
+
+@pytest.mark.parametrize(("ahead_s", "found"), [(5.0, 5.0), (-5.0, 5.0), (0.0, 0.0)])
+def test_a_clock_differs_at_least_by_what_the_call_did_not_take(
+    ahead_s, found, ray_here, monkeypatch
+):
+    now = time.time()
+    monkeypatch.setattr(doctor, "_on", lambda *call: ray.put((now + ahead_s, 0.5)))
+    monkeypatch.setattr(doctor.time, "time", lambda: now)
+    assert doctor._link("node", []) == (pytest.approx(found), 0.5)
 
 
 def fails() -> None:

@@ -93,6 +93,17 @@ def test_a_state_of_another_version_is_one_line(monkeypatch, capsys):
     assert "\n" not in error and "run 'mine'" in error and "KeyError: 'restored'" in error
 
 
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [([], ["status"]), (["--run", "a", "--actors"], ["status", "--run", "a", "--actors"])],
+)
+def test_options_reach_the_job_that_asks_a_distant_cluster(given, passed, monkeypatch):
+    asked: list[Any] = []
+    monkeypatch.setattr("cli.status.through_job", lambda *call: asked.append(call) or 0)
+    assert main(["status", "--address", "http://head:8265", *given]) == 0
+    assert asked == [("http://head:8265", passed)]
+
+
 class Watcher(Progress):
     """Records the run's state in the middle of its second iteration."""
 
