@@ -71,19 +71,20 @@ def heights(path: str) -> list[tuple[float, float]]:
 
 
 def test_areas_are_the_numbers_of_actors_in_service_and_at_work():
-    """Three actors, one of which leaves after 50 of 100 s.
+    """At most three of four actors: one leaves after 50 of 100 s, one comes after 80.
 
     For 20 s two of them explore, and one of these scores until 50 s.
     """
     lanes = [Lane([(0.0, 100.0)]), Lane([(0.0, 100.0)]), Lane([(0.0, 50.0)])]
+    lanes.append(Lane([(80.0, 100.0)]))
     spans = [span("explore", 0, 0.0, 20.0), span("explore", 1, 0.0, 20.0)]
     spans += [span("score", 1, 20.0, 50.0)]
     alive, explore, score = areas_of(lanes, spans, 0.0, 100.0)
     assert (alive.kind, alive.text) == ("in-service", "at most 3")
-    assert heights(alive.path) == [(10.0, 500.0), (6.67, 1000.0)]
-    assert (explore.kind, explore.text) == ("fill-1", "explore: 16 % of the time in service")
+    assert heights(alive.path) == [(10.0, 500.0), (6.67, 800.0), (10.0, 1000.0)]
+    assert (explore.kind, explore.text) == ("fill-1", "explore: 15 % of the time in service")
     assert heights(explore.path) == [(6.67, 200.0), (0.0, 1000.0)]
-    assert (score.kind, score.text) == ("fill-5", "score: 12 % of the time in service")
+    assert (score.kind, score.text) == ("fill-5", "score: 11 % of the time in service")
     # on top of what is below it: two actors to 20 s, where only the line of exploring is
     assert heights(score.path) == [(6.67, 200.0), (3.33, 500.0), (0.0, 1000.0)]
     assert score.path.endswith("V10.00H200.0V3.33H0.0Z")
@@ -96,6 +97,11 @@ def test_a_part_of_a_bin_counts_in_part():
     )
     step = WIDTH / BINS
     assert heights(explore.path) == [(7.5, step), (10.0, 2 * step), (0.0, WIDTH)]
+    (alive, explore) = areas_of(
+        [Lane([(0.0, 100.0)])], [span("explore", 0, width, 2.5 * width)], 0.0, 100.0
+    )
+    ends = [(0.0, step), (10.0, 2 * step), (5.0, 3 * step), (0.0, WIDTH)]
+    assert heights(explore.path) == ends
     # a window that begins later cuts the span
     (alive, explore) = areas_of(
         [Lane([(0.0, 100.0)])], [span("explore", 0, 0.0, 75.0)], 50.0, 100.0
@@ -122,6 +128,7 @@ def test_a_chart_of_many_actors_has_all_services_and_one_lane_for_the_largest():
         "learner-0": Lane([(0.0, 10.0)], [MARK]),
     }
     lanes["rollout-999"].marks.append(MARK)
+    lanes["rollout-998"].marks += [(1.05, *MARK[1:]), (1.1, *MARK[1:])]
     spans = [span("explore", n, 0.0, 5.0) for n in range(1000)]
     (window,) = drawing(Chart(lanes, [], [], spans, 10.0)).windows
     names = [row.name for row in window.rows]
@@ -130,7 +137,10 @@ def test_a_chart_of_many_actors_has_all_services_and_one_lane_for_the_largest():
     assert len(names) == MOST_LANES + 1 and window.hidden == 1002 - MOST_LANES
     whole = window.rows[0]
     assert [area.kind for area in whole.areas] == ["in-service", "fill-1"]
-    assert [dot.text for dot in whole.marks] == ["1.0 s: actor died (killed)"]
+    assert [dot.text for dot in whole.marks] == [
+        "1.0 s: 2 × actor died",
+        "1.1 s: actor died (killed)",
+    ]
     # 38 actors have lanes, and are few enough for none to stand for all
     few = {name: lane for name, lane in lanes.items() if name in names}
     (window,) = drawing(Chart(few, [], [], spans, 10.0)).windows
@@ -141,10 +151,12 @@ def test_a_chart_of_many_actors_has_all_services_and_one_lane_for_the_largest():
 
 
 def test_many_like_events_are_one_row():
-    died = [({"event": "actor_died", "kind": "rollout", "actor": n}, 10.0 + n) for n in range(5)]
+    died = [
+        ({"event": "actor_died", "kind": "rollout", "actor": n}, 10.0 + 20 * n) for n in range(5)
+    ]
     learner = ({"event": "actor_died", "kind": "learner", "actor": 0}, 10.5)
     added = [({"event": "actor_added", "kind": "rollout", "actor": n}, 20.0) for n in range(FEW)]
-    later = [({"event": "actor_died", "kind": "rollout", "actor": 9}, 14.1 + TOGETHER_S)]
+    later = [({"event": "actor_died", "kind": "rollout", "actor": 9}, 90.1 + TOGETHER_S)]
     pairs = sorted([*died, learner, *added, *later], key=lambda pair: pair[1])
     groups = like_events(pairs)
     assert groups == [died, [learner], *([one] for one in added), later]

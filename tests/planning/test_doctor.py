@@ -110,7 +110,7 @@ def test_a_node_that_differs_is_named(change, name, outcome, message):
 
 
 def test_hundreds_of_nodes_share_lines():
-    nodes = [replace(OTHER, host=f"n{n}", free_gb=100.0 + n) for n in range(200)]
+    nodes = [replace(OTHER, host=f"n{n}", free_gb=100.0 + (n - 70) ** 2) for n in range(200)]
     nodes[150] = replace(nodes[150], gpus={"NVIDIA H200": 8}, problems=("no model",))
     for n in (3, 4, 5, 199, 17):
         nodes[n] = replace(nodes[n], problems=("no model", "no prompts"), writable="read-only",
@@ -124,7 +124,9 @@ def test_hundreds_of_nodes_share_lines():
         "n0, n1, n2 and 196 more: 8 cores, 100.0 GB free or more, 2 x NVIDIA B200; supported"
         " backends: te_nvfp4, bf16"
     )
-    assert lines["machine n150 (node abcdef)"].startswith("8 cores, 250.0 GB free, 8 x NVIDIA H200")
+    assert lines["machine n150 (node abcdef)"].startswith(
+        "8 cores, 6500.0 GB free, 8 x NVIDIA H200"
+    )
     assert lines["versions"] == (
         "torch is 2.13.0 on n0, 2.12.0 on n3, n4, n5 and 2 more: install the same versions on all"
         " nodes"
