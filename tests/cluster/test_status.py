@@ -334,6 +334,50 @@ def test_a_request_with_a_lost_answer_is_carried_out_once():
     assert Board().request("a#1", {}) > there.request("a#1", {})
 
 
+@pytest.mark.parametrize(("cpu_s", "sent"), [(0.0001, 21), (0.0195, 6), (0.0295, 4), (9.0, 3)])
+def test_states_take_a_share_of_the_drivers_time(cpu_s, sent, monkeypatch):
+    """Of 21 exchanges, a second apart: with 19.5 ms for a state there is one in four seconds.
+
+    However long they take, there is one in ten seconds, and the board keeps the last.
+    """
+    there, now, cpu = Board(), 1000.0, 0.0
+    kept: list[int] = []
+
+    def state() -> RunState:
+        nonlocal cpu
+        cpu += cpu_s
+        return {**STATE, "iteration": int(now)}
+
+    class Answer:
+        def remote(self, run: str, state: RunState | None, outcomes: dict[int, Any]) -> Any:
+            answer: Future[Any] = Future()
+            answer.set_result(there.exchange(run, state, outcomes))
+            kept.append(there.runs()[run]["iteration"])
+            return Mock(future=lambda: answer)
+
+    async def pause(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now > 1020:
+            raise asyncio.CancelledError
+
+    clock = Mock(monotonic=lambda: now, thread_time=lambda: cpu, time_ns=time.time_ns)
+    monkeypatch.setattr("cluster.jobs.board.time", clock)
+    monkeypatch.setattr("cluster.jobs.board.asyncio.sleep", pause)
+    monkeypatch.setattr("cluster.jobs.board.board", lambda: Mock(exchange=Answer()))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(Link("a#1", state, allow).live())
+    assert len(kept) == 21 and len(set(kept)) == sent
+    assert there.runs()["a#1"]["iteration"] == max(kept) >= 1010
+
+
+def test_a_run_that_left_is_not_shown_again_by_a_late_exchange():
+    there = Board()
+    there.exchange("a#1", STATE, {})
+    there.leave("a#1")
+    assert there.exchange("a#1", None, {}) == [] and there.runs() == {}
+
+
 def test_a_failure_of_the_board_is_an_event_and_the_run_continues(monkeypatch):
     """Failures: an error in reporting the state, a lost board, and a board of another version."""
     events: list[tuple[str, Any]] = []
