@@ -15,31 +15,13 @@ from pathlib import Path
 
 from analysis.report.charts import downsample
 from analysis.report.parts import Item, blocks, render
-from analysis.report.service_lanes import (
-    HEIGHT,
-    WIDTH,
-    Area,
-    Lane,
-    Mark,
-    areas_of,
-    chosen_lanes,
-    merged_marks,
-)
+from analysis.report.service_lanes import HEIGHT, WIDTH, Lane, Mark
+from analysis.report.tracks import Scale, Track, tracks_of
 from records.atomic import write_text
 from records.formatting import duration
 from records.timeline import Span, Work
 
-MOST_LANES, MOST_MARKS, MOST_LINES, MOST_BARS = 40, 120, 60, 6000
-
-
-@dataclass(frozen=True)
-class Bar:
-    """``count`` adjacent spans of the same kind and outcome, drawn as one bar."""
-
-    span: Span
-    start: float
-    stop: float
-    count: int = 1
+MOST_LINES = 60
 
 
 @dataclass(frozen=True)
@@ -60,36 +42,6 @@ class Tick:
     left: str
     text: str
     last: bool = False  # near the right end: placed to the left of its position
-
-
-@dataclass(frozen=True)
-class Dot:
-    """Mark in a lane; ``left`` is in percent of the width."""
-
-    left: str
-    tone: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Box:
-    """Bar in the SVG of a lane, in user units."""
-
-    kind: str
-    left: str
-    width: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Track:
-    """Lane as drawn; ``lives`` are (left, width) in percent. A service's lane has ``areas``."""
-
-    name: str
-    lives: Sequence[tuple[str, str]] = ()
-    bars: Sequence[Box] = ()
-    marks: Sequence[Dot] = ()
-    areas: Sequence[Area] = ()
 
 
 @dataclass(frozen=True)
@@ -172,97 +124,20 @@ def last_iteration(spans: Sequence[Span]) -> tuple[float, float] | None:
     return (ends[-2], ends[-1]) if len(ends) > 1 else None
 
 
-def bars_of(spans: Sequence[Span], gap: float) -> list[Bar]:
-    """Return the bars of a lane from spans sorted by start.
-
-    Adjacent spans of the same kind and outcome are merged if less than ``gap`` seconds apart.
-    """
-    bars: list[Bar] = []
-    for span in spans:
-        last = bars[-1] if bars else None
-        same = last is not None and (last.span.display, last.span.outcome) == (
-            span.display,
-            span.outcome,
-        )
-        if last is not None and same and span.started - last.stop < gap:
-            bars[-1] = Bar(last.span, last.start, max(last.stop, span.ended), last.count + 1)
-        else:
-            bars.append(Bar(span, span.started, span.ended))
-    return bars
-
-
-# ---- lanes
-
-
 def _window(chart: Chart, title: str, start: float, stop: float) -> Window:
-    lanes = {
-        name: lane
-        for name, lane in chart.lanes.items()
-        if any(a < stop and b > start for a, b in lane.lives)
-    }
-    by_actor: dict[str, list[Span]] = {}
-    for span in chart.spans:
-        if span.ended > start and span.started < stop:
-            by_actor.setdefault(span.who, []).append(span)
-
-    def place(moment: float) -> float:
-        """Return the position in percent of the width, clipped to 0 to 100."""
-        return 100 * min(1.0, max(0.0, (moment - start) / ((stop - start) or 1.0)))
-
-    def dots(marks: Sequence[Mark]) -> list[Dot]:
-        return [
-            Dot(f"{place(when):.2f}", tone, f"{duration(when)}: {text}")
-            for when, tone, text in marks
-            if start <= when <= stop
-        ]
-
-    def track(name: str, gap: float) -> Track:
-        lane = lanes[name]
-        places = [(place(a), place(b)) for a, b in lane.lives if a < stop and b > start]
-        lives = [(f"{left:.2f}", f"{right - left:.2f}") for left, right in places]
-        bars = [_box(bar, place) for bar in bars_of(by_actor.get(name, []), gap)]
-        return Track(name, lives, bars, dots(lane.marks[:MOST_MARKS]))
-
-    rows = [Track("run", marks=marks)] if (marks := dots(chart.marks)) else []
-    services = chosen_lanes(lanes, MOST_LANES)
-    drawn = sum(len(service.drawn) for service in services)
-    for service in services:
-        if service.drawn != service.actors:
-            own = [lanes[name] for name in service.actors]
-            spans = [span for name in service.actors for span in by_actor.get(name, [])]
-            merged = merged_marks([lane.marks for lane in own], (stop - start) / 150)
-            areas = areas_of(own, spans, start, stop)
-            name = f"{service.name}, all {len(service.actors):,}"
-            rows.append(Track(name, marks=dots(merged[:MOST_MARKS]), areas=areas))
-        gap = (stop - start) * max(1 / 700, drawn / MOST_BARS)
-        rows += [track(name, gap) for name in service.drawn]
+    scale = Scale(start, stop)
+    rows, hidden = tracks_of(chart.lanes, chart.spans, scale)
+    if marks := scale.dots(scale.marks(chart.marks)):
+        rows.insert(0, Track("run", marks=marks))
     published = [(when, version) for when, version in chart.versions if start <= when <= stop]
     lines = downsample([(when, 0.0) for when, _ in published], MOST_LINES)
-    path = "".join(f"M{place(when) * WIDTH / 100:.1f} 0V{HEIGHT:g}" for when, _ in lines)
-    quarter = (stop - start) / 4
+    path = "".join(f"M{scale.place(when) * WIDTH / 100:.1f} 0V{HEIGHT:g}" for when, _ in lines)
+    quarter = scale.seconds / 4
     ruler = [
         Tick(str(25 * part), duration(quarter * part) if part else "0") for part in range(0, 5, 2)
     ]
-    quiet, hidden = bool(chart.spans), len(lanes) - drawn
-    return Window(title, _version_names(published, place), path, rows, ruler, quiet, hidden)
-
-
-def _box(bar: Bar, place: Callable[[float], float]) -> Box:
-    left, right = (place(moment) * WIDTH / 100 for moment in (bar.start, bar.stop))
-    kind = "lost" if bar.span.outcome in ("lost", "failed") else f"fill-{bar.span.display.colour}"
-    return Box(kind, f"{left:.1f}", f"{max(right - left, 0.8):.1f}", _what(bar))
-
-
-def _what(bar: Bar) -> str:
-    span = bar.span
-    when = f"{duration(bar.start)} to {duration(bar.stop)}"
-    if bar.count > 1:
-        return f"{bar.count} × {span.display.label}: {when}"
-    which = "/".join(str(part) for part in span.unit)
-    version = "" if span.version is None else f", version {span.version}"
-    ending = "" if span.outcome == "done" else f", {span.outcome}"
-    attempt = f", attempt {span.attempt + 1}" if span.attempt else ""
-    return f"{span.work} {which}{version}{attempt}: {when}{ending}"
+    names = _version_names(published, scale.place)
+    return Window(title, names, path, rows, ruler, bool(chart.spans), hidden)
 
 
 def _version_names(

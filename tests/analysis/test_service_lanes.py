@@ -16,7 +16,8 @@ from analysis.report.service_lanes import (
     chosen_lanes,
     merged_marks,
 )
-from analysis.report.timeline import MOST_LANES, Chart, drawing
+from analysis.report.timeline import Chart, drawing
+from analysis.report.tracks import MOST_LANES, MOST_MARKS
 from records.timeline import Span
 
 MARK = (1.0, "bad", "actor died (killed)")
@@ -145,6 +146,23 @@ def test_a_chart_of_many_actors_has_all_services_and_one_lane_for_the_largest():
     few = {name: lane for name, lane in lanes.items() if name in names}
     (window,) = drawing(Chart(few, [], [], spans, 10.0)).windows
     assert [row.name for row in window.rows] == names[1:] and not window.hidden
+
+
+def test_marks_of_the_last_iteration_are_shown_after_many_earlier_ones():
+    """A mark just before the window is not merged with one in it."""
+    earlier = [(0.1 * n, "bad", "actor died") for n in range(2 * MOST_MARKS)]
+    lanes = {f"rollout-{n}": Lane([(0.0, 100.0)]) for n in range(MOST_LANES + 1)}
+    lanes["rollout-0"].marks += [*earlier, (79.99, "bad", "actor died"), (80.1, "bad", "late")]
+    lanes |= {"learner-0": Lane([(0.0, 100.0)])}
+    updates = [
+        span("update", 0, end - 1.0, end)._replace(service="learner", unit=(end,))
+        for end in (80, 100)
+    ]
+    whole, last = drawing(Chart(lanes, [], [], updates, 100.0)).windows
+    for row in last.rows[:2]:  # all rollout actors, and the first
+        assert [dot.text for dot in row.marks] == ["1 min 20 s: late"]
+    assert [dot.left for dot in last.rows[0].marks] == ["0.50"]
+    assert len(whole.rows[0].marks) <= 100
 
 
 # ---- the table of events

@@ -14,7 +14,8 @@ from actors.messages import ChunkKey
 from analysis.report.data import read_run
 from analysis.report.events import running_times, timeline_of
 from analysis.report.service_lanes import Lane
-from analysis.report.timeline import Chart, bars_of, in_running_time, last_iteration
+from analysis.report.timeline import Chart, in_running_time, last_iteration
+from analysis.report.tracks import bars_of
 from cluster.runtime.pool import ActorPool
 from records.rundir import RunDirectory
 from records.timeline import OTHER, WORKS, Span, Timeline, read_spans, remove_after, span_of
