@@ -5,6 +5,7 @@ compares with new counts.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -218,7 +219,11 @@ def test_the_command_prints_one_object_and_draws_it(capsys, tmp_path):
     assert tree["gpu_hours_per_1000_updates"] == pytest.approx(tree["iteration_s"] * 16 / 3.6)
     assert tree["one_more_gpu_s"]["B200"] <= tree["iteration_s"]
     page = drawn.read_text()
-    assert "learner-15" in page and page.count("<rect") > 32
+    # 50 actors have 40 lanes: each service with 16 has twelve or thirteen, and one for all
+    names = re.findall(r'class="who">([^<]+)<', page)
+    assert {f"{kind}, all 16" for kind in ("learner", "reward", "rollout")} < {*names}
+    assert {"encoder-0", "selector-0", "learner-11", "reward-11", "rollout-11"} < {*names}
+    assert len(names) == 43 and page.count("<rect") > 32
 
 
 @pytest.mark.parametrize(
