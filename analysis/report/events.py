@@ -221,6 +221,11 @@ def _merged(group: Sequence[Moment], longest: int) -> tuple[Cell, ...]:
         for key, value in event.items()
         if key in ("event", "kind", "actor") or all(e.get(key) == value for e, _ in group)
     }
+    reasons = Counter(str(e["why"]) for e, _ in group if e.get("why")).most_common()
+    if len(reasons) > 1:
+        often, count = reasons[0]
+        same["why"] = f"{count} × {_cut(often, longest)}; {len(reasons) - 1:,} other reasons"
+        longest += len(same["why"])
     names = list(dict.fromkeys(name for e, _ in group if (name := actor_of(e))))
     who = f"{len(names):,} {names[0].rpartition('-')[0]} actors" if len(names) > 1 else ""
     ends = " to ".join(dict.fromkeys(duration(group[at][1]) for at in (0, -1)))

@@ -193,8 +193,16 @@ def test_every_event_is_in_one_row(drawn):
     assert firsts == sorted(firsts)
 
 
-@pytest.mark.parametrize("count", [FEW, FEW + 1])
-def test_the_row_of_many_events_has_what_they_share(tmp_path, count):
+@pytest.mark.parametrize(
+    ("count", "reasons", "why"),
+    [
+        (FEW, ["killed"], "killed"),
+        (FEW + 1, ["killed"], "killed"),
+        (FEW + 1, ["node lost", "no memory", "killed"], "2 × node lost; 2 other reasons"),
+    ],
+)
+def test_the_row_of_many_events_has_what_they_share(tmp_path, count, reasons, why):
+    """If their reasons differ, it has the most frequent one."""
     from analysis.report.data import read_run
     from analysis.report.events import events_section
     from tests.analysis.synthetic import write_run
@@ -206,12 +214,13 @@ def test_the_row_of_many_events_has_what_they_share(tmp_path, count):
         for n in range(count):
             file.write(
                 f'{{"time": {last + n}, "event": "actor_died", "kind": "rollout", "actor": {n},'
-                f' "pid": {n}, "node": "{"0123456789" * 5}", "host": "h", "why": "killed"}}\n'
+                f' "pid": {n}, "node": "{"0123456789" * 5}", "host": "h",'
+                f' "why": "{reasons[n % len(reasons)]}"}}\n'
             )
     section = events_section(read_run(run))
     assert section is not None
     rows = [[cell.text for cell in row] for row in section.notable.rows][-count:]
-    shared = "node 01234567 · host h · killed"
+    shared = f"node 01234567 · host h · {why}"
     if count == FEW:
         assert rows[-1][1:] == ["actor died", "rollout-3", f"pid 3 · {shared}"]
     else:
