@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 from ray.exceptions import RayActorError
 
-from cluster.jobs.board import Board, Link, RunState
+from cluster.jobs.board import SILENT_S, Board, Link, RunState
 from tests.cluster.test_status import STATE, allow
 
 
@@ -146,3 +146,15 @@ def test_a_failure_of_the_board_is_an_event_and_the_run_continues(monkeypatch):
         ("board_failed", "TypeError: 'int' object is not iterable"),
         ("board_failed", "AttributeError: 'function' object has no attribute 'remote'"),
     ]
+
+
+def test_a_run_that_exchanges_without_a_new_state_is_not_silent(monkeypatch):
+    there, clock = Board(), Mock(monotonic=lambda: 0.0)
+    monkeypatch.setattr("cluster.jobs.board.time", clock)
+    there.exchange("a#1", STATE, {})
+    clock.monotonic = lambda: SILENT_S - 1
+    there.exchange("a#1", None, {})
+    clock.monotonic = lambda: 2 * SILENT_S - 2
+    assert there.runs() == {"a#1": STATE}
+    clock.monotonic = lambda: 2 * SILENT_S
+    assert there.runs() == {}
