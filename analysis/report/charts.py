@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from html import escape
 
 from analysis.report.axes import Frame, axes, span, svg, x_span
+from analysis.report.bins import Bin, bin_means, bin_size, bins
 
 Point = tuple[float, float]
 
 SIZE = (400.0, 210.0)
 """Width and height of a chart, in user units."""
-MAX_POINTS = 300
-"""Maximum number of points of a line; more cannot be distinguished at the width of a page."""
 MAX_BARS = 60
+"""Maximum number of bars; more error bars are drawn as a shaded area."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,11 @@ def line_chart(
     x_label: str = "iteration",
     size: tuple[float, float] = SIZE,
 ) -> str:
-    """Draw lines over a shared x axis; ``label`` is the text for screen readers."""
+    """Draw lines over a shared x axis; ``label`` is the text for screen readers.
+
+    A point of a long line is the mean of several, which the label of the x axis says. Their range
+    is shaded, unless the line has errors or the chart has bands.
+    """
     lines = [
         *(line.points for line in series),
         *(edge for band in bands for edge in (band.low, band.high)),
@@ -99,8 +103,15 @@ def line_chart(
         for (_, y), error in zip(line.points, line.errors, strict=False):
             ys += [y - error, y + error]
     frame = Frame(*size, x_span=x_span(xs), y_span=span(ys, include_y))
+    binned = [line for line in series if bin_size(len(line.points)) > 1]
+    if binned:
+        x_label += f", means of {max(bin_size(len(line.points)) for line in binned):,}"
+    ranges = [_range(line) for line in binned if not line.errors] if not bands else []
+    if ranges:
+        x_label += " and their range"
+    errors = [band for line in series if (band := _error_band(line))]
     body = [axes(frame, x_label, whole_x=all(float(x).is_integer() for x in xs))]
-    body += [_band(frame, band) for band in bands]
+    body += [_band(frame, band) for band in [*bands, *ranges, *errors]]
     body += [_line(frame, line) for line in series]
     return svg(frame, label, body)
 
@@ -170,55 +181,78 @@ def scatter(
     return svg(frame, label, body)
 
 
-def downsample(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
-    """Return at most ``most`` evenly spaced points, including the first and the last."""
-    if len(points) <= most:
-        return list(points)
-    return [points[round(index * (len(points) - 1) / (most - 1))] for index in range(most)]
+def _range(series: Series) -> Band:
+    """Return the area from the lowest to the highest value in every bin of the line."""
+    found = bins(series.points)
+    low, high = ([(part.x, getattr(part, edge)) for part in found] for edge in ("low", "high"))
+    return Band(f"{series.label}: lowest to highest", low, high, series.colour)
 
 
-def _pieces(points: Sequence[Point]) -> list[list[Point]]:
-    """Split the points into runs of finite values."""
-    runs = itertools.groupby(points, lambda point: math.isfinite(point[1]))
+def _error_band(series: Series) -> Band | None:
+    """Return the area of one error to either side, or None if the errors are few: then as bars."""
+    if len(series.errors) <= MAX_BARS:
+        return None
+    points = [(part.x, part.y) for part in bins(series.points)]
+    errors = bin_means(series.errors)
+    low, high = (
+        [(x, y + side * error) for (x, y), error in zip(points, errors, strict=True)]
+        for side in (-1, 1)
+    )
+    return Band(f"{series.label}: one standard error", low, high, series.colour)
+
+
+def _pieces(found: Sequence[Bin]) -> list[list[Bin]]:
+    """Split the bins into runs of finite values."""
+    runs = itertools.groupby(found, lambda part: math.isfinite(part.y))
     return [list(run) for finite, run in runs if finite]
 
 
 def _line(frame: Frame, series: Series) -> str:
     parts, style = [], f"line-{series.colour}" + (" dashed" if series.dashed else "")
-    for (x, y), error in zip(series.points, series.errors, strict=False):
+    bars = series.errors if len(series.errors) <= MAX_BARS else ()
+    for (x, y), error in zip(series.points, bars, strict=False):
         if math.isfinite(y) and math.isfinite(error):
             parts.append(
                 f'<line class="error stroke-{series.colour}" x1="{frame.x(x):.2f}"'
                 f' x2="{frame.x(x):.2f}" y1="{frame.y(y - error):.2f}"'
                 f' y2="{frame.y(y + error):.2f}"/>'
             )
-    for piece in _pieces(downsample(series.points)):
+    found = bins(series.points)
+    for piece in _pieces(found):
         if len(piece) > 1:
-            path = " ".join(f"{frame.x(x):.2f},{frame.y(y):.2f}" for x, y in piece)
+            path = " ".join(f"{frame.x(part.x):.2f},{frame.y(part.y):.2f}" for part in piece)
             parts.append(f'<polyline class="{style}" points="{path}"/>')
-    finite = [point for point in downsample(series.points) if math.isfinite(point[1])]
+    finite = [part for part in found if math.isfinite(part.y)]
     visible = len(finite) <= 32 or not any(len(piece) > 1 for piece in _pieces(finite))
-    for x, y in finite:
+    for part in finite:
         mark, radius = ("dot", 2.4) if visible else ("dot far", 4)
-        title = f"{series.label}, {number(x)}: {number(y, 4)}"
         parts.append(
-            f'<circle class="{mark} fill-{series.colour}" cx="{frame.x(x):.2f}"'
-            f' cy="{frame.y(y):.2f}" r="{radius:g}">'
-            f"<title>{escape(title)}</title></circle>"
+            f'<circle class="{mark} fill-{series.colour}" cx="{frame.x(part.x):.2f}"'
+            f' cy="{frame.y(part.y):.2f}" r="{radius:g}">'
+            f"<title>{escape(_title(series.label, part))}</title></circle>"
         )
     return "".join(parts)
+
+
+def _title(label: str, part: Bin) -> str:
+    if part.single:
+        return f"{label}, {number(part.x)}: {number(part.y, 4)}"
+    return (
+        f"{label}, {number(part.first)} to {number(part.last)}: mean {number(part.y, 4)}, from"
+        f" {number(part.low, 4)} to {number(part.high, 4)}"
+    )
 
 
 def _band(frame: Frame, band: Band) -> str:
     pairs = [
         (low, high)
-        for low, high in zip(downsample(band.low), downsample(band.high), strict=True)
-        if math.isfinite(low[1]) and math.isfinite(high[1])
+        for low, high in zip(bins(band.low), bins(band.high), strict=True)
+        if math.isfinite(low.y) and math.isfinite(high.y)
     ]
     if not pairs:
         return ""
     ring = [high for _, high in pairs] + [low for low, _ in reversed(pairs)]
-    path = " ".join(f"{frame.x(x):.2f},{frame.y(y):.2f}" for x, y in ring)
+    path = " ".join(f"{frame.x(part.x):.2f},{frame.y(part.y):.2f}" for part in ring)
     return (
         f'<polygon class="band fill-{band.colour}"'
         f' points="{path}"><title>{escape(band.label)}</title></polygon>'

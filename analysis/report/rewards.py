@@ -196,7 +196,7 @@ def _curves(run: RunData) -> Card | None:
     if held_out:
         errors = [finite_or_none(row.get("eval/stderr")) or math.nan for row in run.evaluations]
         lines.append(Series("held-out prompts", held_out, 5, errors))
-        note = "Bars are one standard error, clustered by prompt. "
+        note = "Bars, or shading of many, are one standard error, clustered by prompt. "
     if not lines:
         return None
     if run.setting("selection.rule") == "best_worst" and points(run.iterations, "explore/contrast"):

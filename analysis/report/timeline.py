@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
-from analysis.report.charts import downsample
 from analysis.report.parts import Item, blocks, render
 from analysis.report.service_lanes import HEIGHT, WIDTH, Lane, Mark
 from analysis.report.tracks import Scale, Track, tracks_of
@@ -130,14 +129,22 @@ def _window(chart: Chart, title: str, start: float, stop: float) -> Window:
     if marks := scale.dots(scale.marks(chart.marks)):
         rows.insert(0, Track("run", marks=marks))
     published = [(when, version) for when, version in chart.versions if start <= when <= stop]
-    lines = downsample([(when, 0.0) for when, _ in published], MOST_LINES)
-    path = "".join(f"M{scale.place(when) * WIDTH / 100:.1f} 0V{HEIGHT:g}" for when, _ in lines)
+    lines = _some([when for when, _ in published])
+    path = "".join(f"M{scale.place(when) * WIDTH / 100:.1f} 0V{HEIGHT:g}" for when in lines)
     quarter = scale.seconds / 4
     ruler = [
         Tick(str(25 * part), duration(quarter * part) if part else "0") for part in range(0, 5, 2)
     ]
     names = _version_names(published, scale.place)
     return Window(title, names, path, rows, ruler, bool(chart.spans), hidden)
+
+
+def _some(times: Sequence[float]) -> Sequence[float]:
+    """Return at most ``MOST_LINES`` of the times, in even steps, with the first and the last."""
+    if len(times) <= MOST_LINES:
+        return times
+    step = (len(times) - 1) / (MOST_LINES - 1)
+    return [times[round(index * step)] for index in range(MOST_LINES)]
 
 
 def _version_names(

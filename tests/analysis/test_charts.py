@@ -8,6 +8,7 @@ import re
 import pytest
 
 from analysis.report import axes, charts
+from analysis.report.bins import bin_means, bins
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,43 @@ def test_a_scatter_counts_above_and_below():
     assert "&lt;p&gt;: 0.100 → 0.500" in svg
 
 
-def test_downsampling_keeps_both_ends():
-    found = charts.downsample([(float(i), 0.0) for i in range(1001)], 5)
-    assert [x for x, _ in found] == [0, 250, 500, 750, 1000]
+def test_a_long_line_is_drawn_as_means_with_their_range():
+    values = [(float(i), float(i % 2)) for i in range(1000)]
+    values[501] = (501.0, 9.0)  # would be missed by taking every fourth point
+    svg = charts.line_chart([charts.Series("a", values)], label="x", include_y=(0.0, 9.0))
+    (line,) = re.findall(r'<polyline class="line-1" points="([^"]+)"', svg)
+    (area,) = re.findall(r'<polygon class="band fill-1" points="([^"]+)"', svg)
+    assert len(line.split()) == 300 and len(area.split()) == 600
+    # y of 9 is the top of the plot, and y of 0 its bottom
+    assert [point.split(",")[1] for point in area.split()].count("10.00") == 1
+    assert area.split()[-1].endswith(",176.00")
+    assert "a, 0 to 2: mean 0.3333, from 0 to 1" in svg
+    assert ">iteration, means of 4 and their range<" in svg
+
+
+def test_many_errors_are_an_area_and_few_are_bars():
+    def chart(count: int) -> str:
+        line = charts.Series("a", [(i, 1.0) for i in range(count)], errors=[0.5] * count)
+        return charts.line_chart([line], label="x", include_y=(0.0, 2.0))
+
+    assert chart(60).count('class="error') == 60 and "polygon" not in chart(60)
+    assert 'class="error' not in chart(61)
+    (area,) = re.findall(r'<polygon class="band fill-1" points="([^"]+)"', chart(61))
+    # half of a unit above and below the middle of 10 to 176
+    assert {point.split(",")[1] for point in area.split()} == {"51.50", "134.50"}
+    assert chart(700).count("polygon") == 2 and "means of 3<" in chart(
+        700
+    )  # no range beside errors
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(0, []), (3, [1, 1, 1]), (5, [1, 2, 2])])
+def test_bins_differ_in_size_by_at_most_one(count: int, sizes: list[int]):
+    found = bins([(float(i), 1.0) for i in range(count)], most=3)
+    assert [int(part.last - part.first) + 1 for part in found] == sizes
+
+
+def test_a_bin_leaves_out_what_is_not_finite():
+    (part,) = bins([(0, 1.0), (1, math.nan), (2, 5.0), (3, math.inf)], most=1)
+    assert (part.first, part.last, part.x, part.y, part.low, part.high) == (0, 3, 1.5, 3, 1, 5)
+    assert math.isnan(bins([(0, math.nan), (1, math.nan)], most=1)[0].y)
+    assert bin_means([1.0, math.nan, 4.0, 6.0], most=2) == [1.0, 5.0]
