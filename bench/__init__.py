@@ -24,6 +24,7 @@ NAMES = (
     "start",
     "plan",
     "driver",
+    "nodes",
 )
 
 COUNTS = ("packing", "passes", "preference")

@@ -59,6 +59,7 @@ EXPECTED = {
     "start": [
         (what, "goal") for what in ("all actors answer", "all processes", "those of the run")
     ],
+    "nodes": [(f"watching {count} nodes", "time") for count in (8, 32, 128)],
 }
 LONG = "scale", "start", "ring", "loop", "publish"
 """Benchmarks that start actors of their own, or whole runs."""
@@ -70,6 +71,7 @@ QUARTERS = "plan", "driver"
 def options(tiny_sd3_dir, tmp_path, monkeypatch) -> Options:
     config = tiny_config(tiny_sd3_dir, tmp_path, "bench")
     monkeypatch.setattr("bench.ring.ActorServices", HostedServices)
+    monkeypatch.setattr("bench.nodes.SECONDS", 0.1)
     return Options(config, repeats=1, pack_bytes=2**16, broadcasts=BROADCASTS, batch=2, **EXPLORER)
 
 

@@ -5,14 +5,15 @@ silent.
 import asyncio
 import errno
 import gc
+import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import pytest
 
-from cluster.runtime.watch import REFUSALS, TRIES, NodeWatch, Reply
+from cluster.runtime.watch import REFUSALS, TRIES, Address, NodeWatch, Reply, ask_all
 
 HERE = "127.0.0.1"
 SILENCE_S = 0.25
@@ -101,18 +102,20 @@ def test_only_consecutive_failures_count(monkeypatch, failure, count):
     lost_before: list[set[str]] = []  # each answer
     watches: list[NodeWatch] = []
 
-    async def scripted(address: object, within_s: float) -> Reply:
+    async def scripted(addresses: Iterable[Address], within_s: float) -> dict[Address, Reply]:
         await asyncio.sleep(0)
         lost_before.append(set(watches[0].lost))
-        return next(answers)
+        reply: Reply = next(answers)
+        return dict.fromkeys(addresses, reply)
 
-    monkeypatch.setattr("cluster.runtime.watch._ask", scripted)
+    monkeypatch.setattr("cluster.runtime.watch.ask_all", scripted)
 
     async def main() -> None:
         watches.append(await watched(node=(HERE, 1)))
         (watch,) = watches
         with pytest.raises(RuntimeError, match="StopAsyncIteration|StopIteration"):
-            await asyncio.gather(watch.gone("node"), *watch._tasks.values())
+            assert watch._task
+            await asyncio.gather(watch.gone("node"), watch._task)
         # by the last of the consecutive failures, and by none before it
         assert lost_before == [set()] * (6 * count) + [{"node"}]
 
@@ -123,7 +126,7 @@ def test_without_a_limit_nothing_is_watched():
     async def main() -> None:
         watch = NodeWatch(0.0)
         watch.set_addresses({"node": refusing()})
-        assert not watch.gone("node").done() and not watch._tasks
+        assert not watch.gone("node").done() and not watch._task
 
     asyncio.run(main())
 
@@ -167,6 +170,55 @@ def test_without_free_file_descriptors_no_node_counts_as_lost(monkeypatch):
         assert await asyncio.wait_for(watch.gone("node"), 60) == "its node refuses connections"
         await watch.close()
 
-    constants = {name: getattr(socket, name) for name in ("AF_INET", "AF_INET6")}
+    names = ("AF_INET", "AF_INET6", "SOL_SOCKET", "SO_ERROR")
+    constants = {name: getattr(socket, name) for name in names}
     monkeypatch.setattr("cluster.runtime.watch.socket", SimpleNamespace(socket=scarce, **constants))
     asyncio.run(main())
+
+
+def test_a_host_may_be_a_name_and_one_without_an_address_is_not_lost():
+    async def main() -> None:
+        host, port = refusing()
+        watch = await watched(named=("localhost", port), unknown=("no-such-host.invalid", port))
+        why = await asyncio.wait_for(watch.gone("named"), 60)
+        assert why == "its node refuses connections" and watch.lost == {"named"}
+        await watch.close()
+
+    asyncio.run(main())
+
+
+def test_a_name_is_tried_until_it_has_an_address(monkeypatch):
+    asked: list[object] = []
+
+    async def main() -> None:
+        async def found(host: object, port: object) -> list[object]:
+            asked.append(host)
+            if len(asked) < 3:
+                raise socket.gaierror("try again")
+            return [(socket.AF_INET, 0, 0, "", (HERE, 0))]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
+        watch = await watched(node=("later.invalid", refusing()[1]))
+        assert await asyncio.wait_for(watch.gone("node"), 60) == "its node refuses connections"
+        await watch.close()
+
+    asyncio.run(main())
+    assert asked == ["later.invalid"] * 3
+
+
+def test_all_replies_are_read_after_one_interval_and_sockets_are_closed():
+    async def main(silent: tuple[str, int], alive: tuple[str, int]) -> None:
+        refuses, before = refusing(), len(os.listdir("/proc/self/fd"))
+        began = asyncio.get_running_loop().time()
+        replies = await ask_all([refuses, silent, alive], SILENCE_S)
+        assert asyncio.get_running_loop().time() - began >= SILENCE_S
+        assert replies == {refuses: Reply.REFUSED, silent: Reply.NONE, alive: Reply.TAKEN}
+        cancelled = asyncio.create_task(ask_all([refuses, silent, alive], 60.0))
+        await asyncio.sleep(0)
+        assert len(os.listdir("/proc/self/fd")) == before + 3
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    with swallowing() as silent, listening() as alive:
+        asyncio.run(main(silent, alive))
