@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import IO, cast
 
@@ -102,14 +102,16 @@ class Progress:
         if self._actors is not None:
             self._actors = self._actors[0] + 1, self._actors[1]
 
-    def start(
-        self, total_iterations: int, start_iteration: int = 0, first_reward: float | None = None
-    ) -> None:
-        """Training starts or continues at ``start_iteration``, counted from 0.
+    def restore(self, first_reward: float | None, held_out: Sequence[float]) -> None:
+        """Set what the run has reached before it continues from a checkpoint.
 
-        ``first_reward`` is the mean reward of the run's first iteration, if that is over.
+        ``first_reward`` is the mean reward of its first iteration, None if that is not over;
+        ``held_out`` are the held-out rewards of its evaluations.
         """
-        self.reward_start = first_reward
+        self.reward_start, self.held_out = first_reward, list(held_out)
+
+    def start(self, total_iterations: int, start_iteration: int = 0) -> None:
+        """Training starts or continues at ``start_iteration``, counted from 0."""
         self.total, self.first, self.iteration = total_iterations, start_iteration, start_iteration
         self._actors = None
         self._finished, self._began = 0, self._clock()

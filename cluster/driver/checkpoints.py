@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict, cast
@@ -61,6 +61,7 @@ class Position:
     # numeric metrics of the last iteration, by name
     last_row: Mapping[str, float] = field(default_factory=dict[str, float])
     first_reward: float | None = None  # of the first iteration; None until a resume
+    held_out: list[float] = field(default_factory=list[float])  # of evaluations before a resume
     seconds_before: float = 0.0  # of training, in earlier sessions
     restored: int = 0  # times the learner was lost and restored from a checkpoint
     began: float = field(default_factory=time.monotonic)
@@ -149,15 +150,21 @@ class Checkpoints:
         for each in incomplete_checkpoints(self._rundir.checkpoints):
             self._rundir.event("checkpoint_incomplete", path=each.name)
             log.warning(f"checkpoint {str(each)!r} lacks files: returning to the one before it")
-        rows = [row for row in self._rundir.metrics() if row.get("kind") == "iteration"]
-        rewards = (finite_or_none(row.get("reward/train_mean")) for row in rows)
-        position.first_reward = next((value for value in rewards if value is not None), None)
+        every = self._rundir.metrics()
+        rows = [row for row in every if row.get("kind") == "iteration"]
+        position.first_reward = next(iter(_finite(rows, "reward/train_mean")), None)
+        evaluations = [row for row in every if row.get("kind") == "evaluation"]
+        position.held_out = _finite(evaluations, "reward/eval_mean")
         timed = (row for row in reversed(rows) if finite_or_none(row.get("seconds")) is not None)
         last = next(timed, Row())
         position.last_row = {
             key: value for key, value in last.items() if finite_or_none(value) is not None
         }
         return path
+
+
+def _finite(rows: Sequence[Row], name: str) -> list[float]:
+    return [value for row in rows if (value := finite_or_none(row.get(name))) is not None]
 
 
 def read_driver_state(path: Path) -> DriverState:

@@ -209,7 +209,8 @@ class Session:
         if checkpoint is not None:
             await self.services.learner.load(checkpoint.name, str(checkpoint))
         self._has_learner = True
-        self.progress.start(config.iterations, position.next_iteration, position.first_reward)
+        self.progress.restore(position.first_reward, position.held_out)
+        self.progress.start(config.iterations, position.next_iteration)
         await self.ring.begin(position.next_iteration)
         if why := self.services.weights.why:
             self.progress.note(f"exploring in {self.services.weights.chosen} ({why})")

@@ -124,10 +124,8 @@ class FaultInjector(Progress):
         self.removal: asyncio.Future[None] | None = None
         self._listening = False
 
-    def start(
-        self, total_iterations: int, start_iteration: int = 0, first_reward: float | None = None
-    ) -> None:
-        super().start(total_iterations, start_iteration, first_reward)
+    def start(self, total_iterations: int, start_iteration: int = 0) -> None:
+        super().start(total_iterations, start_iteration)
         if not self._listening:
             self._listening = True
             for pool in self.session.services.pools:

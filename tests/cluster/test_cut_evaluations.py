@@ -12,6 +12,7 @@ import pytest
 from cluster.driver import evaluation
 from configs.schema import RunConfig
 from records.errors import RunFailed
+from records.progress import Progress
 from records.rundir import RunDirectory
 from records.sinks import Sinks
 from tests.cluster.faults import Fault, FaultInjector
@@ -79,7 +80,11 @@ def test_a_run_resumes_after_repeated_interruptions(reference, tiny_sd3_dir, tmp
     cut(config, 0, "written")
     for iteration, moment in ((1, "scored"), (2, "written")):
         cut(config, iteration, moment, resume=True)
-    assert_as_if_nothing_had_been(run_here(config, resume=True), reference)
+    progress = Progress()
+    assert_as_if_nothing_had_been(run_here(config, resume=True, progress=progress), reference)
+    # those before the interruption too
+    rows = [row for row in reference.metrics() if row["kind"] == "evaluation"]
+    assert progress.held_out == [row["reward/eval_mean"] for row in rows]
 
 
 def test_an_evaluation_is_repeated_after_the_loss_of_the_learner(reference, tiny_sd3_dir, tmp_path):

@@ -278,10 +278,8 @@ class Killer(Progress):
     session: Any = None
     killed = 0
 
-    def start(
-        self, total_iterations: int, start_iteration: int = 0, first_reward: float | None = None
-    ) -> None:
-        super().start(total_iterations, start_iteration, first_reward)
+    def start(self, total_iterations: int, start_iteration: int = 0) -> None:
+        super().start(total_iterations, start_iteration)
         pool = self.session.services.learners.pool
         perform_on = pool.perform_on
 

@@ -92,10 +92,8 @@ class Boss(Progress):
         self.sizes, self.now, self.answers = sizes, -1, []
         self.requested: asyncio.Task[None] | None = None
 
-    def start(
-        self, total_iterations: int, start_iteration: int = 0, first_reward: float | None = None
-    ) -> None:
-        super().start(total_iterations, start_iteration, first_reward)
+    def start(self, total_iterations: int, start_iteration: int = 0) -> None:
+        super().start(total_iterations, start_iteration)
         self.wait_between()
 
     def iteration_started(self, i: int, groups: int, images: int, totals: Any = None) -> None:
@@ -163,10 +161,8 @@ class Patient(Progress):
 
     session: Any = None
 
-    def start(
-        self, total_iterations: int, start_iteration: int = 0, first_reward: float | None = None
-    ) -> None:
-        super().start(total_iterations, start_iteration, first_reward)
+    def start(self, total_iterations: int, start_iteration: int = 0) -> None:
+        super().start(total_iterations, start_iteration)
         iteration = self.session.ring.iteration
 
         async def patient(index: int) -> Any:

@@ -145,14 +145,21 @@ def test_time_left_is_the_median_of_recent_iterations_times_those_to_come():
 
 def test_a_resumed_run_continues_its_counts():
     progress, file, clock = plain()
-    progress.start(6, 4, 0.6)
+    progress.restore(0.6, [])
+    progress.start(6, 4)
     run_iteration(progress, clock, 4, 0.7)
     expected = "iteration 5/6  reward 0.700 (at the start 0.600, +0.100)  "
     assert file.getvalue().startswith(expected)
     progress, console, clock = on_terminal()
-    progress.start(6, 4, 0.6)
+    progress.restore(0.6, [0.5, 0.55])
+    progress.start(6, 4)
     run_iteration(progress, clock, 4, 0.7)
     assert "at the start 0.600 (+0.100)" in shown(progress, console)
+    assert "held-out 0.500 → 0.550" in shown(progress, console)
+    progress.evaluation_finished({"iteration": 6, "reward/eval_mean": 0.65})
+    assert "held-out 0.500 → 0.650" in shown(progress, console)
+    progress.restore(0.6, [0.5])  # returned to a checkpoint within the process
+    assert progress.held_out == [0.5]
 
 
 def test_the_display_shows_stages_rewards_and_time():
