@@ -7,6 +7,7 @@ metadata (such as GenEval's ``include``/``exclude``/``tag``), which scorers rece
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -137,7 +138,8 @@ def refuse_overlap(settings: Prompts, train: Sequence[Prompt], test: Sequence[Pr
     The reward of such prompts would measure memorization. Case and repeated spaces are ignored in
     the comparison. The same words about another image are another prompt.
     """
-    trained = {_plain(prompt) for prompt in train}
+    held_out = {_plain(prompt) for prompt in test}
+    trained = held_out.intersection(map(_plain, train))
     overlap = [prompt.text for prompt in test if _plain(prompt) in trained]
     if overlap and not settings.allow_overlap:
         raise ConfigError(
@@ -196,7 +198,8 @@ def prompts_of_iteration(count: int, per_iteration: int, iteration: int, seed: i
     """
     if count >= per_iteration:
         epoch, part = divmod(iteration, count // per_iteration)
-        return _epoch_order(count, seed, epoch)[part * per_iteration : (part + 1) * per_iteration]
+        order = _epoch_order(count, seed, epoch)
+        return list(order[part * per_iteration : (part + 1) * per_iteration])
     start = iteration * per_iteration
     return [
         _epoch_order(count, seed, position // count)[position % count]
@@ -204,8 +207,9 @@ def prompts_of_iteration(count: int, per_iteration: int, iteration: int, seed: i
     ]
 
 
-def _epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+@functools.lru_cache(maxsize=2)  # shuffling a million prompts takes the driver a second
+def _epoch_order(count: int, seed: int, epoch: int) -> tuple[int, ...]:
     order = list(range(count))
     # a string seed: Random uses all of it, by SHA-512
     random.Random(f"sol-rl prompts {seed} {epoch}").shuffle(order)
-    return order
+    return tuple(order)
