@@ -8,32 +8,22 @@ from __future__ import annotations
 
 import functools
 import json
-import math
-import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from pydantic import TypeAdapter
-from torch import nn
 
 from configs.paths import exists
 from configs.schema import RunConfig
-from configs.services import Service
-from planning import passes, sizes
-from policy import meta, pass_cost
-from policy.decoders import keeps_frames, meta_decoder, proxy_dtype
+from planning.counted_parts import batch_of, explored, on_gpus, regenerated, trained
+from policy.decoders import proxy_dtype
 from policy.families import Family
 from policy.families.architectures import published, published_names
-from policy.lora import target_modules
 from policy.pass_cost import PassCost
 from policy.precision.backends import Backend
-from policy.types import DTYPES
 
-FOR_IMAGES = re.compile(r"\b(visual|vision_tower|multi_modal_projector)\b")
-"""Parts of text encoders that process images; the text of a prompt does not pass through them."""
 KEPT = Path(__file__).parent / "layouts" / "counted.json"
 
 
@@ -71,48 +61,37 @@ class Counts:
     source_peak: int = 0
 
 
-def batch_of(config: RunConfig) -> int:
-    """Return the number of images in a call of a rollout actor's denoiser."""
-    return min(config.explore.chunk_size, config.explore.pool_size)
-
-
-def on_gpus(config: RunConfig, service: Service) -> bool:
-    """Return True if the service's actors use GPUs, or will once a layout assigns their shares."""
-    return bool(service.gpus) or config.layout is not None
-
-
 def counts_of(config: RunConfig, family: Family, backend: Backend) -> Counts:
-    """Return the stored counts of a configuration, or count now."""
-    key = key_of(config, backend.name)
-    if (stored_counts := _kept().get(key)) is not None:
-        return stored_counts
-    if key not in _counted:
-        # stored with every block recomputed: another share changes only the training pass
-        every = config.optimizer.model_copy(update={"gradient_checkpointing": True})
-        stored = _kept().get(key_of(config.model_copy(update={"optimizer": every}), backend.name))
-        if stored is not None:
-            base = meta.meta_denoiser(family, DTYPES[config.regenerate.precision])
-            meta.adapt(base, family, config.lora)
-            _counted[key] = replace(stored, training=_training(config, family, base))
+    """Return the counts of a configuration; what no stored row has is counted now.
+
+    A row of other settings is used for the parts that do not depend on them: another chunk size
+    changes neither a training pass nor regenerating.
+    """
+    fields = _fields(config, backend.name)
+    if (row := _kept().get(" ".join(fields))) is not None:
+        return row
+    counted: dict[str, Any] = {}
+    for part in PARTS:
+        row = _rows_by_part(part).get(_part_key(part, fields))
+        if row is None:
+            counted |= _count_part(part, config, family, backend)
         else:
-            _counted[key] = count(config, family, backend)
-    return _counted[key]
+            counted |= {name: getattr(row, name) for name in PARTS[part].counts}
+    return Counts(**counted)
 
 
 def key_of(config: RunConfig, backend: str) -> str:
     """Return a key of all settings that the counts of a published architecture depend on."""
-    explore, dtype = config.explore, proxy_dtype(config, on_gpus(config, config.services.rollout))
-    proxies = [explore.decoder, explore.decoder_path or "", str(dtype).removeprefix("torch.")]
-    return " ".join([_shared_key(config, backend), *proxies])
+    return " ".join(_fields(config, backend))
 
 
-def _shared_key(config: RunConfig, backend: str) -> str:
-    """Return the key without the settings of the decoder for proxy images."""
-    model, lora = config.model, config.lora
+def _fields(config: RunConfig, backend: str) -> list[str]:
+    """Return the fields of ``key_of``; those that ``Part.without`` names have a fixed position."""
+    model, lora, explore = config.model, config.lora, config.explore
     parts = [
         *(model.path, model.height, model.width, model.max_sequence_length),
         *(int(model.vae_slicing), int(model.vae_tiling), int(model.complex_human_instruction)),
-        *(backend, batch_of(config), "+".join(config.explore.modules_to_not_convert)),
+        *(backend, batch_of(config), "+".join(explore.modules_to_not_convert)),
         *(config.regenerate.precision, config.regenerate.batch_size),
         *(config.optimizer.batch_size, f"{config.optimizer.recomputed:g}"),
         *(lora.rank, "+".join(lora.targets)),
@@ -128,29 +107,40 @@ def _shared_key(config: RunConfig, backend: str) -> str:
     services = (config.services.rollout, config.services.learner, config.services.encoder)
     if not all(on_gpus(config, service) for service in services):
         parts.append("host:" + "".join(str(int(on_gpus(config, each))) for each in services))
-    return " ".join(str(part) for part in parts)
+    dtype = proxy_dtype(config, on_gpus(config, config.services.rollout))
+    parts += [explore.decoder, explore.decoder_path or "", str(dtype).removeprefix("torch.")]
+    return [str(part) for part in parts]
 
 
-def _rows(config: RunConfig, batch: int, *scales: float) -> int:
-    """Return the rows of a pass for ``batch`` images: doubled if any of ``scales`` guides."""
-    doubled = config.guidance.one_pass and any(scale != 1 for scale in scales)
-    return 2 * batch if doubled else batch
+def _part_key(part: str, fields: Sequence[str]) -> tuple[str, ...]:
+    """Return the fields that a part depends on."""
+    without = {position % len(fields) for position in PARTS[part].without}
+    return tuple(field for position, field in enumerate(fields) if position not in without)
 
 
-def _sampling(
-    family: Family,
-    transformer: nn.Module,
-    batch: int,
-    rows: int,
-    dtype: torch.dtype,
-    groups: Mapping[str, str] | None = None,
-) -> PassCost:
-    """Return the operations for ``batch`` images; peak and widest are of a pass of ``rows``."""
-    work = pass_cost.denoiser_cost(family, transformer, batch, dtype, groups)
-    if rows == batch:
-        return work
-    all_rows = pass_cost.denoiser_cost(family, transformer, rows, dtype, groups)
-    return replace(work, peak=all_rows.peak, widest=all_rows.widest)
+@functools.cache
+def _rows_by_part(part: str) -> dict[tuple[str, ...], Counts]:
+    # hub ids and names of modules have no spaces
+    return {_part_key(part, key.split(" ")): row for key, row in _kept().items()}
+
+
+_counted: dict[tuple[str, ...], dict[str, Any]] = {}
+
+
+def _count_part(part: str, config: RunConfig, family: Family, backend: Backend) -> dict[str, Any]:
+    """Count a part, or return what was counted in this process."""
+    key = (part, f"{config.lora.alpha}", *_part_key(part, _fields(config, backend.name)))
+    if key not in _counted:
+        _counted[key] = PARTS[part].count(config, family, backend)
+    return _counted[key]
+
+
+def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
+    """Count by building and running the models on the meta device, without reading weights."""
+    counted: dict[str, Any] = {}
+    for part in PARTS:
+        counted |= _count_part(part, config, family, backend)
+    return Counts(**counted)
 
 
 @functools.cache
@@ -183,118 +173,33 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) else value
 
 
-def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
-    """Count by building and running the models on the meta device, without reading weights."""
-    gpu = on_gpus(config, config.services.rollout)
-    decoder = meta_decoder(config, family, proxy_dtype(config, gpu))
-    proxy_decoder, proxy = passes.decoding_work(family, batch_of(config), decoder, gpu)
-    return replace(
-        _of_backend(config, family, backend),
-        proxy_decoder=proxy_decoder,
-        proxy_flops=round(proxy.flops / batch_of(config)),
-        proxy_peak=proxy.peak,
-    )
+class Part(NamedTuple):
+    """Part of ``Counts``: the function that counts it, and positions in ``_fields`` without effect.
 
-
-_seen: dict[str, Counts] = {}
-_counted: dict[str, Counts] = {}
-
-
-def _of_backend(config: RunConfig, family: Family, backend: Backend) -> Counts:
-    """Return the counts that do not depend on the proxy decoder; cached per process."""
-    key = f"{_shared_key(config, backend.name)} {config.lora.alpha}"
-    if key in _seen:
-        return _seen[key]
-    dtype, batch = DTYPES[config.regenerate.precision], batch_of(config)
-    base = meta.meta_denoiser(family, dtype)
-    adapted = target_modules(base, config.lora.targets or family.lora_targets)
-    transformer, rows, layers = meta.meta_explorer(
-        family, backend, config.explore.modules_to_not_convert, dtype
-    )
-    wire = sizes.wire_bytes(rows, layers, adapted, backend)
-    explored_model = config.explored_model.model_copy(update={"path": family.model.path})
-    explored_family = type(family)(explored_model)
-    scale = config.plan.explore.guidance if config.plan.explore else 1.0
-    groups = pass_cost.groups_of(rows)
-    _seen[key] = replace(
-        _common(config, family),
-        quantized=sum(math.prod(row.shape) for row in rows if row.quantized),
-        rollout=pass_cost.held_bytes(transformer),
-        broadcast=wire.total,
-        changing=wire.changing,
-        step=_sampling(explored_family, base, batch, _rows(config, batch, scale), dtype, groups),
-    )
-    return _seen[key]
-
-
-def _common(config: RunConfig, family: Family) -> Counts:
-    """Return the counts that depend on neither backend nor proxy decoder; cached per process."""
-    key = f"{_shared_key(config, '')} {config.lora.alpha}"
-    if key in _seen:
-        return _seen[key]
-    dtype, regenerate_batch = DTYPES[config.regenerate.precision], config.regenerate.batch_size
-    encoders = meta.text_encoders(family, dtype)
-    base = meta.meta_denoiser(family, dtype)
-    weights, denoiser = sum(p.numel() for p in base.parameters()), pass_cost.held_bytes(base)
-    scales = config.guidance
-    rows = _rows(config, regenerate_batch, scales.regenerate, scales.evaluate)
-    merged = _sampling(family, base, regenerate_batch, rows, dtype)
-    trained = meta.adapt(base, family, config.lora)
-    services = config.services
-    vae, gpu = meta.meta_component(family, "vae", torch.float32), on_gpus(config, services.learner)
-    autoencoder, decode = passes.decoding_work(family, regenerate_batch, vae, gpu)
-    adapted = _sampling(family, base, regenerate_batch, rows, dtype)
-    encodes = on_gpus(config, services.encoder)
-    source = passes.source_work(family, dtype, encodes) if family.edits else PassCost()
-    _seen[key] = Counts(
-        weights=weights,
-        quantized=0,
-        trained=trained,
-        denoiser=denoiser,
-        targets=sizes.adapted_bytes(base),
-        rollout=denoiser,
-        autoencoder=autoencoder,
-        text=pass_cost.held_bytes(*encoders.values()),
-        text_flops=_text_flops(encoders, family),
-        broadcast=0,
-        changing=0,
-        step=merged,
-        merged=merged,
-        adapted=adapted,
-        training=_training(config, family, base),
-        decode_flops=round(decode.flops / regenerate_batch),
-        decode_again=decode.peak,
-        decode_eager=keeps_frames(vae),
-        proxy_decoder=autoencoder,
-        proxy_flops=round(decode.flops / regenerate_batch),
-        proxy_peak=decode.peak,
-        source_flops=round(source.flops),
-        source_peak=source.peak,
-    )
-    return _seen[key]
-
-
-def _training(config: RunConfig, family: Family, adapted: nn.Module) -> PassCost:
-    """Return the work of a forward and backward pass; its peak includes the rows of guidance."""
-    dtype, recomputed = DTYPES[config.regenerate.precision], config.optimizer.recomputed
-    points = config.optimizer.batch_size
-    work = passes.training_work(family, adapted, points, dtype, recomputed)
-    rows = _rows(config, points, config.guidance.train)
-    if rows == points:
-        return work
-    return replace(work, peak=passes.training_work(family, adapted, rows, dtype, recomputed).peak)
-
-
-def _text_flops(encoders: dict[str, nn.Module], family: Family) -> int:
-    """Return the operations of all linear layers for one prompt.
-
-    Layers for images process the patches of its source image, all others its tokens.
+    ``counts`` are the fields that it fills.
     """
-    flops = 0
-    for encoder in encoders.values():
-        for name, module in encoder.named_modules():
-            if isinstance(module, nn.Linear):
-                for_image = FOR_IMAGES.search(name)
-                rows = family.source_patches if for_image else family.text_tokens
-                flops += 2 * rows * module.weight.numel()
-    return flops
+
+    count: Callable[[RunConfig, Family, Backend], dict[str, Any]]
+    without: tuple[int, ...]
+    counts: tuple[str, ...]
+
+
+BACKEND, CHUNK, NOT_CONVERTED, REGENERATED, POINTS, RECOMPUTED = 7, 8, 9, 11, 12, 13
+PROXIES = -3, -2, -1
+"""Positions in ``_fields``."""
+PARTS = {
+    "explored": Part(
+        explored,
+        (REGENERATED, POINTS, RECOMPUTED),
+        ("quantized", "rollout", "broadcast", "changing", "step")
+        + ("proxy_decoder", "proxy_flops", "proxy_peak"),
+    ),
+    "regenerated": Part(
+        regenerated,
+        (BACKEND, CHUNK, NOT_CONVERTED, POINTS, RECOMPUTED, *PROXIES),
+        ("weights", "trained", "denoiser", "targets", "autoencoder", "text", "text_flops")
+        + ("merged", "adapted", "decode_flops", "decode_again", "decode_eager")
+        + ("source_flops", "source_peak"),
+    ),
+    "trained": Part(trained, (BACKEND, CHUNK, NOT_CONVERTED, REGENERATED, *PROXIES), ("training",)),
+}

@@ -11,7 +11,8 @@ from configs.schema import RunConfig
 from learner.averages import adapters_of
 from learner.objectives import build_objective
 from planning import sizes
-from planning.counting import Counts, batch_of, on_gpus
+from planning.counted_parts import batch_of, on_gpus
+from planning.counting import Counts
 from planning.layouts.costs import Parts
 from planning.placement import kinds_of
 from policy.decoders import proxy_dtype

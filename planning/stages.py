@@ -14,7 +14,8 @@ from configs.schema import RunConfig
 from configs.sections import Model
 from learner.objectives import build_objective
 from planning.assumptions import Device
-from planning.counting import Counts, batch_of, on_gpus
+from planning.counted_parts import batch_of, on_gpus
+from planning.counting import Counts
 from policy.decoders import proxy_dtype
 from policy.precision.backends import BACKENDS
 from policy.precision.cost import COMPILED, Step, seconds

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
 from configs.schema import RunConfig
-from planning.counting import batch_of
+from planning.counted_parts import batch_of
+from planning.counting import counts_of
 from planning.plan import open_architecture
-from policy.meta import meta_denoiser
 from policy.precision import cost
 from policy.precision.backends import BACKENDS
-from policy.precision.counting import step_of
 from records.tables import aligned
 
 COUNTED_WITH = "torch_nvfp4"
@@ -25,14 +22,11 @@ def step_lines(config: RunConfig) -> list[str]:
     """
     if config.plan.explore is None or not (config.services.rollout.gpus or config.layout):
         return []
+    # the speeds are relative to BF16, whatever precision the learner has
+    bf16 = config.regenerate.model_copy(update={"precision": "bf16"})
+    in_bf16 = config.model_copy(update={"regenerate": bf16})
     with open_architecture(config) as (family, _):
-        step = step_of(
-            family,
-            meta_denoiser(family, torch.bfloat16),
-            BACKENDS[COUNTED_WITH],
-            batch_of(config),
-            config.explore.modules_to_not_convert,
-        )
+        step = counts_of(in_bf16, family, BACKENDS[COUNTED_WITH]).step
     rows = [[row[0], *row[2:]] for row in cost.table({"": step})]
     return [
         "",

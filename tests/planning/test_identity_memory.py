@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from planning.counting import batch_of, counts_of
+from planning.counted_parts import batch_of
+from planning.counting import counts_of
 from planning.resident_memory import actor_memory
 from policy.families import family_for
 from policy.precision.backends import BACKENDS

@@ -15,7 +15,7 @@ import pytest
 
 from cli.main import main
 from configs.arms import Arm
-from configs.load import EDITORS, MODELS, REWARDS, load
+from configs.load import MODELS, REWARDS, load
 from configs.schema import RunConfig
 from planning import counting, savings
 from planning.assumptions import Assumptions
@@ -26,9 +26,7 @@ from planning.layouts.report import Outlook, as_json, outlook_lines, warnings
 from planning.layouts.resolve import costs_of
 from planning.plan import open_architecture
 from policy.families import Family
-from policy.precision.backends import BACKENDS
 from tests.planning.made_up import SHARDS
-from tools.count_models import ONE_GPU
 
 SIZES = [("B200", 180, n) for n in (1, 2, 4, 8, 16, 64)] + [("H200", 141, 8)]
 
@@ -172,8 +170,7 @@ def test_an_arm_that_explores_nothing_is_planned_on_gpus(name, capsys, monkeypat
 
     The stored counts suffice: nothing is quantized, whatever ``explore.backend`` says.
     """
-    monkeypatch.setattr(counting, "count", lambda *_: pytest.fail("the model was counted anew"))
-    monkeypatch.setattr(counting, "_counted", {})
+    monkeypatch.setattr(counting, "_count_part", lambda *_: pytest.fail("counted anew"))
     assert main(["plan", name, "--gpus", "8", "--accelerator", "B200", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["layout"]["services"]["learner"]["actors"] == 8
@@ -247,31 +244,3 @@ def test_invalid_plans_are_one_line(capsys, monkeypatch, arguments, message):
     assert message in first
     # after what does not fit, settings that save memory are listed
     assert bool(more) == ("does not fit" in message) and all(line.startswith("  ") for line in more)
-
-
-KEPT = (
-    *(f"{model}-sol_rl-hpsv2" for model in MODELS),
-    *(f"{model}-sol_rl-vlm_edit" for model in EDITORS),
-    *ONE_GPU,
-)
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_counts_of_every_preset_are_stored(name):
-    """In the formats that GPUs explore in, so that a plan is immediate."""
-    config = load(name)
-    assert all(
-        counting.key_of(config, backend) in counting._kept()
-        for backend in ("torch_nvfp4", "fp8", "bf16")
-    )
-    other = load(name, ["lora.rank=8"])
-    assert counting.key_of(other, "fp8") not in counting._kept()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_the_stored_counts_are_up_to_date(model):
-    with preset(f"{model}-sol_rl-hpsv2") as (config, family):
-        for backend in ("torch_nvfp4", "fp8", "bf16"):
-            kept = counting.counts_of(config, family, BACKENDS[backend])
-            assert kept == counting.count(config, family, BACKENDS[backend])
