@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from policy.checkpointing import checkpoint_blocks
+from policy.counted_once import CountedOnce
 from policy.families.base import Diffusers, Family
 from policy.lora import use_adapter
 from policy.meta import META, meta_component
 from policy.pass_cost import PassCost, conditioning_like, held_bytes
-from policy.tally import CountedOnce, Tally, fused_attention
+from policy.tally import Tally, fused_attention
 
 
 def training_work(

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from policy.counted_once import LayerCall, equal_blocks_once
 from policy.families.base import Family
 from policy.meta import META
 from policy.precision.cost import Step
@@ -72,14 +72,6 @@ def conditioning_like(
 # ---- work
 
 
-class LayerCall(NamedTuple):
-    """One call of a linear or convolution: module path, operations, and elements of its input."""
-
-    name: str
-    flops: int
-    elements: int
-
-
 @contextmanager
 def calls_of(
     transformer: nn.Module, names: Collection[str], counter: TorchDispatchMode
@@ -129,7 +121,11 @@ def denoiser_cost(
     x = torch.empty(batch, *family.latent_shape, device=META)
     cond = conditioning_like(family, batch, dtype)
     tally = Tally()
-    with torch.no_grad(), calls_of(transformer, groups, tally) as calls:
+    with (
+        torch.no_grad(),
+        calls_of(transformer, groups, tally) as calls,
+        equal_blocks_once(transformer, list(groups), calls, tally),
+    ):
         family.velocity(transformer, x, torch.tensor(0.5), cond)
     packed = {groups[call.name]: call.elements for call in calls}  # a group packs its input once
     return replace(

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 
 def flop_counts() -> dict[Any, Any]:
@@ -133,63 +132,6 @@ class Tally(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, forget)
         self.live += size
         self.peak = max(self.peak, self.live)
-
-
-@dataclass(frozen=True)
-class _Counted:
-    """What a call counted, and the form of its result."""
-
-    sums: dict[str, int]
-    peak: int  # bytes, above what was live before the call
-    tensors: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
-    tree: TreeSpec
-
-
-class CountedOnce:
-    """A function of a meta tensor, of which only the first of the calls with equal inputs is run.
-
-    The others add what the first one counted. For functions that keep nothing but their result,
-    such as the decoder of images that are decoded one after the other.
-    """
-
-    def __init__(self, function: Callable[[Tensor], Any], tally: Tally) -> None:
-        self._function, self._tally = function, tally
-        self._calls: dict[object, _Counted] = {}
-
-    def __call__(self, x: Tensor) -> Any:
-        """Return the result, a tree of tensors."""
-        key, tally = (x.shape, x.stride(), x.dtype), self._tally
-        if key not in self._calls:
-            result, self._calls[key] = self._run(x)
-            return result
-        first = self._calls[key]
-        for name, count in first.sums.items():
-            setattr(tally, name, getattr(tally, name) + count)
-        tally.peak = max(tally.peak, tally.live + first.peak)
-        alike = [
-            torch.empty_strided(shape, strides, dtype=dtype, device=x.device)
-            for shape, strides, dtype in first.tensors
-        ]
-        return tree_unflatten(alike, first.tree)
-
-    def _run(self, x: Tensor) -> tuple[Any, _Counted]:
-        tally = self._tally
-        before, peak, live = _sums(tally), tally.peak, tally.live
-        tally.peak = live
-        result = self._function(x)
-        leaves, tree = tree_flatten(result)
-        sums = {name: count - before[name] for name, count in _sums(tally).items()}
-        tensors = [(leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves]
-        counted = _Counted(sums, tally.peak - live, tensors, tree)
-        tally.peak = max(peak, tally.peak)
-        return result, counted
-
-
-def _sums(tally: Tally) -> dict[str, int]:
-    return {name: getattr(tally, name) for name in SUMS}
-
-
-SUMS = ("flops", "attention", "heads", "kernels", "bytes", "small")
 
 
 def _channels_last(tensor: Tensor) -> bool:

@@ -14,12 +14,13 @@ from bench.architectures import case_of
 from configs.training import Lora
 from planning import passes, sizes
 from policy import meta, pass_cost
+from policy.counted_once import CountedOnce
 from policy.device import torch_release
 from policy.families import family_for
 from policy.lora import add_adapters, use_adapter
 from policy.merging import merged
 from policy.sampling.noise import noise_for
-from policy.tally import CountedOnce, Tally
+from policy.tally import Tally
 from tests.simulated_gpu import NORMS_CHANNELS_LAST
 from tests.tiny_families import one_of_twins, tiny_model
 
