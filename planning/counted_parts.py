@@ -102,6 +102,8 @@ def trained(config: RunConfig, family: Family, _: Backend) -> dict[str, Any]:
     adapted = meta.meta_denoiser(family, dtype)
     meta.adapt(adapted, family, config.lora)
     points = config.optimizer.batch_size
+    # the first pass makes tables of positions that some models keep
+    pass_cost.denoiser_cost(family, adapted, points, dtype)
     work = passes.training_work(family, adapted, points, dtype, recomputed)
     rows = _rows(config, points, config.guidance.train)
     if rows != points:

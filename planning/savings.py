@@ -66,7 +66,7 @@ def savings_lines(
 ) -> Iterator[str]:
     """Yield a line per saving, each on top of those before, up to the first that makes it fit.
 
-    ``config`` does not fit. Every step counts the model, which may take a minute for a large one.
+    ``config`` does not fit. A step that changes passes counts them, which may take seconds each.
     """
     settings: dict[str, str] = {}
     for saving in SAVINGS:

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+import transformers
 
 from configs.sections import Model
 from policy.families import family_for
-from policy.families.architectures import build, published, published_names, write_configs
+from policy.families.architectures import CONFIGS, build, published, published_names, write_configs
 from policy.lora import target_modules
 from policy.precision.backends import BACKENDS
 from policy.precision.swap import quantize_plan
@@ -157,6 +158,11 @@ def test_families_read_published_configurations(tmp_path, name, shape, first_sig
         ValueError, match=rf"model\.width: 1048 pixels; this model needs multiples of {unit}"
     ):
         family_for(settings.model_copy(update={"width": 1048})).check()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configuration_classes_are_those_of_the_models(name):
+    assert getattr(transformers, name).config_class.__name__ == CONFIGS[name]
 
 
 QUANTIZED = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,21 @@ from configs.section import Tree
 
 DIRECTORY = Path(__file__).resolve().parent
 SHARED = "shared"
+CONFIGS = {
+    "CLIPTextModel": "CLIPTextConfig",
+    "CLIPTextModelWithProjection": "CLIPTextConfig",
+    "Gemma2Model": "Gemma2Config",
+    "Mistral3ForConditionalGeneration": "Mistral3Config",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2_5_VLConfig",
+    "Qwen3ForCausalLM": "Qwen3Config",
+    "Qwen3Model": "Qwen3Config",
+    "T5EncoderModel": "T5Config",
+    "UMT5EncoderModel": "UMT5Config",
+}
+"""The configuration class of each class of transformers in the descriptions, its ``config_class``.
+
+Importing a model only to find it takes several seconds.
+"""
 
 
 def published_names() -> list[str]:
@@ -57,9 +73,7 @@ def build(
     cls = _class(part)
     with default_dtype(dtype), torch.device(device):
         module = (
-            cls.from_config(part["config"])
-            if _library(part) == "diffusers"
-            else cls(cls.config_class(**part["config"]))
+            cls.from_config(part["config"]) if _library(part) == "diffusers" else cls(_config(part))
         )
     return module.eval().requires_grad_(False)
 
@@ -108,7 +122,7 @@ def write_configs(model: Tree, directory: str | Path) -> Path:
                 json.dumps({"_class_name": index[key][1], **part["config"]}, indent=2)
             )
         elif "config" in part:
-            _class(part).config_class(**part["config"]).save_pretrained(target)
+            _config(part).save_pretrained(target)
     (root / "model_index.json").write_text(json.dumps(index, indent=2))
     return root
 
@@ -118,7 +132,11 @@ def _library(part: Tree) -> str:
 
 
 def _class(part: Tree) -> Any:
-    import importlib
-
     library, name = part["class"].split(".")
-    return getattr(importlib.import_module(library), name)
+    return getattr(import_module(library), name)
+
+
+def _config(part: Tree) -> Any:
+    """Return the configuration of a part that is a model of transformers."""
+    library, name = part["class"].split(".")
+    return getattr(import_module(library), CONFIGS[name])(**part["config"])
