@@ -13,12 +13,12 @@ from analysis.compare.statistics import Mean
 from analysis.report.charts import number
 from analysis.report.data import Row, RunData, held_out_reward, read_run, step_of
 from analysis.report.rewards import scores_of
-from configs.paths import exists, is_file
+from configs.paths import is_file
 from configs.schema import RunConfig
 from configs.sections import Model
 from policy.experts import EXPERTS
 from policy.families import FAMILIES
-from policy.families.files import HUB_ID
+from policy.families.files import HUB_ID, is_local
 from policy.lora_files import FILE, FILES
 from records import atomic
 from records.images import before_after
@@ -96,8 +96,7 @@ def card(
 
 def hub_id(model: Model) -> str | None:
     """Return the hub id of the base model, or None if it is a directory."""
-    local = model.path == "shapes" or exists(Path(model.path).expanduser())
-    return None if local or not HUB_ID.fullmatch(model.path) else model.path
+    return None if is_local(model) or not HUB_ID.fullmatch(model.path) else model.path
 
 
 def licence_of(model: Model) -> dict[str, str]:

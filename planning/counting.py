@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from configs.paths import exists
 from configs.schema import RunConfig
 from planning.counted_parts import batch_of, explored, on_gpus, regenerated, trained
 from policy.decoders import proxy_dtype
 from policy.families import Family
-from policy.families.architectures import published, published_names
+from policy.families.files import is_local
 from policy.pass_cost import PassCost
 from policy.precision.backends import Backend
 
@@ -65,10 +64,13 @@ def counts_of(config: RunConfig, family: Family, backend: Backend) -> Counts:
     """Return the counts of a configuration; what no stored row has is counted now.
 
     A row of other settings is used for the parts that do not depend on them: another chunk size
-    changes neither a training pass nor regenerating.
+    changes neither a training pass nor regenerating. A local copy of a published model has the
+    model's rows.
     """
     fields = _fields(config, backend.name)
-    if (row := _kept().get(" ".join(fields))) is not None:
+    if is_local(config.model):
+        fields[0] = family.published or f"local:{config.model.path}"
+    if (row := kept_rows().get(" ".join(fields))) is not None:
         return row
     counted: dict[str, Any] = {}
     for part in PARTS:
@@ -121,7 +123,7 @@ def _part_key(part: str, fields: Sequence[str]) -> tuple[str, ...]:
 @functools.cache
 def _rows_by_part(part: str) -> dict[tuple[str, ...], Counts]:
     # hub ids and names of modules have no spaces
-    return {_part_key(part, key.split(" ")): row for key, row in _kept().items()}
+    return {_part_key(part, key.split(" ")): row for key, row in kept_rows().items()}
 
 
 _counted: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -144,17 +146,6 @@ def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
 
 
 @functools.cache
-def _kept() -> dict[str, Counts]:
-    models = [published(name) for name in published_names()]
-    ids = {one["hub_id"] for model in models for one in (model, *model.get("variants", ()))}
-    return {
-        key: row
-        for key, row in kept_rows().items()
-        # a local directory of that name may hold another model
-        if key.partition(" ")[0] in ids and not exists(Path(key.partition(" ")[0]))
-    }
-
-
 def kept_rows() -> dict[str, Counts]:
     """Return the counts stored in ``counted.json``, by key."""
     return TypeAdapter(dict[str, Counts]).validate_json(KEPT.read_bytes())

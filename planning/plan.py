@@ -12,10 +12,8 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from configs.load import ConfigError
-from configs.paths import exists
 from configs.schema import RunConfig
 from planning.assumptions import Assumptions, Device, backend_of, device_of, with_format
 from planning.counting import counts_of
@@ -45,6 +43,7 @@ from planning.stages import Stage, stages_of
 from policy.decoders import check_decoder
 from policy.families import Family, family_for
 from policy.families.architectures import find_by_hub_id, write_configs
+from policy.families.files import is_local
 from policy.types import DTYPES
 
 MOST_NODES = 64
@@ -201,7 +200,7 @@ def open_architecture(config: RunConfig) -> Iterator[tuple[Family, str]]:
     missing or unsuitable.
     """
     model = config.model
-    known = None if exists(Path(model.path)) else find_by_hub_id(model.path)
+    known = None if is_local(model) else find_by_hub_id(model.path)
     with tempfile.TemporaryDirectory(prefix="sol-rl-plan-") as scratch:
         if known is not None:
             path = str(write_configs(known[1], scratch))
@@ -226,6 +225,8 @@ def _plan(
     backend, why = backend_of(config, accelerator)
     dtype = DTYPES[config.regenerate.precision]
     counts = counts_of(config, family, backend)
+    if is_local(config.model) and family.published:
+        source += f", equal to those of {family.published}"
     wire = WireBytes(counts.broadcast, counts.changing) if config.plan.explore else NOTHING_SENT
     if device is not None:
         device = with_format(device, accelerator, backend, given.quantized_peak_tflops)

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     models = parser.parse_args(arguments).models
     if unknown := set(models) - set(every):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; available: {', '.join(every)}")
-    rows = kept_rows() if models else {}
+    rows = dict(kept_rows()) if models else {}
     for model in models or every:
         several = [f"{model}-{arm}-{rewards_of(model)[-1]}" for arm in ARMS]
         configs = [load(name) for name in ([model] if model in ONE_GPU else several)]

@@ -22,6 +22,11 @@ INDEX = "model_index.json"
 LIBRARIES = ("diffusers", "transformers")
 
 
+def is_local(model: Model) -> bool:
+    """Return True if ``model.path`` is a path of this machine, not a hub id to look up."""
+    return model.path == "shapes" or exists(Path(model.path).expanduser())
+
+
 def model_directory(model: Model) -> str:
     """Return the pipeline directory of ``model.path``, or the path itself if it is a hub id.
 

@@ -16,6 +16,7 @@ from configs.section import Tree
 from configs.sections import Model
 from policy.experts import EXPERTS, Experts
 from policy.families.architectures import build
+from policy.families.architectures.matching import find_by_configs
 from policy.families.files import (
     INDEX,
     check_component,
@@ -87,6 +88,11 @@ class Pipeline:
             name = "scheduler_config.json" if part == "scheduler" else "config.json"
             self._configs[part] = pipeline_file(self.directory, f"{part}/{name}")
         return self._configs[part]
+
+    @cached_property
+    def published(self) -> str | None:
+        """Hub id of the published model that has the same architecture, or None."""
+        return find_by_configs(self.index, self.part_config)
 
     @cached_property
     def stock(self) -> Diffusers:

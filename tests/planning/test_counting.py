@@ -24,11 +24,11 @@ def test_counts_of_every_preset_are_stored(name):
     """In the formats that GPUs explore in, so that a plan is immediate."""
     config = load(name)
     assert all(
-        counting.key_of(config, backend) in counting._kept()
+        counting.key_of(config, backend) in counting.kept_rows()
         for backend in ("torch_nvfp4", "fp8", "bf16")
     )
     other = load(name, ["lora.rank=8"])
-    assert counting.key_of(other, "fp8") not in counting._kept()
+    assert counting.key_of(other, "fp8") not in counting.kept_rows()
 
 
 @pytest.mark.parametrize(

@@ -89,19 +89,21 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def find_by_hub_id(hub_id: str) -> tuple[str, Tree] | None:
-    """Return (name, description) of the published model with this hub id, or None.
+def every_published() -> Iterator[tuple[str, Tree]]:
+    """Yield (name, description) of every published model and of its variants.
 
-    A model may have ``variants``, other pipelines of the same architecture. The description of a
-    variant is the model's, updated with the variant's family, pipeline and parts.
+    ``variants`` are other pipelines of the same architecture. The description of a variant is the
+    model's, updated with the variant's family, pipeline and parts.
     """
     for name in published_names():
         model = published(name)
         for variant in (model, *model.get("variants", ())):
-            if variant["hub_id"] == hub_id:
-                parts = model["parts"] | variant.get("parts", {})
-                return name, {**model, **variant, "parts": parts}
-    return None
+            yield name, {**model, **variant, "parts": model["parts"] | variant.get("parts", {})}
+
+
+def find_by_hub_id(hub_id: str) -> tuple[str, Tree] | None:
+    """Return (name, description) of the published model with this hub id, or None."""
+    return next((each for each in every_published() if each[1]["hub_id"] == hub_id), None)
 
 
 def write_configs(model: Tree, directory: str | Path) -> Path:
