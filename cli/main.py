@@ -57,12 +57,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done; 2: the configuration or the command is wrong; 3: the run failed; 4: the dashboard of a
     job that is followed no longer answers; 130: stopped.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(options, unknown)}")
     options.own_process = arguments is None  # else the process is a test's or another program's
     code = _exit_code(options.command, options)
     # otherwise Python would fail to flush the closed streams at exit, and change the exit code
     redirect_broken_streams()
     return code
+
+
+def _hint(options: argparse.Namespace, unknown: Sequence[str]) -> str:
+    """Return advice for a setting that was given as in other programs, without ``--set``."""
+    settings = [each.lstrip("-") for each in unknown if "=" in each]
+    if not settings or "overrides" not in options:
+        return ""
+    return f": settings are given as --set {settings[0]}"
 
 
 def _exit_code(command: Command, options: argparse.Namespace) -> int:

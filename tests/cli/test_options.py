@@ -189,3 +189,25 @@ def test_an_unwritable_report_is_one_line(rundir, capsys):
 
 def test_actors_of_full_size_models_have_a_long_start_deadline():
     assert load("sana-sol_rl-hpsv2").services.start_deadline_s == 3600
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (
+            ["plan", "quickstart", "lora.rank=3", "seed=1"],
+            ": settings are given as --set lora.rank=3",
+        ),
+        (["plan", "quickstart", "--lora.rank=3"], ": settings are given as --set lora.rank=3"),
+        (["plan", "quickstart", "--unknown"], ""),
+        (["scale", "run", "lora.rank=3"], ""),  # the command has no settings
+    ],
+)
+def test_a_setting_without_its_option_is_refused_with_advice(capsys, arguments, advice):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"unrecognized arguments: {' '.join(arguments[2:])}{advice}")
