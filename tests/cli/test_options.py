@@ -203,7 +203,7 @@ def test_actors_of_full_size_models_have_a_long_start_deadline():
         ),
         (["plan", "quickstart", "--lora.rank=3"], ": settings are given as --set lora.rank=3"),
         (["plan", "quickstart", "--unknown"], ""),
-        (["scale", "run", "lora.rank=3"], ""),  # the command has no settings
+        (["scale", "--rollout=2", "lora.rank=3"], ""),  # the command has no settings
     ],
 )
 def test_a_setting_without_its_option_is_refused_with_advice(capsys, arguments, advice):
