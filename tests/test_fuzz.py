@@ -2,14 +2,17 @@
 tools.fuzz``.
 """
 
+import io
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from cli.main import COMMANDS, main
+from tools.fuzz import invariants
 from tools.fuzz.__main__ import fuzz, run
 from tools.fuzz.commands import commands
 from tools.fuzz.damage import REMOVED, Change
@@ -32,6 +35,18 @@ def test_the_fuzzer_finds_no_failure_in_a_few_inputs(name):
 @pytest.mark.timeout(1800)
 def test_the_fuzzer_finds_no_failure_in_many_inputs(capsys):
     assert run(sorted(targets()), MANY, seed=1) == 0, capsys.readouterr().out
+
+
+def test_only_a_silent_command_is_a_hang(monkeypatch):
+    monkeypatch.setattr(invariants, "LONGEST_S", 0.2)
+    out = io.StringIO()
+    with invariants.time_limit(out):
+        for _ in range(10):
+            time.sleep(0.05)
+            out.write("line\n")
+    out.write("earlier output does not count")
+    with pytest.raises(InvariantViolation, match="no answer"), invariants.time_limit(out):
+        time.sleep(5)
 
 
 @pytest.mark.parametrize(

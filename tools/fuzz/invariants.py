@@ -17,7 +17,7 @@ from cli.main import main
 from tools.fuzz.seams import Reached, seams
 
 LONGEST_S = 20
-"""Seconds allowed per input; an input that takes longer counts as a hang."""
+"""Seconds allowed per input, and for a command after each line that it prints; more is a hang."""
 
 
 class InvariantViolation(AssertionError):
@@ -25,18 +25,26 @@ class InvariantViolation(AssertionError):
 
 
 @contextlib.contextmanager
-def time_limit() -> Iterator[None]:
-    """Raise InvariantViolation inside the block if it takes longer than ``LONGEST_S`` seconds."""
+def time_limit(*streams: io.StringIO) -> Iterator[None]:
+    """Raise InvariantViolation inside the block after ``LONGEST_S`` seconds.
+
+    The time starts again as long as something was written to ``streams`` in it.
+    """
+    written = sum(stream.tell() for stream in streams)
 
     def on_alarm(*_: object) -> None:
-        raise InvariantViolation(f"no answer within {LONGEST_S} s")
+        nonlocal written
+        before, written = written, sum(stream.tell() for stream in streams)
+        if written == before:
+            raise InvariantViolation(f"no answer within {LONGEST_S} s")
+        signal.setitimer(signal.ITIMER_REAL, LONGEST_S)
 
     before = signal.signal(signal.SIGALRM, on_alarm)
-    signal.alarm(LONGEST_S)
+    signal.setitimer(signal.ITIMER_REAL, LONGEST_S)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
@@ -57,7 +65,7 @@ def outcome(*arguments: str, codes: tuple[int, ...] = (0, 2)) -> tuple[int | Non
     try:
         with (
             seams(),
-            time_limit(),
+            time_limit(out, err),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
         ):
