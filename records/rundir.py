@@ -88,6 +88,14 @@ class RunDirectory:
             with self.locked():  # raises if another driver is running, which is the better reason
                 raise self._name_taken()
 
+    def require_existing(self) -> None:
+        """Raise ConfigError if there is no run of this name to resume."""
+        if not exists(self.config_file):
+            raise ConfigError(
+                f"{self.path}: no run of this name to resume: leave out --resume, or set name and"
+                " run_root as it had them"
+            )
+
     def is_started(self) -> bool:
         """Return True if a run of this name has computed something. Raises ConfigError.
 

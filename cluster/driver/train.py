@@ -43,7 +43,9 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     test_prompts = read_prompts(config.prompts.test)[: config.evaluate.prompts]
     refuse_overlap(config.prompts, train_prompts, test_prompts)
     rundir = RunDirectory.of(config)
-    if not resume:
+    if resume:
+        rundir.require_existing()
+    else:
         rundir.require_new()
     check_model(config)
     check_prompts(config, [*train_prompts, *test_prompts])

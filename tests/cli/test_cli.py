@@ -92,7 +92,7 @@ def test_a_directory_that_is_not_a_pipeline_is_one_line(config_file, tmp_path, c
 
 def test_resuming_a_missing_run_is_one_line(config_file, capsys):
     assert main(["train", str(config_file), "--resume"]) == 2
-    assert "no readable run" in capsys.readouterr().err
+    assert "no run of this name to resume: leave out --resume" in capsys.readouterr().err
 
 
 def test_auto_resume_continues_a_run_only_if_it_has_results(config_file, tmp_path, monkeypatch):
