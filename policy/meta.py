@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from configs.section import Tree
 from configs.training import Lora
 from policy.families.architectures import build, default_dtype
 from policy.families.base import Diffusers, Family
@@ -21,11 +22,25 @@ META = torch.device("meta")
 
 
 def meta_component(family: Family, part: str, dtype: torch.dtype) -> nn.Module:
-    """Return a pipeline component on the meta device, as if loaded in ``dtype``."""
-    library, name = family.index[part]
+    """Return a pipeline component on the meta device, as if loaded in ``dtype``.
+
+    Raises ValueError if its configuration file has settings that its class refuses.
+    """
     config = {
         key: value for key, value in family.part_config(part).items() if not key.startswith("_")
     }
+    try:
+        return _component(family.index[part], config, dtype)
+    except Exception as error:  # the libraries have no common class for invalid settings
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"model.path: the {part!r} of {family.directory!r} cannot be built from its"
+            f" config.json ({why}): download it again"
+        ) from error
+
+
+def _component(kind: Sequence[str], config: Tree, dtype: torch.dtype) -> nn.Module:
+    library, name = kind
     if library == "diffusers":
         return as_loaded(
             build({"class": f"diffusers.{name}", "config": config}, META, dtype), dtype

@@ -39,6 +39,7 @@ def compare(request: Request, out: Path | None, say: Say) -> list[str]:
     """
     comparison = read_comparison(request)
     out = (out or comparison.root / f"{comparison.name}-compare").absolute()
+    configs = {c.title: parse(c.tree_of(comparison.seeds[0], out)) for c in comparison.running}
     for cell in comparison.cells:
         if cell.refused:
             say(f"refused: {cell.title}: {cell.refused}")
@@ -50,7 +51,6 @@ def compare(request: Request, out: Path | None, say: Say) -> list[str]:
     results = summarise(
         [(c.name, c.title, c.refused, runs[c.name]) for c in comparison.cells], comparison.baseline
     )
-    configs = {c.title: parse(c.tree_of(comparison.seeds[0], out)) for c in comparison.running}
     by_name = {c.name: configs[c.title] for c in comparison.running}
     settings = settings_that_differ(configs)
     operation_costs = counted(by_name, results, comparison.baseline, comparison.operations)

@@ -211,3 +211,9 @@ def test_a_setting_without_its_option_is_refused_with_advice(capsys, arguments, 
         main(arguments)
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.endswith(f"unrecognized arguments: {' '.join(arguments[2:])}{advice}")
+
+
+def test_a_comparison_is_not_written_to_a_path_that_no_configuration_can_hold(capsys, tmp_path):
+    assert main(["compare", "quickstart", "--out", str(tmp_path / "\udcff")]) == 2
+    assert "a path must not be empty" in line(capsys)
+    assert not list(tmp_path.iterdir())

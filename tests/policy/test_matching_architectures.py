@@ -156,3 +156,16 @@ def test_another_model_at_the_path_of_a_hub_id_has_no_stored_counts(tmp_path, mo
     with open_architecture(config) as (family, _):
         counting.counts_of(config, family, BACKENDS["torch_nvfp4"])
     assert counted == list(counting.PARTS)
+
+
+@pytest.mark.parametrize("part", ["transformer", "text_encoder"])
+def test_a_setting_that_a_class_refuses_is_one_line(tmp_path, part):
+    root = written("stabilityai/stable-diffusion-3.5-medium", tmp_path)
+    name = "num_layers" if part == "transformer" else "num_hidden_layers"
+    change(root / part / "config.json", **{name: "many"})
+    assert found_in(root) is None
+    config = load("sd35_medium-sol_rl-hpsv2", [f"model.path={root}"])
+    with open_architecture(config) as (family, _), pytest.raises(ValueError, match=part) as caught:
+        counting.counts_of(config, family, BACKENDS["fp8"])
+    assert str(caught.value).startswith(f"model.path: the {part!r} of '{root}' cannot be built")
+    assert "\n" not in str(caught.value)

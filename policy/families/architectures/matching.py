@@ -53,7 +53,11 @@ def _classes(index: Tree) -> dict[str, str]:
 def _equal(part: Tree, config: Tree) -> bool:
     library, name = part["class"].split(".")
     settings = _of_diffusers if library == "diffusers" else _of_transformers
-    return settings(name, config) == settings(name, part["config"])
+    published = settings(name, part["config"])
+    try:
+        return bool(settings(name, config) == published)
+    except Exception:  # the class refuses a setting; building the model will say why
+        return False
 
 
 def _of_diffusers(name: str, config: Tree) -> Any:
