@@ -90,7 +90,11 @@ class RunDirectory:
 
     def require_existing(self) -> None:
         """Raise ConfigError if there is no run of this name to resume."""
-        if not exists(self.config_file):
+        try:
+            there = exists(self.config_file)
+        except OSError:  # reading it will say why
+            return
+        if not there:
             raise ConfigError(
                 f"{self.path}: no run of this name to resume: leave out --resume, or set name and"
                 " run_root as it had them"

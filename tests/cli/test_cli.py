@@ -214,6 +214,15 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
         subprocess.run(["umount", str(disk)], check=True)
 
 
+def test_resuming_a_run_that_cannot_be_read_is_one_line(config_file, tmp_path, capsys):
+    run = tmp_path / "runs" / "unreadable"
+    run.mkdir(parents=True)
+    (run / "config.json").symlink_to("config.json")
+    chosen = ["--set", f"run_root={run.parent}", "--set", f"name={run.name}"]
+    assert main(["train", str(config_file), "--resume", *chosen]) == 2
+    assert "no readable run (OSError)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["report", "evaluate", "export"])
 def test_a_directory_that_is_not_a_run_is_one_line(tmp_path, capsys, command):
     assert main([command, str(tmp_path), *(["out"] if command == "export" else [])]) == 2
