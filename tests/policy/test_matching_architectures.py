@@ -107,6 +107,7 @@ def test_files_of_the_hub_are_equal_to_the_description(tmp_path):
         ("text_encoder_2/config.json", {"quantization_config": {"bits": 4}}),
         ("model_index.json", {"_class_name": "FluxKontextPipeline2"}),
         ("model_index.json", {"text_encoder_2": [None, None]}),
+        ("model_index.json", {"text_encoder_3": ["transformers", 5]}),
         ("model_index.json", {"text_encoder_3": ["transformers", "T5EncoderModel"]}),
         ("model_index.json", {"transformer": ["diffusers", "Flux2Transformer2DModel"]}),
     ],

@@ -44,7 +44,7 @@ def find_by_configs(index: Tree, config_of: Callable[[str], Tree]) -> str | None
 def _classes(index: Tree) -> dict[str, str]:
     """Return the class of each part that has weights, as "library.Class"."""
     return {
-        name: ".".join(entry)
+        name: ".".join(map(str, entry))
         for name, entry in index.items()
         if isinstance(entry, list) and None not in entry and not LIGHT.fullmatch(name)
     }
