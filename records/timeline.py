@@ -12,11 +12,13 @@ import dataclasses
 import functools
 import json
 import logging
+import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from records import atomic
 from records.storage import exists, retried
@@ -27,6 +29,8 @@ MAX_TIME_S = 1e12
 """Limit of a plausible time in seconds since the epoch; later ones are damaged."""
 FLUSH_INTERVAL_S = 1.0
 """Interval at which lines are written; also at the end of an iteration."""
+BLOCK_BYTES = 1 << 20
+"""Number of bytes that are parsed at a time where spans of a moment are looked for."""
 MAX_READ_BYTES = 64 << 20
 """Largest number of bytes to read; of a longer file only the end is read."""
 
@@ -209,20 +213,50 @@ def read_spans(path: Path, remarks: list[str] | None = None) -> list[Span]:
 
 @retried
 def remove_after(path: Path, moment: float) -> None:
-    """Remove spans that started after ``moment``; a resumed run repeats them."""
+    """Remove spans that started after ``moment``; a resumed run repeats them.
+
+    Only the lines near the end are parsed: those of a long run take minutes.
+    """
     if not exists(path):
         return
-    with (
-        path.open(encoding="utf-8", errors="replace") as old,
-        atomic.replace_file(path) as beside,
-        beside.open("w", encoding="utf-8") as new,
-    ):
-        new.writelines(
-            line for line in old if (span := _parsed(line)) is not None and span.started <= moment
-        )
+    with atomic.replace_file(path) as beside:
+        shutil.copyfile(path, beside)
+        with beside.open("r+b") as file:
+            start = _start_of_later(file, moment)
+            file.seek(start)
+            lines = file.readlines()
+            file.seek(start)
+            file.truncate()
+            file.writelines(
+                line.rstrip() + b"\n"  # the last one of a killed driver may have no end
+                for line in lines
+                if (span := _parsed(line)) is not None and span.started <= moment
+            )
 
 
-def _parsed(line: str) -> Span | None:
+def _start_of_later(file: BinaryIO, moment: float) -> int:
+    """Return the position of a line before which no span ended after ``moment``.
+
+    Lines are in the order of ends, so that the first block from the end without a later one is
+    the last to look at.
+    """
+    end = position = file.seek(0, os.SEEK_END)
+    while position > 0:
+        position = max(0, position - BLOCK_BYTES)
+        file.seek(position)
+        if position > 0:
+            file.readline()  # the rest of a line that begins in the block before
+        start = file.tell()
+        spans = [
+            span for line in file.read(max(0, end - start)).splitlines() if (span := _parsed(line))
+        ]
+        if spans and all(span.ended <= moment for span in spans):
+            return start
+        end = min(start, end)
+    return 0
+
+
+def _parsed(line: str | bytes) -> Span | None:
     try:
         row = json.loads(line)
         work = RENAMED.get(row["work"], row["work"])

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from actors.calls import Task
 from actors.messages import ChunkKey
@@ -17,6 +20,7 @@ from analysis.report.service_lanes import Lane
 from analysis.report.timeline import Chart, in_running_time, last_iteration
 from analysis.report.tracks import bars_of
 from cluster.runtime.pool import ActorPool
+from records import timeline as records_timeline
 from records.rundir import RunDirectory
 from records.timeline import OTHER, WORKS, Span, Timeline, read_spans, remove_after, span_of
 from tests.analysis.page import page_of
@@ -92,6 +96,50 @@ def test_spans_are_read_back_and_damaged_lines_skipped(tmp_path):
     remove_after(file, 3.0)
     assert read_spans(file) == [spans[1]]
     assert read_spans(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize("block", [1, 150, 400, 1000, 1 << 20])
+@given(
+    ends=st.lists(st.integers(0, 20), max_size=30).map(sorted),
+    lasted=st.lists(st.integers(0, 9), min_size=30, max_size=30),
+    damaged=st.sets(st.integers(0, 29)),
+    moment=st.integers(-1, 21),
+    complete=st.booleans(),
+)
+@settings(max_examples=60)
+def test_exactly_the_later_spans_are_removed_from_a_timeline(
+    block, ends, lasted, damaged, moment, complete
+):
+    """Whatever the size of a block, which may be shorter than a line, and the damage."""
+    spans = [
+        span("score", max(0, end - took), end) for end, took in zip(ends, lasted, strict=False)
+    ]
+    lines = [json.dumps(each._asdict()) for each in spans]
+    for number in damaged & set(range(len(lines))):
+        lines[number] = "x" * (number * 40) + "{"
+    whole = [each for number, each in enumerate(spans) if number not in damaged]
+    with tempfile.TemporaryDirectory() as scratch, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("records.timeline.BLOCK_BYTES", block)
+        file = Path(scratch) / "timeline.jsonl"
+        file.write_text("\n".join(lines) + "\n" * complete)
+        remove_after(file, moment)
+        kept = [each for each in whole if each.started <= moment]
+        assert read_spans(file) == sorted(kept, key=lambda each: each.started)
+        timeline, late = Timeline(file), span("update", 30, 31)
+        timeline.record(late)
+        assert read_spans(file)[-1] == late and len(read_spans(file)) == len(kept) + 1
+
+
+def test_the_lines_of_a_long_run_are_not_parsed_when_it_is_resumed(tmp_path, monkeypatch):
+    file, parsed = tmp_path / "timeline.jsonl", []
+    rows = [json.dumps(span("score", end - 1.0, end)._asdict()) + "\n" for end in range(1, 5001)]
+    file.write_text("".join(rows))
+    real = records_timeline._parsed
+    monkeypatch.setattr("records.timeline._parsed", lambda line: parsed.append(1) or real(line))
+    monkeypatch.setattr("records.timeline.BLOCK_BYTES", 10 * len(rows[-1]))
+    remove_after(file, 4900.0)
+    assert file.read_text() == "".join(rows[:4901])
+    assert len(parsed) < 300
 
 
 def test_old_kinds_of_work_have_their_current_names(tmp_path):
