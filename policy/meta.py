@@ -17,6 +17,7 @@ from policy.precision.backends import Backend
 from policy.precision.fused import FusedMember
 from policy.precision.layer import QuantizedLinear
 from policy.precision.swap import ModuleRow, quantize_plan, swap_linears
+from records.errors import joined_lines
 
 META = torch.device("meta")
 
@@ -32,10 +33,9 @@ def meta_component(family: Family, part: str, dtype: torch.dtype) -> nn.Module:
     try:
         return _component(family.index[part], config, dtype)
     except Exception as error:  # the libraries have no common class for invalid settings
-        why = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
             f"model.path: the {part!r} of {family.directory!r} cannot be built from its"
-            f" config.json ({why}): download it again"
+            f" config.json ({joined_lines(error)}): download it again"
         ) from error
 
 

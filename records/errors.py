@@ -31,6 +31,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def joined_lines(error: BaseException) -> str:
+    """Return an error's message on one line, or its type's name if it has no message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def error_summary(error: BaseException, most: int | None = None) -> str:
     """Return an error's type and the first line of its message, cut to ``most`` characters."""
     lines = str(error).strip().splitlines()[:1]

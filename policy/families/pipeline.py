@@ -25,7 +25,7 @@ from policy.families.files import (
     model_directory,
     pipeline_file,
 )
-from records.errors import first_line
+from records.errors import first_line, joined_lines
 
 TIMESTEPS = 1000.0
 """Number of training timesteps of every supported model: its timestep is 1000 sigma."""
@@ -135,12 +135,22 @@ class Pipeline:
         return model
 
     def _pretrained(self, cls: Diffusers, what: str, **options: object) -> Diffusers:
-        """Call ``cls.from_pretrained`` with safetensors only. Raises FileNotFoundError."""
+        """Call ``cls.from_pretrained`` with safetensors only.
+
+        Raises FileNotFoundError if files are missing, ValueError if they do not fit the class.
+        """
         try:
             return cls.from_pretrained(self.directory, **options, use_safetensors=True)
         except OSError as error:
             raise FileNotFoundError(
                 f"model.path: cannot load {what} of {self.directory!r}: {first_line(error)}"
+            ) from error
+        except RuntimeError:  # of the device, such as no memory
+            raise
+        except Exception as error:  # the libraries have no common class for invalid files
+            raise ValueError(
+                f"model.path: cannot load {what} of {self.directory!r} from its files"
+                f" ({joined_lines(error)}): download the pipeline again"
             ) from error
 
     @property

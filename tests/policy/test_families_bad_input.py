@@ -87,6 +87,42 @@ def test_missing_weight_is_an_error(copied, name, part):
             family.load(part, "cpu", torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("part", "setting", "value", "why"),
+    [
+        ("transformer", "num_layers", "abc", "'str' object cannot be interpreted"),
+        ("vae", "latent_channels", 3, "expected shape .* but got"),
+        ("text_encoder", "hidden_size", "abc", "'hidden_size'.* expected int"),
+        ("text_encoder", "hidden_act", "nope", "nope"),
+    ],
+)
+def test_a_part_that_cannot_be_built_is_named_with_the_reason(
+    tiny_sd3_dir, tmp_path, part, setting, value, why
+):
+    model = shutil.copytree(tiny_sd3_dir, tmp_path / "model")
+    file = model / part / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), setting: value}))
+    family = family_for(tiny_model("sd3", model))
+    with pytest.raises(
+        ValueError,
+        match=rf"^model.path: cannot load '{part}' of .*/model' from its files \(.*{why}.*\):"
+        " download the pipeline again$",
+    ):
+        if part == "text_encoder":
+            family.load_text("cpu", torch.float32)
+        else:
+            family.load(part, "cpu", torch.float32)
+
+
+def test_a_device_without_memory_is_no_fault_of_the_files(tiny_sd3_dir, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("diffusers.AutoencoderKL.from_pretrained", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        family_for(tiny_model("sd3", tiny_sd3_dir)).load("vae", "cuda", torch.float32)
+
+
 def test_weights_that_could_run_code_are_not_read(copied, name):
     """The loaders of diffusers and transformers fall back to pickled weights if safetensors files
     are missing. Our loader raises an error that names the missing file.
