@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from actors.runtime import identity
 from bench.timing import Options, Ratio, ray_for, silent
 from cluster.driver.learner_group import LearnerGroup
 from cluster.driver.weights import WeightChannel
+from cluster.runtime.local_ray import start_ray
 from cluster.runtime.pool import ActorPool
 from configs.services import LearnerService, RolloutService, Service
 from planning.object_store import SPILLS_AT, store_size
@@ -148,14 +148,7 @@ def _ray(options: Options, nbytes: int) -> Iterator[None]:
             yield
         return
     store = store_size(min(nbytes, psutil.virtual_memory().available))
-    ray.init(
-        "local",
-        num_cpus=4,
-        object_store_memory=store,
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-    )
+    start_ray(num_cpus=4, object_store_memory=store)
     try:
         yield
     finally:

@@ -2,9 +2,7 @@
 
 import gc
 import os
-import time
 from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -53,11 +51,6 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # imported
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-START_S = 280.0
-"""Seconds within which Ray's own processes must be up. Ray's own limit of 30 s is too short on a
-busy machine.
-"""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own hook, which reads the marks
@@ -108,34 +101,13 @@ def ray_here(tiny_sd3_dir, tmp_path_factory) -> Iterator[None]:
     CPUs. Actors are forks of a template, as in runs whose command starts Ray.
     """
     import ray
-    from ray._private import services
 
     from cluster.runtime import template
+    from cluster.runtime.local_ray import start_ray
     from tests.cluster.runs import tiny_config
 
     template.start(tiny_config(tiny_sd3_dir, tmp_path_factory.mktemp("template"), "template"))
-    requested = services.get_node
-
-    def patiently(*arguments: object) -> object:
-        deadline = time.monotonic() + START_S
-        while True:
-            try:
-                return requested(*arguments)
-            except RuntimeError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
-
-    with mock.patch.object(services, "get_node", patiently):
-        ray.init(
-            "local",
-            num_cpus=32,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            # otherwise Ray starts one process per CPU, which is 32, in advance
-            _system_config={"prestart_worker_first_driver": False},
-        )
+    start_ray(num_cpus=32)
     yield
     ray.shutdown()
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from planning.layouts.gpus import Gpus
 from planning.placement import ACCELERATOR
@@ -27,6 +26,7 @@ def started(gpus: Sequence[Gpus], nodes: int, library: Path | None) -> Iterator[
     """
     import ray
 
+    from cluster.runtime.local_ray import start_ray
     from tests.cluster.nodes import Machines
 
     if nodes > 1:
@@ -37,9 +37,7 @@ def started(gpus: Sequence[Gpus], nodes: int, library: Path | None) -> Iterator[
         with Machines({"num_cpus": 0}, *[{**each, **node} for node in named]) as machines:
             yield machines
         return
-    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
-    count = sum(each.count for each in gpus)
-    ray.init("local", num_cpus=CPUS, num_gpus=count, logging_level=logging.ERROR, **quiet)
+    start_ray(num_cpus=CPUS, num_gpus=sum(each.count for each in gpus))
     try:
         yield None
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import shutil
 import sys
@@ -18,6 +17,7 @@ import ray
 
 from analysis.compare.table import lines
 from analysis.report.parts import Table
+from cluster.runtime.local_ray import start_ray
 from planning.object_store import store_size
 from planning.plan import Plan, make_plan
 from records.errors import RunFailed
@@ -47,14 +47,7 @@ def rehearse(name: str, root: Path, pixels: int) -> list[str]:
     config = config_of(name, model, root, pixels)
     plan = make_plan(config)
     shutil.rmtree(root / "runs" / config.name, ignore_errors=True)
-    ray.init(
-        "local",
-        num_cpus=8,
-        object_store_memory=max(10**9, store_size(sum(plan.store.values()))),
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-    )
+    start_ray(num_cpus=8, object_store_memory=max(10**9, store_size(sum(plan.store.values()))))
     watch = MemoryMonitor(config)
     watch.start()
     # make the run use this Ray instance, whose object store has the planned size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -43,6 +42,7 @@ def ray_of(soak: Soak) -> Iterator[Machines | None]:
         yield None
         return
     from cluster.runtime import template
+    from cluster.runtime.local_ray import start_ray
     from tools.soak.runs import tiny
 
     soak.machine.prepare()
@@ -51,13 +51,7 @@ def ray_of(soak: Soak) -> Iterator[Machines | None]:
         with Machines({"num_cpus": 0}, *[{"num_cpus": NODE_CPUS}] * NODES) as machines:
             yield machines
     else:
-        ray.init(
-            "local",
-            num_cpus=16,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        start_ray(num_cpus=16)
         yield None
         ray.shutdown()
 

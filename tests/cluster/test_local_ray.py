@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray._private import services
 
-from cluster.driver import connect
+from cluster.runtime import local_ray
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def clock(monkeypatch) -> list[float]:
     """Let time pass only in ``sleep``; the item is the time in seconds."""
     now = [50.0]
     monkeypatch.setattr(
-        connect,
+        local_ray,
         "time",
         SimpleNamespace(
             monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
@@ -46,30 +47,45 @@ def process(code: int | None) -> Any:
 def test_a_slow_start_is_waited_for_and_told_once(clock, caplog, seconds, warned):
     started = [process(None), process(0)]
     with caplog.at_level(logging.WARNING):
-        found = connect._registered_node(node_after(clock, seconds), started, "head", "n")
+        found = local_ray._registered_node(node_after(clock, seconds), started, "head", "n")
     assert found == {"address": "head", "node": "n"}
-    assert clock[0] - 50.0 == pytest.approx(seconds, abs=connect.LOOK_S)
+    assert clock[0] - 50.0 == pytest.approx(seconds, abs=local_ray.LOOK_S)
     assert [record.message for record in caplog.records] == [
-        "Ray has not started after 20 s: waiting up to 300 s"
+        "Ray has not started after 20 s: waiting up to 280 s"
     ] * warned
 
 
 def test_a_start_that_takes_too_long_fails(clock):
     with pytest.raises(RuntimeError, match="no such node"):
-        connect._registered_node(node_after(clock, 1e6), [process(None)], "head", "n")
-    assert clock[0] - 50.0 == pytest.approx(connect.START_S, abs=2 * connect.LOOK_S)
+        local_ray._registered_node(node_after(clock, 1e6), [process(None)], "head", "n")
+    assert clock[0] - 50.0 == pytest.approx(local_ray.START_S, abs=2 * local_ray.LOOK_S)
 
 
 @pytest.mark.parametrize("code", [1, -9])
 def test_a_process_that_failed_is_not_waited_for(clock, code):
     with pytest.raises(RuntimeError, match="no such node"):
-        connect._registered_node(node_after(clock, 60), [process(None), process(code)], "head", "n")
+        local_ray._registered_node(
+            node_after(clock, 60), [process(None), process(code)], "head", "n"
+        )
     assert clock[0] == 50.0
 
 
-def test_ray_waits_as_before_after_the_start():
+def test_a_start_has_groups_of_its_own_and_leaves_ray_as_it_was(monkeypatch):
+    """A process that Ray starts is not in this one's group, and is watched."""
     before = services.ConsolePopen, services.get_node
-    with pytest.raises(ValueError), connect._our_start():
-        assert services.get_node.func is connect._registered_node  # pyright: ignore
-        raise ValueError
-    assert (services.ConsolePopen, services.get_node) == before
+
+    def init(address, **options):
+        assert address == "local" and (options["num_cpus"], options["num_gpus"]) == (3, 2)
+        child = services.ConsolePopen(["false"])
+        assert os.getpgid(child.pid) == child.pid != os.getpgid(0)
+        child.wait()
+        services.get_node("head", "n")
+
+    def unregistered(*_):
+        raise RuntimeError("no such node")
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr(services, "get_node", unregistered)
+    with pytest.raises(RuntimeError, match="no such node"):
+        local_ray.start_ray(3, num_gpus=2)
+    assert (services.ConsolePopen, services.get_node) == (before[0], unregistered)
