@@ -247,12 +247,10 @@ def _start_of_later(file: BinaryIO, moment: float) -> int:
         if position > 0:
             file.readline()  # the rest of a line that begins in the block before
         start = file.tell()
-        spans = [
-            span for line in file.read(max(0, end - start)).splitlines() if (span := _parsed(line))
-        ]
+        spans = [span for line in file.read(end - start).splitlines() if (span := _parsed(line))]
         if spans and all(span.ended <= moment for span in spans):
             return start
-        end = min(start, end)
+        end = start
     return 0
 
 
