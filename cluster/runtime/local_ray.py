@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import ray
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 START_S = 280.0
 """Seconds within which Ray must have started. Its own limit, 30 s, is too short on busy machines.
+"""
+TRIES = 4
+"""Number of starts. A node ends if its agents do not start within 15 s, for which Ray has no
+setting (https://github.com/ray-project/ray/issues/65983).
 """
 SLOW_START_S = 20.0
 """Seconds after which a warning says that Ray is slow to start."""
 LOOK_S = 0.1
 """Seconds between two looks at whether Ray has started."""
+
+
+class ProcessEnded(Exception):
+    """A process of Ray ended while it was being started."""
 
 
 def start_ray(num_cpus: int, **options: Any) -> None:
@@ -28,8 +40,8 @@ def start_ray(num_cpus: int, **options: Any) -> None:
     A signal to this process's group, as ``timeout`` sends it, does not reach Ray: it would end at
     once, and with it the learner, before the driver has a checkpoint.
     """
-    with _own_process_groups() as started, _patience(started):
-        ray.init(  # pyright: ignore[reportUnknownMemberType]
+    retried_start(
+        lambda: ray.init(  # pyright: ignore[reportUnknownMemberType]
             address="local",
             num_cpus=num_cpus,
             include_dashboard=False,
@@ -39,6 +51,24 @@ def start_ray(num_cpus: int, **options: Any) -> None:
             _system_config={"prestart_worker_first_driver": False},
             **options,
         )
+    )
+
+
+def retried_start(start: Callable[[], T]) -> T:
+    """Return what ``start`` returns, which starts processes of Ray and waits for their node.
+
+    Raises ProcessEnded if one of them ended in each of ``TRIES`` tries.
+    """
+    for left in reversed(range(TRIES)):
+        with _own_process_groups() as processes, _patience(processes):
+            try:
+                return start()
+            except ProcessEnded as error:
+                _kill(processes)
+                if not left:
+                    raise
+                log.warning(f"{error}: starting Ray again")
+    raise AssertionError
 
 
 @contextlib.contextmanager
@@ -80,7 +110,7 @@ def _registered_node(
 ) -> Any:
     """Return Ray's description of this node once it is registered.
 
-    Raises RuntimeError, as ``get_node`` does, after ``START_S`` or if a process has failed.
+    Raises RuntimeError, as ``get_node`` does, after ``START_S``, and ProcessEnded.
     """
     began, told = time.monotonic(), False
     while True:
@@ -88,9 +118,28 @@ def _registered_node(
             return get_node(*args)
         except RuntimeError:
             waited = time.monotonic() - began
-            if waited > START_S or any(process.poll() for process in started):
+            if waited > START_S:
                 raise
+            for process in started:
+                if process.poll():
+                    raise ProcessEnded(_why(process)) from None
         if waited > SLOW_START_S and not told:
             log.warning(f"Ray has not started after {waited:.0f} s: waiting up to {START_S:.0f} s")
             told = True
         time.sleep(LOOK_S)
+
+
+def _why(process: subprocess.Popen[bytes]) -> str:
+    arguments: Any = process.args
+    return (
+        f"Ray's {Path(arguments[0]).name} ended at its start with code {process.returncode} (on a"
+        " busy machine its agents take longer than the 15 s that it gives them)"
+    )
+
+
+def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Kill the process group of each of these processes."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

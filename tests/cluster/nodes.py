@@ -22,6 +22,7 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
+from cluster.runtime.local_ray import retried_start
 from tests.cluster.faults import SERVICES, Fault, FaultInjector
 from tests.cluster.runs import run_here, tiny_config
 
@@ -53,9 +54,8 @@ class Machines:
 
     def __enter__(self) -> Machines:
         os.environ.update({f"RAY_health_check_{name}": value for name, value in HEALTH.items()})
-        self._cluster = Cluster(
-            initialize_head=True, head_node_args={"include_dashboard": False, **self._head}
-        )
+        head = {"include_dashboard": False, **self._head}
+        self._cluster = retried_start(lambda: Cluster(initialize_head=True, head_node_args=head))
         for node in self._wanted:
             self._add(node)
         ray.init(address=self._cluster.address, logging_level="ERROR", log_to_driver=False)
@@ -71,7 +71,7 @@ class Machines:
         self._cluster.shutdown()
 
     def _add(self, node: Mapping[str, Any]) -> None:
-        self._args[self._cluster.add_node(**node).node_id] = node
+        self._args[retried_start(lambda: self._cluster.add_node(**node)).node_id] = node
 
     def remove(self, node: str, workers: Sequence[int] = ()) -> None:
         """Send SIGKILL to all processes of a node at once, as if the machine were lost.

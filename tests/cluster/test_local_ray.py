@@ -61,31 +61,45 @@ def test_a_start_that_takes_too_long_fails(clock):
     assert clock[0] - 50.0 == pytest.approx(local_ray.START_S, abs=2 * local_ray.LOOK_S)
 
 
-@pytest.mark.parametrize("code", [1, -9])
-def test_a_process_that_failed_is_not_waited_for(clock, code):
-    with pytest.raises(RuntimeError, match="no such node"):
-        local_ray._registered_node(
-            node_after(clock, 60), [process(None), process(code)], "head", "n"
-        )
+@pytest.mark.parametrize("code", [1, -6])
+def test_a_process_that_ended_is_not_waited_for(clock, code):
+    ended = SimpleNamespace(poll=lambda: code, returncode=code, args=["/ray/raylet", "--x"])
+    why = f"Ray's raylet ended at its start with code {code} "
+    with pytest.raises(local_ray.ProcessEnded, match=why):
+        local_ray._registered_node(node_after(clock, 60), [process(None), ended], "head", "n")
     assert clock[0] == 50.0
 
 
-def test_a_start_has_groups_of_its_own_and_leaves_ray_as_it_was(monkeypatch):
-    """A process that Ray starts is not in this one's group, and is watched."""
-    before = services.ConsolePopen, services.get_node
-
-    def init(address, **options):
-        assert address == "local" and (options["num_cpus"], options["num_gpus"]) == (3, 2)
-        child = services.ConsolePopen(["false"])
-        assert os.getpgid(child.pid) == child.pid != os.getpgid(0)
-        child.wait()
-        services.get_node("head", "n")
+@pytest.mark.parametrize("failures", [0, 1, 3, 4])
+def test_a_start_is_repeated_without_what_the_last_one_left(monkeypatch, caplog, failures):
+    """Processes of a failed start are killed, and those of the last one stay."""
+    before, left = (services.ConsolePopen, services.get_node), []
 
     def unregistered(*_):
         raise RuntimeError("no such node")
 
+    def init(address, **options):
+        assert address == "local" and (options["num_cpus"], options["num_gpus"]) == (3, 2)
+        left.append(services.ConsolePopen(["sleep", "1000"]))
+        assert os.getpgid(left[-1].pid) == left[-1].pid != os.getpgid(0)
+        if len(left) <= failures:
+            services.ConsolePopen(["false"]).wait()
+            services.get_node("head", "n")
+
     monkeypatch.setattr("ray.init", init)
     monkeypatch.setattr(services, "get_node", unregistered)
-    with pytest.raises(RuntimeError, match="no such node"):
-        local_ray.start_ray(3, num_gpus=2)
+    repeated = min(failures, local_ray.TRIES - 1)
+    try:
+        if failures < local_ray.TRIES:
+            local_ray.start_ray(3, num_gpus=2)
+        else:
+            with pytest.raises(local_ray.ProcessEnded, match="Ray's false ended"):
+                local_ray.start_ray(3, num_gpus=2)
+        killed = [-9] * failures
+        assert [each.poll() for each in left] == killed + [None] * (failures < local_ray.TRIES)
+    finally:
+        for each in left:
+            each.kill()
+            each.wait()
+    assert sum("starting Ray again" in each.message for each in caplog.records) == repeated
     assert (services.ConsolePopen, services.get_node) == (before[0], unregistered)
