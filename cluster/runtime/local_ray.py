@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import subprocess
 import time
@@ -131,9 +132,12 @@ def _registered_node(
 
 def _why(process: subprocess.Popen[bytes]) -> str:
     arguments: Any = process.args
+    name = Path(arguments[0]).name
+    sessions = [each.partition("=")[2] for each in arguments if re.match("--session.dir=", each)]
+    log_file = f"; its log is {sessions[0]}/logs/{name}.err" if sessions else ""
     return (
-        f"Ray's {Path(arguments[0]).name} ended at its start with code {process.returncode} (on a"
-        " busy machine its agents take longer than the 15 s that it gives them)"
+        f"Ray's {name} ended at its start with code {process.returncode} (on a busy machine its"
+        f" agents take longer than the 15 s that it gives them){log_file}"
     )
 
 

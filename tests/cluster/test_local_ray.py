@@ -61,10 +61,18 @@ def test_a_start_that_takes_too_long_fails(clock):
     assert clock[0] - 50.0 == pytest.approx(local_ray.START_S, abs=2 * local_ray.LOOK_S)
 
 
-@pytest.mark.parametrize("code", [1, -6])
-def test_a_process_that_ended_is_not_waited_for(clock, code):
-    ended = SimpleNamespace(poll=lambda: code, returncode=code, args=["/ray/raylet", "--x"])
-    why = f"Ray's raylet ended at its start with code {code} "
+@pytest.mark.parametrize(
+    ("code", "more", "log_file"),
+    [
+        (1, [], r"them\)$"),
+        (-6, ["--session_dir=/tmp/r/s"], "; its log is /tmp/r/s/logs/raylet.err$"),
+        (1, ["--session-dir=/tmp/r/s"], "; its log is /tmp/r/s/logs/raylet.err$"),
+    ],
+)
+def test_a_process_that_ended_is_not_waited_for(clock, code, more, log_file):
+    args = ["/ray/raylet", "--x=1", *more]
+    ended = SimpleNamespace(poll=lambda: code, returncode=code, args=args)
+    why = rf"^Ray's raylet ended at its start with code {code} \(.*{log_file}"
     with pytest.raises(local_ray.ProcessEnded, match=why):
         local_ray._registered_node(node_after(clock, 60), [process(None), ended], "head", "n")
     assert clock[0] == 50.0
