@@ -16,8 +16,8 @@ from tools.partitions.__main__ import table
 from tools.partitions.scenarios import SCENARIOS
 
 ROOT = Path(__file__).parent.parent.parent
-LOSES = {"head-30", "head-ever", "learner-ever", "back", "group-30"}
-"""Scenarios in which an actor cannot be kept."""
+LOSES = {"head-30", "head-ever", "back", "group-30"}
+"""Scenarios in which an actor cannot be kept, and the run cannot end before that is noticed."""
 
 
 @pytest.mark.slow
