@@ -19,12 +19,21 @@ SCRIPT = ROOT / "deploy" / "slurm" / "sol-rl.sbatch"
 RUN = """[ "$CODE" = TERM ] && trap 'kill -0 $(cat rays) && touch ray_lived; exit 130' TERM
 printf '%s\\n' "$@" > arguments
 echo "$RAY_ADDRESS $(stat -c %a "$RAY_AUTH_TOKEN_PATH")" > found
+echo >> runs
 while [ "$CODE" = TERM ]; do /bin/sleep 0.05; done
+if [ "$HEAD" = dies ]; then
+    until [ "$(wc -l < heads)" = "$(wc -l < runs)" ]; do /bin/sleep 0.05; done
+    while kill -0 "$(tail -1 heads)" 2> /dev/null; do /bin/sleep 0.05; done
+fi
 exit "$CODE"
 """
 STEP = """printf '%s\n' "$*" >> steps
 case "$HEAD $*" in
     fails*--relative=0*) exit 1;;
+    dies*--relative=0*)
+        echo $$ >> heads
+        until [ "$(wc -l < heads)" = "$(wc -l 2> /dev/null < runs)" ]; do /bin/sleep 0.05; done
+        exit 1;;
     lost*--relative=1*|real*) while [ "$1" != bash ]; do shift; done; echo $$ >> tasks; exec "$@";;
 esac
 exec /bin/sleep 60
@@ -79,6 +88,11 @@ def job(tmp_path):
 def asked(folder: Path) -> list[str]:
     """Return what was asked of ``scontrol``."""
     return (folder / "asked").read_text().splitlines() if (folder / "asked").exists() else []
+
+
+def heads(folder: Path) -> int:
+    """Return how many times Ray was started on the first node."""
+    return (folder / "steps").read_text().count("--relative=0 bash")
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -162,7 +176,18 @@ def test_a_job_whose_head_does_not_start_ends(job, tmp_path):
     process = job(0, HEAD="fails")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and "Ray did not start on the first node" in out
+    assert heads(tmp_path) == 4
     assert not (tmp_path / "found").exists() and not list((tmp_path / ".ray").iterdir())
+
+
+@pytest.mark.parametrize(("code", "starts", "requeued"), [(0, 1, 0), (2, 1, 0), (3, 4, 1)])
+def test_a_head_that_dies_is_started_again(job, tmp_path, code, starts, requeued):
+    """With a run that continues; the job keeps its nodes until that has not helped."""
+    process = job(code, HEAD="dies")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == code and asked(tmp_path) == ["requeue 7"] * requeued
+    assert heads(tmp_path) == starts and len((tmp_path / "runs").read_text()) == starts
+    assert out.count("Ray ended on the first node") == starts - 1
 
 
 def test_other_nodes_put_a_job_without_its_first_node_back_into_the_queue(job, tmp_path):
