@@ -247,6 +247,11 @@ class RunDirectory:
         if not self.lost:
             append(file, lines)
 
+    def append_spans(self, file: Path, lines: str) -> None:
+        """Append lines to the timeline; like ``append``, but its length is limited."""
+        if not self.lost:
+            timeline.append(file, lines)
+
     def _append_row(self, file: Path, row: Mapping[str, object]) -> None:
         self.append(file, json.dumps(row, default=str) + "\n")
 

@@ -33,6 +33,8 @@ BLOCK_BYTES = 1 << 20
 """Number of bytes that are parsed at a time where spans of a moment are looked for."""
 MAX_READ_BYTES = 64 << 20
 """Largest number of bytes to read; of a longer file only the end is read."""
+MAX_FILE_BYTES, KEPT_BYTES = 128 << 20, 96 << 20
+"""A file longer than the first is cut to the second, which is more than is read."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,22 @@ def _fields(kind: type) -> tuple[str, ...]:
     return tuple(part.name for part in dataclasses.fields(kind) if part.name != "version")
 
 
+def append(path: Path, lines: str) -> None:
+    """Append lines to a timeline; of one that is too long, remove the older ones."""
+    atomic.append(path, lines)
+    _shorten(path)
+
+
+@retried
+def _shorten(path: Path) -> None:
+    if path.stat().st_size <= MAX_FILE_BYTES:
+        return
+    with atomic.replace_file(path) as beside, path.open("rb") as file, beside.open("wb") as kept:
+        file.seek(-KEPT_BYTES, os.SEEK_END)
+        file.readline()  # the rest of a line
+        shutil.copyfileobj(file, kept)
+
+
 class Timeline:
     """Appends spans to a file about once a second.
 
@@ -156,7 +174,7 @@ class Timeline:
         self,
         path: Path,
         ended: Callable[[str], None] = lambda why: None,
-        append: Callable[[Path, str], None] = atomic.append,
+        append: Callable[[Path, str], None] = append,
     ):
         self._path, self._ended, self._append = path, ended, append
         self._held: list[Span] = []  # not written yet

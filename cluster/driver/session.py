@@ -56,7 +56,9 @@ class Session:
         self.progress = progress or Progress(title=f"Sol-RL: {config.name}")
         self.position, self._prompts = Position(), (train_prompts, test_prompts)
         self._timeline = Timeline(
-            rundir.timeline_file, lambda why: rundir.event("timeline_ended", why=why), rundir.append
+            rundir.timeline_file,
+            lambda why: rundir.event("timeline_ended", why=why),
+            rundir.append_spans,
         )
         told = ActorEvents(rundir.event, self.progress)
         self.services = ActorServices(config, rundir, told.event, self._timeline.record)

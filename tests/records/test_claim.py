@@ -95,12 +95,12 @@ def test_a_look_is_repeated_while_storage_is_away(tmp_path, monkeypatch):
     assert not mine.lost and not left
 
 
-def test_a_driver_that_lost_its_run_records_nothing_more(tmp_path):
+def test_a_driver_that_lost_its_run_records_nothing_more(tmp_path, monkeypatch):
     rundir = RunDirectory(tmp_path / "run")
     rundir.create(load("quickstart"))
     rundir.require_claim()  # without a claim, as when a run is only read
     rundir.claim()
-    timeline = Timeline(rundir.timeline_file, append=rundir.append)
+    timeline = Timeline(rundir.timeline_file, append=rundir.append_spans)
 
     def record() -> None:
         rundir.event("node_lost")
@@ -117,6 +117,7 @@ def test_a_driver_that_lost_its_run_records_nothing_more(tmp_path):
     before = contents()
     assert [text.count("\n") for text in before] == [1, 1, 1, 1]
     RunDirectory(rundir.path).claim()
+    monkeypatch.setattr("records.timeline.MAX_FILE_BYTES", 1)
     record()
     assert contents() == before
     assert rundir.lost

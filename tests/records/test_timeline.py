@@ -142,6 +142,30 @@ def test_the_lines_of_a_long_run_are_not_parsed_when_it_is_resumed(tmp_path, mon
     assert len(parsed) < 300
 
 
+def test_a_long_timeline_loses_its_oldest_lines(tmp_path, monkeypatch):
+    file, length = tmp_path / "timeline.jsonl", 0
+    rows = [json.dumps(span("score", end - 1.0, end)._asdict()) + "\n" for end in range(1001, 1100)]
+    (size,) = {len(row) for row in rows}
+    monkeypatch.setattr(records_timeline, "MAX_FILE_BYTES", 20 * size)
+    monkeypatch.setattr(records_timeline, "KEPT_BYTES", 12 * size + 1)
+    for number, row in enumerate(rows):
+        records_timeline.append(file, row)
+        length = 12 if length == 20 else length + 1
+        assert file.read_text() == "".join(rows[number + 1 - length : number + 1])
+    assert [path.name for path in tmp_path.iterdir()] == ["timeline.jsonl"]
+
+
+def test_the_report_says_that_a_long_timeline_is_not_whole(tmp_path, monkeypatch):
+    """Also just after its oldest lines were removed."""
+    assert records_timeline.KEPT_BYTES > records_timeline.MAX_READ_BYTES
+    file, remarks = tmp_path / "timeline.jsonl", list[str]()
+    row = json.dumps(span("score", 1.0, 2.0)._asdict()) + "\n"
+    for name, rows in (("MAX_FILE_BYTES", 20), ("KEPT_BYTES", 12), ("MAX_READ_BYTES", 10)):
+        monkeypatch.setattr(records_timeline, name, rows * len(row))
+    records_timeline.append(file, 21 * row)
+    assert len(read_spans(file, remarks)) in (9, 10) and len(remarks) == 1
+
+
 def test_old_kinds_of_work_have_their_current_names(tmp_path):
     file = tmp_path / "timeline.jsonl"
     file.write_text(json.dumps(span("chunk", 5.0, 7.0, "learner")._asdict()) + "\n")
