@@ -24,10 +24,12 @@ from configs.sources import Pixels, file_digest, pixels_of
 
 FILES = ("train", "test")
 IMAGE = "image"
+DIGEST_PROMPTS = 10_000
+"""Number of prompts that are hashed at a time: the JSON of a million takes a gigabyte."""
 ROOT = Path(__file__).parent.parent
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # a run may have millions
 class Prompt:
     """One prompt of a file; ``metadata`` is everything except the text and the image to edit."""
 
@@ -159,11 +161,16 @@ def digest(prompts: Sequence[Prompt]) -> str:
 
     Raises ConfigError if an image cannot be read.
     """
-    lines = [
-        [prompt.text, prompt.metadata, *([file_digest(prompt.image)] if prompt.image else [])]
-        for prompt in prompts
-    ]
-    return xxhash.xxh3_128_hexdigest(json.dumps(lines, sort_keys=True).encode())
+    hashed, separator = xxhash.xxh3_128(b"["), ""
+    for first in range(0, len(prompts), DIGEST_PROMPTS):
+        lines = [
+            [prompt.text, prompt.metadata, *([file_digest(prompt.image)] if prompt.image else [])]
+            for prompt in prompts[first : first + DIGEST_PROMPTS]
+        ]
+        hashed.update((separator + json.dumps(lines, sort_keys=True)[1:-1]).encode())
+        separator = ", "
+    hashed.update(b"]")
+    return hashed.hexdigest()
 
 
 def digests(settings: Prompts) -> dict[str, str]:

@@ -1,6 +1,9 @@
 """Prompt files in the public formats, and the order in which a run uses the prompts."""
 
+import json
+
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,6 +11,7 @@ from configs.load import ConfigError, load, preset_names
 from configs.prompts import (
     Prompt,
     changed_files,
+    digest,
     digests,
     prompts_of_iteration,
     read_prompts,
@@ -91,6 +95,16 @@ def test_digests_are_of_the_prompts_as_read_and_in_order(tmp_path):
     now = Prompts(train=str(tmp_path / "c.txt"), test=str(tmp_path / "a.txt"))
     assert changed_files(now, found["a.txt"]) == [f"prompts.train = {now.train!r}"]
     assert changed_files(now, found["c.txt"]) == [] == changed_files(now, {})
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 7])
+def test_a_digest_is_that_of_one_json_list(monkeypatch, count):
+    """However many prompts are hashed at a time; runs of earlier versions have the same digest."""
+    prompts = [Prompt(f"café {number}", {"b": number, "a": [1]}) for number in range(count)]
+    whole = json.dumps([[each.text, each.metadata] for each in prompts], sort_keys=True)
+    for at_a_time in (1, 2, 3, 100):
+        monkeypatch.setattr("configs.prompts.DIGEST_PROMPTS", at_a_time)
+        assert digest(prompts) == xxhash.xxh3_128_hexdigest(whole.encode())
 
 
 @given(count=st.integers(1, 40), per=st.integers(1, 40), seed=st.integers(0, 2**40))
