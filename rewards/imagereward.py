@@ -123,6 +123,7 @@ class ImageReward(PairedScorer):
 
     paths = {"checkpoint": FILES, "vocabulary": WORD_FILES}
     tower = (1024, 24, 197)
+    parameters = 446_206_689
 
     def __init__(
         self,

@@ -82,7 +82,18 @@ class OpenClipScorer(PairedScorer):
 
     @classmethod
     def network(cls, settings: Settings) -> torch.nn.Module | None:
-        """Build the model without network access, by the description next to a local checkpoint.
+        """Build the model without network access; None if the architecture is unknown."""
+        architecture = cls._architecture(settings)
+        return None if architecture is None else _build(_config(architecture))
+
+    @classmethod
+    def is_published(cls, settings: Settings) -> bool:
+        """Return True for the scorer's own architecture, unless local files describe another."""
+        return cls._architecture(settings) == cls.default
+
+    @classmethod
+    def _architecture(cls, settings: Settings) -> str | Tree | None:
+        """Return the architecture that is set, or described next to a local checkpoint, or default.
 
         None if a checkpoint of the shipped tree has not been built.
         """
@@ -95,7 +106,7 @@ class OpenClipScorer(PairedScorer):
                 return None
         if not requested and path is not None and is_file(beside := path.with_name(CONFIG)):
             requested = _read_description(beside).get("model_cfg")
-        return _build(_config(requested or cls.default))
+        return requested or cls.default
 
     def _description(self, checkpoint: str, architecture_given: bool) -> Tree:
         """Return open_clip's description of a checkpoint; empty for none and for ``published``."""
@@ -134,6 +145,7 @@ class ClipScore(OpenClipScorer):
     """
 
     default = "ViT-L-14-quickgelu"
+    parameters = 427_616_513
     published = "timm/vit_large_patch14_clip_224.openai"
     tower = (1024, 24, 257)
     resizes = {"interpolation": "bicubic", "resize_mode": "shortest"}
@@ -151,6 +163,7 @@ class HPSv2(OpenClipScorer):
     """
 
     default = "ViT-H-14"
+    parameters = 986_109_441
     published = "xswu/HPSv2"
     tower = (1280, 32, 257)
     paths = {"checkpoint": ("HPS_v2.1_compressed.pt", "HPS_v2_compressed.pt", *FILES)}

@@ -31,6 +31,9 @@ class PairedScorer(BuiltIn, ABC):
 
     tower: ClassVar[tuple[int, int, int] | None] = None
     """Width, layers and tokens of the published model's image encoder."""
+    parameters: ClassVar[int] = 0
+    """Number of parameters of the published model: to build it, even without weights, imports
+    libraries for seconds."""
 
     def __init__(
         self, batch_size: int = 16, dtype: str = "fp32", device: str | None = None
@@ -57,11 +60,18 @@ class PairedScorer(BuiltIn, ABC):
         """Return the model of these settings without weights; None if only a checkpoint tells."""
 
     @classmethod
+    def is_published(cls, settings: Settings) -> bool:
+        """Return True if these settings are known to mean the published architecture."""
+        return not settings.get("architecture")
+
+    @classmethod
     def model_bytes(cls, settings: Settings) -> int | None:
-        """Count the bytes on the architecture, with tensors on the meta device."""
+        """Count the bytes of another than the published model with tensors on the meta device."""
+        width = DTYPES.get(str(settings.get("dtype")), torch.float32).itemsize
+        if cls.parameters and cls.is_published(settings):
+            return cls.parameters * width
         with torch.device("meta"):
             model = cls.network(settings)
-        width = DTYPES.get(str(settings.get("dtype")), torch.float32).itemsize
         if model is None:
             return None
         return sum(parameter.numel() for parameter in model.parameters()) * width

@@ -52,6 +52,7 @@ class PickScore(PairedScorer):
 
     paths = {"checkpoint": FILES}
     tower = (1280, 32, 257)
+    parameters = 986_109_441
 
     def __init__(
         self,
