@@ -32,8 +32,7 @@ class PairedScorer(BuiltIn, ABC):
     tower: ClassVar[tuple[int, int, int] | None] = None
     """Width, layers and tokens of the published model's image encoder."""
     parameters: ClassVar[int] = 0
-    """Number of parameters of the published model: to build it, even without weights, imports
-    libraries for seconds."""
+    """Number of parameters of the published model; 0: count them, which imports large libraries."""
 
     def __init__(
         self, batch_size: int = 16, dtype: str = "fp32", device: str | None = None
@@ -66,7 +65,7 @@ class PairedScorer(BuiltIn, ABC):
 
     @classmethod
     def model_bytes(cls, settings: Settings) -> int | None:
-        """Count the bytes of another than the published model with tensors on the meta device."""
+        """Return the bytes of the model, counted with tensors on the meta device if not known."""
         width = DTYPES.get(str(settings.get("dtype")), torch.float32).itemsize
         if cls.parameters and cls.is_published(settings):
             return cls.parameters * width

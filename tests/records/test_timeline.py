@@ -19,7 +19,10 @@ from analysis.report.events import running_times, timeline_of
 from analysis.report.service_lanes import Lane
 from analysis.report.timeline import Chart, in_running_time, last_iteration
 from analysis.report.tracks import bars_of
+from cluster.driver.session import Session
 from cluster.runtime.pool import ActorPool
+from configs.load import load
+from configs.prompts import Prompt
 from records import timeline as records_timeline
 from records.rundir import RunDirectory
 from records.timeline import OTHER, WORKS, Span, Timeline, read_spans, remove_after, span_of
@@ -164,6 +167,20 @@ def test_the_report_says_that_a_long_timeline_is_not_whole(tmp_path, monkeypatch
         monkeypatch.setattr(records_timeline, name, rows * len(row))
     records_timeline.append(file, 21 * row)
     assert len(read_spans(file, remarks)) in (9, 10) and len(remarks) == 1
+
+
+def test_the_timeline_of_a_run_has_the_limit(tmp_path, monkeypatch):
+    config = load("quickstart", [f"run_root={str(tmp_path)!r}"])
+    rundir = RunDirectory.of(config)
+    rundir.create(config)
+    timeline = Session(config, rundir, [Prompt("a")], [Prompt("b")])._timeline
+    size = len(json.dumps(span("score", 1.0, 2.0)._asdict())) + 1
+    for name, rows in (("MAX_FILE_BYTES", 5), ("KEPT_BYTES", 3)):
+        monkeypatch.setattr(records_timeline, name, rows * size)
+    for _ in range(8):
+        timeline.record(span("score", 1.0, 2.0))
+        timeline.write()
+    assert rundir.timeline_file.stat().st_size <= 5 * size and not rundir.events()
 
 
 def test_old_kinds_of_work_have_their_current_names(tmp_path):
