@@ -80,7 +80,7 @@ def identity(device: torch.device | None = None) -> ActorInfo:
 
 def allocator(mapped: Path = Path("/proc/self/maps")) -> str | None:
     """Return the allocator of this process's host memory, such as "jemalloc" or "glibc 2.36"."""
-    if mapped.exists() and "libjemalloc" in mapped.read_text():
+    if mapped.exists() and b"libjemalloc" in mapped.read_bytes():
         return "jemalloc"
     return " ".join(platform.libc_ver()).strip() or None
 

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         rows = {name: [asdict(ratio) for ratio in ratios] for name, ratios in results.items()}
         Path(options.json).write_text(
-            json.dumps({"machine": facts, "ratios": rows}, indent=1) + "\n"
+            json.dumps({"machine": facts, "ratios": rows}, indent=1) + "\n", encoding="utf-8"
         )
     return 0
 

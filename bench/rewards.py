@@ -159,7 +159,7 @@ def _release_memory() -> None:
 def _reset_peak() -> None:
     """Reset the peak memory of the process if the system supports it."""
     with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def _memory(which: str) -> int | None:
@@ -168,7 +168,7 @@ def _memory(which: str) -> int | None:
     Returns None if the system does not report them.
     """
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     return next(

@@ -193,7 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print("\n".join(table(rows)))
     if options.json:
-        Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        Path(options.json).write_text(
+            json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8"
+        )
     return 0
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from cli.common import DONE, RUN_FAILED, STOPPED, USER_ERROR
 from configs.load import ConfigError
 from records.errors import RunFailed, Stopped
-from records.output import redirect_broken_streams
+from records.output import open_closed_streams, redirect_broken_streams, replace_unencodable
 
 COMMANDS = (
     "train",
@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done; 2: the configuration or the command is wrong; 3: the run failed; 4: the dashboard of a
     job that is followed no longer answers; 130: stopped.
     """
+    open_closed_streams()
+    replace_unencodable()
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:

@@ -110,5 +110,7 @@ def _sees(mark: Path) -> tuple[bool, str]:
 
 def _driver() -> str:
     with contextlib.suppress(OSError):
-        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].strip()
+        return (
+            Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0].strip()
+        )
     return ""

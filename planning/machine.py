@@ -109,6 +109,6 @@ def _has(mount: Mount, controllers: str) -> bool:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text().strip()
+        return file.read_text(encoding="utf-8").strip()
     except OSError:
         return ""

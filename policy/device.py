@@ -19,7 +19,7 @@ NOT_FOUND = "none found"
 def driver() -> str:
     """Return the version of NVIDIA's kernel driver, or ``NOT_FOUND``."""
     try:
-        match = re.search(r"\b\d+\.\d+(\.\d+)?\b", DRIVER.read_text())
+        match = re.search(r"\b\d+\.\d+(\.\d+)?\b", DRIVER.read_text(encoding="utf-8"))
     except OSError:
         return NOT_FOUND
     return match[0] if match else NOT_FOUND
@@ -30,7 +30,7 @@ def toolkit() -> str:
     if version := os.environ.get("CUDA_VERSION"):
         return version
     try:
-        return str(json.loads(TOOLKIT.read_text())["cuda"]["version"])
+        return str(json.loads(TOOLKIT.read_text(encoding="utf-8"))["cuda"]["version"])
     except (OSError, ValueError, KeyError, TypeError):
         return NOT_FOUND
 

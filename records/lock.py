@@ -124,7 +124,7 @@ def wait_for_other_host(file: Path, tell: Callable[[str], None]) -> None:
     told = False
     while is_locked(file) and time.monotonic() < deadline:
         try:
-            holder = file.read_text(errors="replace").strip()
+            holder = file.read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
             return  # taking the lock will say why
         if not holder or f" on {socket.gethostname()} since " in holder:

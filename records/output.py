@@ -1,8 +1,12 @@
-"""Standard output whose reader is gone: a pipe's reader that ended, or a closed terminal."""
+"""Standard output that is closed, whose reader is gone, or whose encoding lacks a character.
+
+The reader is gone if a pipe's reader ended or a terminal was closed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import select
 import sys
@@ -48,6 +52,26 @@ class FaultTolerantStream:
             self._gone = True
             with contextlib.suppress(OSError):  # the reason may be a full disk
                 self._closed(error.strerror or str(error))
+
+
+def open_closed_streams() -> None:
+    """Open the null device in place of standard streams that this process started without.
+
+    Otherwise the first files that are opened would take their descriptors, and receive what
+    libraries print.
+    """
+    for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def replace_unencodable() -> None:
+    """Print "?" for a character that the encoding of standard output lacks, such as ASCII.
+
+    Python's own standard error is not affected: it escapes such characters.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def redirect_broken_streams() -> bool:

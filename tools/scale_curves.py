@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     points_file = Path(options.points or Path(options.out).with_suffix(".json"))
     points = (
-        [Point(**row) for row in json.loads(points_file.read_text())]
+        [Point(**row) for row in json.loads(points_file.read_text(encoding="utf-8"))]
         if points_file.exists()
         else []
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 
 import ray
 
 from cluster.jobs.dashboard import TOKEN_WANTED
 from cluster.jobs.live_runs import is_token_error, require_listener
-from cluster.runtime import template
+from cluster.runtime import socket_paths, template
 from cluster.runtime.local_ray import start_ray
 from configs.load import ConfigError
 from configs.schema import RunConfig
@@ -27,7 +28,8 @@ def join_or_start_ray(config: RunConfig) -> bool:
     small machine from running the ring.
 
     Raises:
-        ConfigError: Nothing listens at RAY_ADDRESS, or this machine cannot hold the actors.
+        ConfigError: Nothing listens at RAY_ADDRESS, or this machine cannot hold the actors or
+            Ray's files.
         RunFailed: Ray can be neither joined nor started.
     """
     joined = bool(os.environ.get("RAY_ADDRESS"))
@@ -35,6 +37,7 @@ def join_or_start_ray(config: RunConfig) -> bool:
         require_listener(os.environ["RAY_ADDRESS"], "RAY_ADDRESS =")
     else:
         refuse_on_this_machine(config)
+        _refuse_environment()
         template.start(config)  # before Ray, so that both start up at the same time
     try:
         if joined:
@@ -55,6 +58,20 @@ def join_or_start_ray(config: RunConfig) -> bool:
         )
         raise RunFailed(f"{failure}: {why}") from error
     return joined
+
+
+def _refuse_environment() -> None:
+    """Raise ConfigError if Ray has no place for its token or its sockets on this machine."""
+    try:
+        Path.home()
+    except RuntimeError:
+        raise ConfigError(
+            "this user has no home directory, where Ray keeps its token: set HOME to a directory"
+            " that can be written"
+        ) from None
+    directory = os.environ.get("RAY_TMPDIR", "")
+    if why := socket_paths.refused_by_ray(directory):
+        raise ConfigError(f"RAY_TMPDIR = {directory!r}: {why}")
 
 
 def _cpus(config: RunConfig) -> int:

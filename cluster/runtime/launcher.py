@@ -20,7 +20,7 @@ LENGTH = 4  # bytes of the length in front of a request
 
 def main() -> None:
     """Have the template fork; without a template, become an ordinary Python process."""
-    oom_score = OOM_SCORE.read_text() if OOM_SCORE.exists() else "0"
+    oom_score = OOM_SCORE.read_text(encoding="utf-8") if OOM_SCORE.exists() else "0"
     request = {
         "arguments": sys.argv[1:],
         "environment": dict(os.environ),

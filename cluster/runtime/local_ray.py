@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import ray
 
+from cluster.runtime import socket_paths
+
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 START_S = 280.0
@@ -40,7 +42,13 @@ def start_ray(num_cpus: int, **options: Any) -> None:
 
     A signal to this process's group, as ``timeout`` sends it, does not reach Ray: it would end at
     once, and with it the learner, before the driver has a checkpoint.
+
+    If TMPDIR is too long for Ray's sockets, Ray's files are in /tmp/ray, and a warning says so.
     """
+    directory = os.environ.get("TMPDIR", "")
+    if "RAY_TMPDIR" not in os.environ and (why := socket_paths.refused_by_ray(directory)):
+        options["_temp_dir"] = os.path.join(socket_paths.FALLBACK, "ray")
+        log.warning(f"TMPDIR = {directory!r}: {why}: Ray's files are in {options['_temp_dir']}")
     retried_start(
         lambda: ray.init(  # pyright: ignore[reportUnknownMemberType]
             address="local",

@@ -29,7 +29,7 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
-from cluster.runtime import launcher
+from cluster.runtime import launcher, socket_paths
 from cluster.runtime.fork_request import ForkRequest, accept
 from planning.machine import usable_cores
 
@@ -109,7 +109,9 @@ class Template:
         """
         import tempfile
 
-        self.path = os.path.join(tempfile.mkdtemp(prefix="sol-rl-template-"), "socket")
+        directory = socket_paths.short_directory(len("/sol-rl-template-12345678/socket"))
+        folder = tempfile.mkdtemp(prefix="sol-rl-template-", dir=directory)
+        self.path = os.path.join(folder, "socket")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.path)
             listener.listen(64)

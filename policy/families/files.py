@@ -121,7 +121,7 @@ def _from_hub(repository: str, name: str) -> Path:
 def _shards(index: Path) -> list[str]:
     """Return the files that an index of sharded weights names. Raises ValueError if unreadable."""
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"model.path: {str(index)!r} cannot be read ({type(error).__name__}): download it again"

@@ -152,7 +152,7 @@ def computing(device: torch.device, backend: str) -> str:
 def processor() -> str:
     """Return the model name of this machine's CPU as in Linux, or its architecture."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()

@@ -55,5 +55,5 @@ def page_of(run: Path) -> Page:
 
 
 def rewrite(path: Path, change) -> None:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(row) + "\n" for row in change(rows)))
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in change(rows)), encoding="utf-8")

@@ -33,7 +33,7 @@ class Echo:
 
     def work(self, unit: int) -> tuple[int, int]:
         time.sleep(0.02)
-        with open(self.path, "a") as file:
+        with open(self.path, "a", encoding="utf-8") as file:
             file.write(f"{unit}\n")
         return unit, os.getpid()
 
@@ -47,7 +47,7 @@ class Echo:
     def fatal(self, path: str, value: int) -> int:
         """Die in the first call with this `path`."""
         if not os.path.exists(path):
-            open(path, "w").close()
+            open(path, "w", encoding="utf-8").close()
             os.kill(os.getpid(), signal.SIGKILL)
         return value
 
@@ -61,7 +61,7 @@ class Echo:
 
     def hang_once(self, path: str) -> str:
         if not os.path.exists(path):
-            open(path, "w").close()
+            open(path, "w", encoding="utf-8").close()
             os.kill(os.getpid(), signal.SIGSTOP)
         return "woke elsewhere"
 

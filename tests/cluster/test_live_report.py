@@ -41,7 +41,7 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def until(file: Path, text: str) -> None:
     async with asyncio.timeout(60):
-        while not file.exists() or not file.read_text().startswith(text):
+        while not file.exists() or not file.read_text(encoding="utf-8").startswith(text):
             await asyncio.sleep(0.02)
 
 

@@ -50,13 +50,13 @@ machine.repair()
 def test_full_disks_and_memory_limits_are_simulated(tmp_path):
     if why := Machine.missing():
         pytest.skip(str(why))
-    before = Path(MEMINFO).read_text().splitlines()[0]
+    before = Path(MEMINFO).read_text(encoding="utf-8").splitlines()[0]
     command = [sys.executable, "-c", WITHIN, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.split("\n") == [
         "No space left on device", str(1 << 17), "0.75", "0.01", "0.75", "-9", ""
     ], done.stderr  # fmt: skip
-    assert Path(MEMINFO).read_text().splitlines()[0] == before
+    assert Path(MEMINFO).read_text(encoding="utf-8").splitlines()[0] == before
     assert not any((tmp_path / "disk").iterdir())
 
 

@@ -99,7 +99,7 @@ def test_sigterm_stops_after_a_checkpoint_and_says_how_to_continue(
 
 def text_of(path: Path) -> str:
     """Return the present text of a file, or an empty string."""
-    return path.read_text() if path.exists() else ""
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 @pytest.mark.parametrize(

@@ -104,12 +104,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def numbers(file: Path) -> list[int]:
     """Return the process ids in a file; none if it does not exist."""
-    return [int(line) for line in file.read_text().split()] if file.exists() else []
+    return [int(line) for line in file.read_text(encoding="utf-8").split()] if file.exists() else []
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
     """Return True if the process has a handler for the signal."""
-    rows = Path(f"/proc/{pid}/status").read_text().splitlines()
+    rows = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     (mask,) = (int(row.split()[1], 16) for row in rows if row.startswith("SigCgt"))
     return bool(mask >> (number - 1) & 1)
 

@@ -231,7 +231,7 @@ class NeverLoaded:
 
 
 def text_of(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def never_loaded(model: Path, root: Path) -> RunConfig:

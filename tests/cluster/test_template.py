@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -84,8 +85,11 @@ def test_without_a_template_the_launcher_starts_a_new_process(tmp_path):
 
 
 def test_the_template_ends_with_its_driver(tiny_sd3_dir, tmp_path, monkeypatch):
-    """A killed driver closes its end of the pipe as well. This one imports nothing first."""
+    """A killed driver closes its end of the pipe as well. This one imports nothing first, and its
+    directory of temporary files is too long for a socket.
+    """
     monkeypatch.setattr(template, "__name__", bare_template.__name__)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / (60 * "x")))
     made = Template(tiny_config(tiny_sd3_dir, tmp_path, "template"))
     recorded, errors = launch(tmp_path, made.path)
     assert (recorded["imported"], errors) == (["ray"], "")

@@ -55,7 +55,7 @@ class Line:
 
 def enter(name: str) -> None:
     """Move this thread into the namespace."""
-    with open(f"/var/run/netns/{name}") as file:
+    with open(f"/var/run/netns/{name}", encoding="utf-8") as file:
         _enter(file.fileno())
 
 
@@ -120,7 +120,7 @@ def _apply(
 
 def main(path: str, *places: str) -> None:
     found = dict(place.split("=") for place in places)
-    with open("/proc/self/ns/net") as own:
+    with open("/proc/self/ns/net", encoding="utf-8") as own:
         devices = {name: open_interface(name) for name in found}
         _enter(own.fileno())
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as control:

@@ -248,7 +248,7 @@ def test_mistakes_are_reported_in_the_users_spelling(overrides, message):
 def test_the_documentation_lists_every_key():
     rows = [
         line.split("|")[1:3]
-        for line in Path("docs/configuration.md").read_text().splitlines()
+        for line in Path("docs/configuration.md").read_text(encoding="utf-8").splitlines()
         if line.startswith("| `")
     ]
     listed = {

@@ -97,7 +97,7 @@ def families_with_the_example() -> dict:
     """Execute configs/families.py with the row of the page added after the others, and return its
     names.
     """
-    source = Path(configs.families.__file__).read_text()
+    source = Path(configs.families.__file__).read_text(encoding="utf-8")
     last = '    "sana_video": "policy.families.sana_video:SanaVideo",\n'
     assert source.count(last) == 1
     module: dict = {}

@@ -79,7 +79,9 @@ def found_in(directory: Path) -> str | None:
 
 
 def change(file: Path, **settings: object) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    file.write_text(
+        json.dumps(json.loads(file.read_text(encoding="utf-8")) | settings), encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize("hub_id", [model["hub_id"] for _, model in every_published()])

@@ -143,7 +143,7 @@ def test_arguments_that_the_backend_passes_exist():
     """The arguments are read from ``policy/precision/te_nvfp4.py``, so that the test stays
     consistent with the code.
     """
-    source = ast.parse(Path(te_nvfp4.__file__).read_text())
+    source = ast.parse(Path(te_nvfp4.__file__).read_text(encoding="utf-8"))
     calls = {
         node.func.attr: {keyword.arg for keyword in node.keywords}
         for node in ast.walk(source)

@@ -48,7 +48,7 @@ ROW = '    "coarse": "policy.precision.coarse:Coarse",\n'
 
 def with_row(module, before: str, row: str) -> dict:
     """Execute a module with one more row in its table, and return its names."""
-    source = Path(module.__file__).read_text()
+    source = Path(module.__file__).read_text(encoding="utf-8")
     assert source.count(before) == 1
     result: dict = {"__name__": module.__name__}
     exec(compile(source.replace(before, row + before), module.__file__, "exec"), result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from cluster.driver.train import _tell
-from records.output import redirect_broken_streams
+from records.output import redirect_broken_streams, replace_unencodable
 from records.progress import Progress, status_spinner
 
 ROOT = Path(__file__).parents[2]
@@ -90,3 +91,23 @@ def _pipe() -> int:
     reader, writer = os.pipe()
     os.close(reader)
     return writer
+
+
+def test_streams_that_were_closed_at_the_start_get_no_other_files(tmp_path):
+    """A file that is opened first would take the descriptor of standard output."""
+    code = (
+        "import sys, records.output; records.output.open_closed_streams();"
+        f" file = open({str(tmp_path / 'file')!r}, 'w'); print('for nobody', flush=True);"
+        " print('nor this', file=sys.stderr, flush=True); file.write(f'{sys.stdin.read()}mine')"
+    )
+    closed = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
+    assert subprocess.run(closed, cwd=ROOT).returncode == 0
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_character_that_the_terminal_lacks_is_replaced(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    replace_unencodable()
+    print("0.5 \u00b1 0.1", flush=True)
+    assert written.getvalue() == b"0.5 ? 0.1\n"

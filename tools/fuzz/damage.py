@@ -114,7 +114,11 @@ def _places(path: Path) -> list[tuple[Any, ...]]:
     The line is an index for .jsonl files and None for others. Of a list, only the first two entries
     are included.
     """
-    lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+    lines = (
+        path.read_text(encoding="utf-8").splitlines()
+        if path.suffix == ".jsonl"
+        else [path.read_text(encoding="utf-8")]
+    )
     places: list[tuple[Any, ...]] = []
 
     def walk(value: Any, prefix: tuple[Any, ...]) -> None:

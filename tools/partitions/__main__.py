@@ -115,7 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lab.restore()
     print("\n".join(table(rows)))
     if options.out:
-        Path(options.out).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        Path(options.out).write_text(
+            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+        )
     return 0 if all(row["same"] for row in rows) else 1
 
 

@@ -46,11 +46,11 @@ class BaselineActor:
     def __init__(self) -> None:
         import diffusers
 
-        import actors.learner
-        import actors.rollout
-        import learner.trainer
+        from actors import learner, rollout
+        from learner import trainer
 
-        self.imported = (actors, learner, diffusers.AutoencoderDC, diffusers.AutoencoderKL)
+        autoencoders = diffusers.AutoencoderDC, diffusers.AutoencoderKL
+        self.imported = (learner, rollout, trainer, *autoencoders)
 
     def memory(self) -> int:
         """Return the bytes of memory of this process."""
@@ -63,7 +63,7 @@ def memory_of(pid: int) -> int:
     Returns 0 if the process has ended.
     """
     try:
-        text = Path(f"/proc/{pid}/status").read_text()
+        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except FileNotFoundError:
         return 0
     kinds = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
