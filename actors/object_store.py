@@ -40,7 +40,7 @@ def mapped_on_disk(process: Path) -> str | None:
     ``process`` is its directory in /proc.
     """
     try:
-        maps = (process / "maps").read_text()
+        maps = (process / "maps").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return None
     in_memory = {mount.device for mount in mounts(process) if mount.kind in IN_MEMORY}

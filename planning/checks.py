@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from configs.schema import RunConfig
-from planning.facts import SMALL_SHM, Facts, server_urls
+from planning.facts import SMALL_RAY_DISK, SMALL_SHM, Facts, server_urls
 from planning.placement import kinds_of
 
 Outcome = Literal["ok", "failed", "note"]
@@ -63,7 +63,7 @@ def check_nodes(config: RunConfig | None, facts: Sequence[Facts]) -> list[Check]
     checks = [*machine_checks(facts), _alike(facts), gpu_check(config, facts)]
     if config is not None:
         checks += [_everywhere(facts), *server_checks(config, facts), _shared(config, facts)]
-    checks += [_clocks(facts), _bandwidth(facts), _shared_memory(facts)]
+    checks += [_clocks(facts), _bandwidth(facts), _shared_memory(facts), _ray_disk(facts)]
     return checks
 
 
@@ -211,3 +211,11 @@ def _shared_memory(facts: Sequence[Facts]) -> Check:
         where = ", ".join(f"{directory} on {hosts}" for directory, hosts in found.items())
         return Check("shared memory", "note", f"object store in {where}", SMALL_SHM)
     return Check("shared memory", "ok", "object stores are in memory")
+
+
+def _ray_disk(facts: Sequence[Facts]) -> Check:
+    found = by_reason((each.ray_disk, each.host) for each in facts if each.ray_disk)
+    where = "; ".join(f"{what} on {hosts}" for what, hosts in found.items())
+    if where:
+        return Check("disk of Ray", "note", where, SMALL_RAY_DISK)
+    return Check("disk of Ray", "ok", "has room")

@@ -25,6 +25,11 @@ SMALL_SHM = (
     " --shm-size=16g`; on Kubernetes an emptyDir with `medium: Memory`), then start Ray again"
 )
 """What to do where Ray's object store is on a disk."""
+SMALL_RAY_DISK = (
+    "remove old sessions: at 95 % Ray moves no objects there from a full store, and without room no"
+    " actor starts"
+)
+"""What to do where the disk of Ray's directory is nearly full."""
 ANSWER_S = 10.0
 """Seconds in which the server of a scorer must answer."""
 
@@ -49,6 +54,7 @@ class Facts:
     writable: str = ""  # why the run root cannot be written; empty if it can
     locked: bool = True  # False if the driver's lock under the run root is not seen here
     store_on_disk: str = ""  # directory of Ray's object store; empty if it is in memory
+    ray_disk: str = ""  # directory of Ray's logs and its use, if there is little room
     clock: float = 0.0  # seconds it differs from the driver's clock by at least, if known
     bandwidth_mb_s: float | None = None  # when receiving one version of the weights
 

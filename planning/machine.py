@@ -109,6 +109,7 @@ def _has(mount: Mount, controllers: str) -> bool:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8").strip()
+        # a directory may have any bytes in its name
+        return file.read_text(encoding="utf-8", errors="surrogateescape").strip()
     except OSError:
         return ""

@@ -10,7 +10,7 @@ import ray
 
 from cluster.jobs.dashboard import TOKEN_WANTED
 from cluster.jobs.live_runs import is_token_error, require_listener
-from cluster.runtime import socket_paths, template
+from cluster.runtime import ray_directory, template
 from cluster.runtime.local_ray import start_ray
 from configs.load import ConfigError
 from configs.schema import RunConfig
@@ -69,9 +69,11 @@ def _refuse_environment() -> None:
             "this user has no home directory, where Ray keeps its token: set HOME to a directory"
             " that can be written"
         ) from None
-    directory = os.environ.get("RAY_TMPDIR", "")
-    if why := socket_paths.refused_by_ray(directory):
-        raise ConfigError(f"RAY_TMPDIR = {directory!r}: {why}")
+    directory = os.environ.get(ray_directory.VARIABLE, "")
+    if why := ray_directory.too_long(directory):
+        raise ConfigError(f"{ray_directory.VARIABLE} = {directory!r}: {why}")
+    if why := ray_directory.full(ray_directory.chosen()):
+        raise ConfigError(f"{why}: make room, or set {ray_directory.VARIABLE}")
 
 
 def _cpus(config: RunConfig) -> int:

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.object_store import directory_on_disk
 from cluster.driver.layout import choose_cluster_layout
 from cluster.driver.store import check_store, published_bytes_on
+from cluster.runtime import ray_directory
 from cluster.runtime.nodes import all_nodes, free_nodes, object_stores
 from cluster.runtime.starting import cause
 from configs.load import ConfigError, parse
@@ -159,7 +160,8 @@ def _bytes_to_send(config: RunConfig | None) -> int:
 def examine_node(tree: dict[str, object] | None, mark: str | None) -> Facts:
     """Return the facts of this node."""
     facts = examine(parse(tree) if tree is not None else None, mark)
-    return replace(facts, store_on_disk=directory_on_disk() or "")
+    disk = ray_directory.nearly_full(ray.get_runtime_context().get_temp_dir())
+    return replace(facts, store_on_disk=directory_on_disk() or "", ray_disk=disk or "")
 
 
 def receive(weights: list[Any]) -> tuple[float, float | None]:

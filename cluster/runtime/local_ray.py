@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 import ray
 
-from cluster.runtime import socket_paths
+from cluster.runtime import ray_directory
+from cluster.runtime.socket_paths import FALLBACK
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -46,8 +47,8 @@ def start_ray(num_cpus: int, **options: Any) -> None:
     If TMPDIR is too long for Ray's sockets, Ray's files are in /tmp/ray, and a warning says so.
     """
     directory = os.environ.get("TMPDIR", "")
-    if "RAY_TMPDIR" not in os.environ and (why := socket_paths.refused_by_ray(directory)):
-        options["_temp_dir"] = os.path.join(socket_paths.FALLBACK, "ray")
+    if ray_directory.VARIABLE not in os.environ and (why := ray_directory.too_long(directory)):
+        options["_temp_dir"] = os.path.join(FALLBACK, "ray")
         log.warning(f"TMPDIR = {directory!r}: {why}: Ray's files are in {options['_temp_dir']}")
     retried_start(
         lambda: ray.init(  # pyright: ignore[reportUnknownMemberType]

@@ -13,6 +13,7 @@ from actors.calls import Call
 from actors.messages import ActorInfo
 from cluster.runtime import clock
 from cluster.runtime.member import NodeLost
+from cluster.runtime.ray_directory import full_here
 from cluster.runtime.transport import Handle, Transport
 from planning.placement import NoRoom
 from records.errors import TRACEBACK_CHARACTERS, RunFailed, error_summary
@@ -28,6 +29,8 @@ LOW_MEMORY_STARTS = 7
 pauses in between double, up to about a minute in all: by then the memory is often free again.
 """
 PAUSE_S = 1.0
+LONGEST_PAUSE_S = 16.0
+"""Longest pause between two starts while the disk of Ray's logs is full."""
 Gone: TypeAlias = Callable[[str, "str | None"], "asyncio.Future[str]"]
 """Maps an actor's name, and its node if the actor has reported it, to a future. When that node, or
 the node that was chosen for the actor, is lost, the future gets the reason as its result.
@@ -36,6 +39,8 @@ DIED = (RayActorError, OutOfMemoryError)
 """What Ray raises for a call to a dead actor; the second if Ray itself killed the actor because its
 node was low on memory.
 """
+LOST = (*DIED, ActorUnschedulableError, NodeLost)
+"""Errors of an actor that was placed on a node that has died: Ray does so until it has noticed."""
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
 READY = Call("ready", (), {})
 
@@ -55,9 +60,9 @@ async def start_actor(
 ) -> tuple[Handle, ActorInfo]:
     """Start an actor; return its handle and its description of itself.
 
-    ``event`` is called once with "actor_waits" if the actor has to wait for room on a node or for
-    memory, and with "actor_raised" if its constructor raised. ``gone`` is called after the actor
-    was placed.
+    ``event`` is called once with "actor_waits" if the actor has to wait for room on a node or on a
+    disk, or for memory, and with "actor_raised" if its constructor raised. ``gone`` is called after
+    the actor was placed.
 
     Raises:
         RunFailed: the constructor raised (with its message), the actor died repeatedly, or it was
@@ -66,7 +71,7 @@ async def start_actor(
     """
     start = _Start(transport, who, deadline_s, event)
     while True:
-        failures = start.lost + start.low
+        failures = start.lost + start.low + start.full
         try:
             # a new name for every attempt: Ray releases a dead actor's name only a while later
             handle = spawn(f"{name}-{failures}" if failures else name)
@@ -93,7 +98,7 @@ class _Start:
     def __init__(self, transport: Transport, who: str, deadline_s: float, event: Event):
         self.transport, self.who, self.deadline_s, self.event = transport, who, deadline_s, event
         self.deadline = clock.now() + deadline_s
-        self.lost = self.low = 0
+        self.lost = self.low = self.full = 0
         self._told = False
 
     async def without_room(self, error: NoRoom) -> None:
@@ -116,16 +121,23 @@ class _Start:
             self.low += 1
             if self.low < LOW_MEMORY_STARTS and not self._late:
                 return await self._wait(cause(error), PAUSE_S * 2 ** (self.low - 1))
-        elif isinstance(error, (*DIED, ActorUnschedulableError, NodeLost)):
-            # Ray still places actors on a dead node until it has noticed its death
+        # a constructor that raised would raise again
+        elif isinstance(error, LOST) and not getattr(error, "actor_init_failed", False):
+            if isinstance(error, DIED) and (why := full_here()):
+                return await self._without_disk(why)
             self.lost += 1
-            # a constructor that raised would raise again
-            raised = getattr(error, "actor_init_failed", False)
-            if not raised and self.lost < LOST_STARTS and not self._late:
+            if self.lost < LOST_STARTS and not self._late:
                 return await asyncio.sleep(PAUSE_S)
         if frames := frames_of(error):
             self.event("actor_raised", unit="start", why=cause(error), traceback=frames)
         raise RunFailed(f"{self.who} did not start: {cause(error)}") from None
+
+    async def _without_disk(self, why: str) -> None:
+        """Handle an attempt in which the actor died while the disk of Ray's logs is full."""
+        if self._late:
+            raise RunFailed(f"{self.who} could not be started for {self.deadline_s:g} s: {why}")
+        self.full += 1
+        await self._wait(why, min(PAUSE_S * 2 ** (self.full - 1), LONGEST_PAUSE_S))
 
     @property
     def _late(self) -> bool:

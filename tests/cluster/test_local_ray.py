@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 from ray._private import services
-from ray._private.utils import validate_socket_filepath
 
-from cluster.runtime import local_ray, socket_paths
+from cluster.runtime import local_ray
 
 
 @pytest.fixture
@@ -116,53 +111,3 @@ def test_a_start_is_repeated_without_what_the_last_one_left(monkeypatch, caplog,
             each.wait()
     assert sum("starting Ray again" in each.message for each in caplog.records) == repeated
     assert (services.ConsolePopen, services.get_node) == (before[0], unregistered)
-
-
-@pytest.mark.parametrize(
-    ("length", "own", "expected"),
-    [(39, None, None), (40, None, "/tmp/ray"), (40, "/tmp/short", None)],
-)
-def test_a_temporary_directory_that_is_too_long_is_not_used(
-    length, own, expected, monkeypatch, caplog
-):
-    """A job's directory may be. That of RAY_TMPDIR takes precedence in Ray itself."""
-    given: list[dict[str, Any]] = []
-    monkeypatch.setattr("ray.init", lambda **options: given.append(options))
-    monkeypatch.setenv("TMPDIR", "/" + (length - 1) * "x")
-    if own is None:
-        monkeypatch.delenv("RAY_TMPDIR", raising=False)
-    else:
-        monkeypatch.setenv("RAY_TMPDIR", own)
-    local_ray.start_ray(3)
-    assert given[0].get("_temp_dir") == expected
-    warned = "has 40 bytes, and Ray's sockets need a directory of at most 39: Ray's files are in"
-    assert [warned in each.message for each in caplog.records] == ([True] if expected else [])
-
-
-def test_the_longest_directory_has_room_for_the_sockets_of_ray(ray_here):
-    """A socket's path names the session, and that the process id of the driver: at most 2^22."""
-    node = ray._private.worker.global_worker.node
-    session = Path(node.raylet_socket_name).parts[-3]
-    below = Path("/ray", session.rpartition("_")[0] + "_4194304", "sockets", "plasma_store")
-    longest = "/" + (socket_paths.LONGEST_OF_RAY - 1) * "x"
-    validate_socket_filepath(f"{longest}{below}")
-    with pytest.raises(OSError, match="AF_UNIX"):
-        validate_socket_filepath(f"{longest}x{below}")
-
-
-@pytest.mark.parametrize("extra", [0, 1])
-def test_a_socket_has_the_longest_path_that_the_kernel_accepts(tmp_path, monkeypatch, extra):
-    below = len("/sol-rl/socket")
-    directory = tmp_path / ("x" * (socket_paths.LONGEST - below - len(str(tmp_path)) - 1 + extra))
-    directory.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(directory))
-    chosen = socket_paths.short_directory(below)
-    assert chosen == (socket_paths.FALLBACK if extra else str(directory))
-    with socket.socket(socket.AF_UNIX) as listener:
-        path = directory / "sol-rl" / "socket"
-        path.parent.mkdir()
-        if extra:
-            with pytest.raises(OSError, match="too long"):
-                listener.bind(str(path))
-        else:
-            listener.bind(str(path))

@@ -18,7 +18,13 @@ FILES = [
 ]
 SETTINGS = [*ROOT.glob("configs/**/*.toml"), ROOT / "pyproject.toml", ROOT / "Makefile"]
 QUOTED = re.compile(r"``(?:\w+\.)*([A-Za-z]\w*)(?:\(\))?``")
-OF_OTHERS = {"p_old", "PriorityQueue", "request_resources", "RAY_object_spilling_threshold"}
+OF_OTHERS = {
+    "p_old",
+    "PriorityQueue",
+    "request_resources",
+    "RAY_local_fs_capacity_threshold",
+    "RAY_object_spilling_threshold",
+}
 """Names of papers and libraries that the code itself never uses."""
 
 

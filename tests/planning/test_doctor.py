@@ -100,6 +100,8 @@ def test_equal_nodes_pass_the_doctor():
          "b: model.path: there is not a directory '/m'"),
         ({"store_on_disk": "/tmp/ray"}, "shared memory", "note",
          "object store in /tmp/ray on b: /dev/shm is too small for it"),
+        ({"ray_disk": "/tmp/ray is 97% full"}, "disk of Ray", "note",
+         "/tmp/ray is 97% full on b: remove old sessions"),
         ({"kernels": "Triton is missing"}, "GPUs", "note", "b: Triton is missing"),
     ],
 )  # fmt: skip
@@ -119,7 +121,7 @@ def test_hundreds_of_nodes_share_lines():
     judge = f'{{name = "http", settings = {{url = "{JUDGE}", plain_http = true}}}}'
     found = outcomes(nodes, f"rewards.scorers=[{judge}]")
     lines = {name: line.partition(": ")[2] for name, (_, line) in found.items()}
-    assert len(lines) == 10 and max(map(len, lines.values())) < 200
+    assert len(lines) == 11 and max(map(len, lines.values())) < 200
     assert lines["199 machines"] == (
         "n0, n1, n2 and 196 more: 8 cores, 100.0 GB free or more, 2 x NVIDIA B200; supported"
         " backends: te_nvfp4, bf16"
