@@ -103,8 +103,8 @@ def check_token(joined: bool, home: Path | None = None) -> Check:
     replaces the home directory in which the token file is searched.
     """
     mode, name = os.environ.get("RAY_AUTH_MODE", ""), "token"
-    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or (home or Path.home()) / ".ray/auth_token")
-    exists = os.path.isfile(file)  # False also if permission is denied
+    file = _token_file(home)
+    exists = file is not None and os.path.isfile(file)  # False also if permission is denied
     given = exists or bool(os.environ.get("RAY_AUTH_TOKEN"))  # KubeRay gives it in the variable
     off = mode not in ("", "token")
     if off and not joined:
@@ -112,9 +112,21 @@ def check_token(joined: bool, home: Path | None = None) -> Check:
     if off or (joined and not given):  # a cluster with a token would have refused this process
         advice = "RAY_AUTH_MODE=token, or a firewall around the head (docs/security.md)"
         return Check(name, "note", "off: anyone who can reach the dashboard can run code", advice)
-    if exists and stat.S_IMODE(file.stat().st_mode) & 0o077:
+    if file is None and not given:
+        return Check(name, "failed", "this user has no home directory for it", "set HOME=DIR")
+    if file and exists and stat.S_IMODE(file.stat().st_mode) & 0o077:
         return Check(name, "note", f"{file} is readable by other users", f"chmod 600 {file}")
     return Check(name, "ok", "requested" if given else "none needed yet")
+
+
+def _token_file(home: Path | None) -> Path | None:
+    """Return the file of Ray's token; None if it would be in a home that this user lacks."""
+    if given := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return Path(given)
+    try:
+        return (home or Path.home()) / ".ray/auth_token"
+    except RuntimeError:
+        return None
 
 
 def json_of(checks: Sequence[Check]) -> dict[str, object]:

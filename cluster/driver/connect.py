@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from pathlib import Path
 
 import ray
 
@@ -18,6 +17,9 @@ from planning.layouts.limits import refuse_on_this_machine
 from planning.machine import usable_cores
 from planning.placement import needs_of
 from records.errors import RunFailed, first_line
+
+NO_HOME = "Could not determine home directory."
+"""What ``pathlib`` raises if there is neither HOME nor an entry for the user."""
 
 
 def join_or_start_ray(config: RunConfig) -> bool:
@@ -50,6 +52,11 @@ def join_or_start_ray(config: RunConfig) -> bool:
                 f"Ray cannot write {error.filename} ({error.strerror}): set HOME, where it keeps"
                 " its token, and RAY_TMPDIR to directories that can be written"
             ) from error
+        if str(error) == NO_HOME:
+            raise ConfigError(
+                "this user has no home directory, where Ray keeps its token: set HOME to a"
+                " directory that can be written"
+            ) from error
         why = TOKEN_WANTED if is_token_error(error) else first_line(error)
         failure = (
             "Ray's cluster at RAY_ADDRESS cannot be joined"
@@ -61,14 +68,7 @@ def join_or_start_ray(config: RunConfig) -> bool:
 
 
 def _refuse_environment() -> None:
-    """Raise ConfigError if Ray has no place for its token or its sockets on this machine."""
-    try:
-        Path.home()
-    except RuntimeError:
-        raise ConfigError(
-            "this user has no home directory, where Ray keeps its token: set HOME to a directory"
-            " that can be written"
-        ) from None
+    """Raise ConfigError if Ray has no place for its sockets and logs on this machine."""
     directory = os.environ.get(ray_directory.VARIABLE, "")
     if why := ray_directory.too_long(directory):
         raise ConfigError(f"{ray_directory.VARIABLE} = {directory!r}: {why}")

@@ -97,10 +97,6 @@ def test_an_environment_in_which_ray_cannot_start_is_refused_before_anything_sta
     monkeypatch.setattr(os, "statvfs", lambda path: disk(0))
     with pytest.raises(ConfigError, match="the disk of /here is full.*: make room, or set RAY_TM"):
         join_or_start_ray(load("quickstart"))
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))  # a user of a container
-    with pytest.raises(ConfigError, match="this user has no home directory.*: set HOME to"):
-        join_or_start_ray(load("quickstart"))
 
 
 # ---- full

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -232,6 +233,17 @@ def test_a_home_that_cannot_be_written_is_named(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"Ray cannot write /\.ray \(Permission denied\): set HOME"
     ):
+        join_or_start_ray(load("quickstart"))
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    """A container may run as any number; Ray asks for the home when it starts a cluster."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
+    monkeypatch.setattr(connect.template, "start", lambda config: None)
+    monkeypatch.setattr(ray, "init", lambda **options: Path.home())
+    with pytest.raises(ConfigError, match="this user has no home directory.*: set HOME to"):
         join_or_start_ray(load("quickstart"))
 
 

@@ -4,6 +4,7 @@ import fcntl
 import json
 import socket
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -226,6 +227,20 @@ def test_the_token_is_checked(mode, file, token, joined, outcome, message, tmp_p
         (tmp_path / ".ray" / "auth_token").chmod(file)
     check = doctor.check_token(joined, tmp_path)
     assert check.outcome == outcome and message in check.line()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "outcome"),
+    [("", "", "failed"), ("RAY_AUTH_TOKEN", "x", "ok"), ("RAY_AUTH_TOKEN_PATH", "/t", "ok"),
+     ("RAY_AUTH_MODE", "disabled", "note")],
+)  # fmt: skip
+def test_the_token_of_a_user_without_a_home(name, value, outcome, monkeypatch):
+    for variable in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE", "HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
+    if name:
+        monkeypatch.setenv(name, value)
+    assert doctor.check_token(joined=False).outcome == outcome
 
 
 def test_a_setting_without_a_configuration_is_refused(capsys):
