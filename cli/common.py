@@ -15,7 +15,7 @@ from configs.schema import RunConfig
 if TYPE_CHECKING:
     from records.rundir import RunDirectory
 
-DONE, USER_ERROR, RUN_FAILED, STOPPED = 0, 2, 3, 130
+DONE, USER_ERROR, STOPPED = 0, 2, 130
 RESUME, AUTO_RESUME = "--resume", "--auto-resume"
 
 

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from cli.common import DONE, RUN_FAILED, STOPPED, USER_ERROR
+from cli.common import DONE, STOPPED, USER_ERROR
 from configs.load import ConfigError
-from records.errors import RunFailed, Stopped
+from records.errors import RUN_FAILED, RunFailed, Stopped
 from records.output import open_closed_streams, redirect_broken_streams, replace_unencodable
 
 COMMANDS = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+RUN_FAILED = 3
+"""Exit code of a command whose run failed."""
 TRACEBACK_CHARACTERS = 8000
 """Number of characters of a recorded traceback, at most; the last ones are kept."""
 

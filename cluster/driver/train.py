@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sys
 from functools import partial
 
 import ray
+from rich.console import Console
 
+from analysis.report.page import build_report
 from cluster.driver.checkpoints import read_driver_state
 from cluster.driver.connect import check_run_root, join_or_start_ray
 from cluster.driver.held_out import HeldOut
@@ -15,6 +19,7 @@ from cluster.driver.layout import choose_cluster_layout
 from cluster.driver.session import Session
 from cluster.driver.stop_signals import unless_stopped
 from cluster.driver.store import check_store
+from cluster.runtime import local_ray, ray_end
 from cluster.runtime.nodes import find_room
 from configs.prompts import read_prompts, refuse_overlap
 from configs.schema import RunConfig
@@ -23,7 +28,7 @@ from planning.layouts.resolve import keep_layout
 from planning.layouts.spec import as_recorded
 from planning.layouts.threads import keep_threads
 from planning.preflight import check_model, check_prompts, check_resumable, check_scorers
-from records.errors import RunFailed, Stopped
+from records.errors import RUN_FAILED, RunFailed, Stopped
 from records.progress import status_spinner
 from records.rundir import RunDirectory
 from records.sinks import check_sinks
@@ -71,7 +76,11 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
                 rundir.create(config)
             rundir.claim()
             expect(rundir.config_file)
-            with outages_told(partial(rundir.event, "storage_retried")):
+            processes = () if joined else local_ray.running()
+            with (
+                ray_end.watched(processes, partial(_end_with_ray, rundir)),
+                outages_told(partial(rundir.event, "storage_retried")),
+            ):
                 asyncio.run(Session(config, rundir, train_prompts, test_prompts).run(resume))
         except CheckpointError as error:
             raise RunFailed(str(error)) from None
@@ -83,6 +92,20 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
         finally:
             ray.shutdown()  # pyright: ignore[reportUnknownMemberType]
     return rundir
+
+
+def _end_with_ray(rundir: RunDirectory, why: str) -> None:
+    """Record and print why the run has failed, and end this process: Ray's library would soon.
+
+    Called by a thread, while the main one may wait for Ray.
+    """
+    try:
+        print(f"run failed: {why}; continue with --resume", file=sys.stderr, flush=True)
+        Console().show_cursor()  # hidden while progress is shown on a terminal
+        rundir.event("run_failed", why=why)
+        build_report(rundir.path)
+    finally:  # whatever failed, as for a full disk
+        os._exit(RUN_FAILED)
 
 
 def _tell(line: str) -> None:

@@ -254,10 +254,22 @@ def the_whole_tree(process: subprocess.Popen[str]) -> None:
     kill_tree(process)
 
 
+def the_raylet(process: subprocess.Popen[str]) -> None:
+    """The driver names what ended, and ends before Ray's library ends it."""
+    (raylet,) = (each for each in psutil.Process(process.pid).children() if each.name() == "raylet")
+    raylet.kill()
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(60) == 3
+
+
 @pytest.mark.timeout(900)  # two runs with all that they start
 @pytest.mark.parametrize(
     ("kill", "line"),
-    [(the_driver, "checkpoint_saved"), pytest.param(the_whole_tree, '"version": 1', marks=slow)],
+    [
+        (the_driver, "checkpoint_saved"),
+        pytest.param(the_whole_tree, '"version": 1', marks=slow),
+        pytest.param(the_raylet, '"version": 1', marks=slow),
+    ],
 )
 def test_a_killed_driver_is_resumed_with_the_same_results(
     undisturbed,
@@ -285,6 +297,10 @@ def test_a_killed_driver_is_resumed_with_the_same_results(
     finally:
         kill_tree(process)
     assert not (run.checkpoints / "step_000003").exists()
+    failed = [event["why"] for event in run.events() if event["event"] == "run_failed"]
+    assert failed == (
+        ["Ray's raylet on this machine ended (SIGKILL)"] if kill is the_raylet else []
+    )
     began = time.time()
     code, message = main_here("train", file, "--auto-resume"), capsys.readouterr()
     assert code == 0, message.err
