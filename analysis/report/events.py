@@ -22,6 +22,7 @@ TONES = {
         *("images_missed", "actor_waits", "audit_low", "backend_moved", "backend_kept"),
         *("scorer_constant", "output_closed", "board_failed", "end_failed", "timeline_ended"),
         *("activations_saturated", "storage_retried", "object_store_on_disk"),
+        "ray_directory_replaced",
         *("memory_limit_reached", "gpus_unused", "checkpoint_incomplete", "scorer_unreachable"),
     ),
 }

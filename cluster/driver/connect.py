@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import sys
+from collections.abc import Callable, Generator
 
 import ray
+from rich.console import Console
 
 from cluster.jobs.dashboard import TOKEN_WANTED
 from cluster.jobs.live_runs import is_token_error, require_listener
-from cluster.runtime import ray_directory, template
-from cluster.runtime.local_ray import start_ray
+from cluster.runtime import local_ray, ray_directory, ray_end, template
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning.layouts.limits import refuse_on_this_machine
 from planning.machine import usable_cores
 from planning.placement import needs_of
-from records.errors import RunFailed, first_line
+from records.errors import RUN_FAILED, RunFailed, first_line
 
 NO_HOME = "Could not determine home directory."
 """What ``pathlib`` raises if there is neither HOME nor an entry for the user."""
@@ -45,7 +48,7 @@ def join_or_start_ray(config: RunConfig) -> bool:
         if joined:
             ray.init(address="auto", logging_level="ERROR", log_to_driver=False)  # pyright: ignore
         else:
-            start_ray(_cpus(config))
+            local_ray.start_ray(_cpus(config))
     except Exception as error:  # Ray has no exception class for a failed start
         if isinstance(error, OSError) and error.filename and not joined:
             raise ConfigError(
@@ -74,6 +77,28 @@ def _refuse_environment() -> None:
         raise ConfigError(f"{ray_directory.VARIABLE} = {directory!r}: {why}")
     if why := ray_directory.full(ray_directory.chosen()):
         raise ConfigError(f"{why}: make room, or set {ray_directory.VARIABLE}")
+
+
+@contextlib.contextmanager
+def ends_with_ray(
+    joined: bool, advice: str, record: Callable[[str], None] | None = None
+) -> Generator[None]:
+    """End this process if the Ray that it has started ends within the context, and say so.
+
+    Ray's library would end it soon, without a reason. ``record`` is called with that first.
+    """
+
+    def end(why: str) -> None:  # called by a thread, while the main one may wait for Ray
+        try:
+            print(f"run failed: {why}; {advice}", file=sys.stderr, flush=True)
+            Console().show_cursor()  # hidden while progress is shown on a terminal
+            if record:
+                record(why)
+        finally:  # whatever failed, as for a full disk
+            os._exit(RUN_FAILED)
+
+    with ray_end.watched(() if joined else local_ray.running(), end):
+        yield
 
 
 def _cpus(config: RunConfig) -> int:

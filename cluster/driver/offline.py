@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ray
 
-from cluster.driver.connect import join_or_start_ray
+from cluster.driver.connect import ends_with_ray, join_or_start_ray
 from cluster.driver.evaluation import Evaluation, evaluate
 from cluster.driver.iteration import Metrics
 from cluster.driver.services import ActorServices
@@ -77,9 +77,10 @@ def evaluate_run(
     except checkpoint.CheckpointError as error:
         raise RunFailed(str(error)) from None
     _require_writable(target)
-    join_or_start_ray(config)
+    joined = join_or_start_ray(config)
     try:
-        results = asyncio.run(_evaluate_all(rundir, config, path, prompts))
+        with ends_with_ray(joined, "repeat the evaluation"):
+            results = asyncio.run(_evaluate_all(rundir, config, path, prompts))
         return _write_results(config, path, prompts, given, target, results)
     # an evaluation has no checkpoint to return to
     except (StateLost, InputsLost) as loss:

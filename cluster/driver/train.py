@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import sys
 from functools import partial
 
 import ray
-from rich.console import Console
 
 from analysis.report.page import build_report
 from cluster.driver.checkpoints import read_driver_state
-from cluster.driver.connect import check_run_root, join_or_start_ray
+from cluster.driver.connect import check_run_root, ends_with_ray, join_or_start_ray
 from cluster.driver.held_out import HeldOut
 from cluster.driver.layout import choose_cluster_layout
 from cluster.driver.session import Session
 from cluster.driver.stop_signals import unless_stopped
 from cluster.driver.store import check_store
-from cluster.runtime import local_ray, ray_end
+from cluster.runtime import ray_directory
 from cluster.runtime.nodes import find_room
 from configs.prompts import read_prompts, refuse_overlap
 from configs.schema import RunConfig
@@ -28,7 +25,7 @@ from planning.layouts.resolve import keep_layout
 from planning.layouts.spec import as_recorded
 from planning.layouts.threads import keep_threads
 from planning.preflight import check_model, check_prompts, check_resumable, check_scorers
-from records.errors import RUN_FAILED, RunFailed, Stopped
+from records.errors import RunFailed, Stopped
 from records.progress import status_spinner
 from records.rundir import RunDirectory
 from records.sinks import check_sinks
@@ -76,9 +73,10 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
                 rundir.create(config)
             rundir.claim()
             expect(rundir.config_file)
-            processes = () if joined else local_ray.running()
+            if not joined and (why := ray_directory.replaced()):
+                rundir.event("ray_directory_replaced", why=why)
             with (
-                ray_end.watched(processes, partial(_end_with_ray, rundir)),
+                ends_with_ray(joined, "continue with --resume", partial(_record_end, rundir)),
                 outages_told(partial(rundir.event, "storage_retried")),
             ):
                 asyncio.run(Session(config, rundir, train_prompts, test_prompts).run(resume))
@@ -94,18 +92,10 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     return rundir
 
 
-def _end_with_ray(rundir: RunDirectory, why: str) -> None:
-    """Record and print why the run has failed, and end this process: Ray's library would soon.
-
-    Called by a thread, while the main one may wait for Ray.
-    """
-    try:
-        print(f"run failed: {why}; continue with --resume", file=sys.stderr, flush=True)
-        Console().show_cursor()  # hidden while progress is shown on a terminal
-        rundir.event("run_failed", why=why)
-        build_report(rundir.path)
-    finally:  # whatever failed, as for a full disk
-        os._exit(RUN_FAILED)
+def _record_end(rundir: RunDirectory, why: str) -> None:
+    """Record why a run has failed whose session can no longer do so."""
+    rundir.event("run_failed", why=why)
+    build_report(rundir.path)
 
 
 def _tell(line: str) -> None:

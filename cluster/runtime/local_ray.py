@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import ray
 
 from cluster.runtime import ray_directory
-from cluster.runtime.socket_paths import FALLBACK
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -50,10 +49,9 @@ def start_ray(num_cpus: int, **options: Any) -> None:
 
     If TMPDIR is too long for Ray's sockets, Ray's files are in /tmp/ray, and a warning says so.
     """
-    directory = os.environ.get("TMPDIR", "")
-    if ray_directory.VARIABLE not in os.environ and (why := ray_directory.too_long(directory)):
-        options["_temp_dir"] = os.path.join(FALLBACK, "ray")
-        log.warning(f"TMPDIR = {directory!r}: {why}: Ray's files are in {options['_temp_dir']}")
+    if why := ray_directory.replaced():
+        options["_temp_dir"] = os.path.join(ray_directory.chosen(), "ray")
+        log.warning(why)
     retried_start(
         lambda: ray.init(  # pyright: ignore[reportUnknownMemberType]
             address="local",

@@ -22,17 +22,25 @@ CROWDED = 0.9
 """
 
 
-def chosen() -> str:
-    """Return the directory that Ray would choose on this machine."""
-    return os.environ.get(VARIABLE, os.environ.get("TMPDIR", FALLBACK))
-
-
 def too_long(directory: str) -> str | None:
     """Return a reason if Ray's sockets do not fit into this directory, else None."""
     length = len(os.fsencode(directory))
     if length <= LONGEST_DIRECTORY:
         return None
     return f"has {length} bytes, and Ray's sockets need a directory of at most {LONGEST_DIRECTORY}"
+
+
+def replaced() -> str | None:
+    """Return a reason if Ray on this machine cannot use TMPDIR as it would, else None."""
+    directory = os.environ.get("TMPDIR", FALLBACK)
+    if VARIABLE in os.environ or not (why := too_long(directory)):
+        return None
+    return f"TMPDIR = {directory!r}: {why}: Ray's files are in {FALLBACK}/ray"
+
+
+def chosen() -> str:
+    """Return the directory in which Ray on this machine makes its own."""
+    return FALLBACK if replaced() else os.environ.get(VARIABLE, os.environ.get("TMPDIR", FALLBACK))
 
 
 def full(directory: str) -> str | None:

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
 
 from cluster.driver import train
+from cluster.driver.connect import ends_with_ray
 from cluster.runtime import local_ray, ray_end
 
 
@@ -56,7 +58,9 @@ def test_the_first_needed_process_to_end_is_named_once(start, number, how):
 
 def test_an_exit_code_is_named(start):
     reasons: queue.Queue[str] = queue.Queue()
-    with ray_end.watched([start("raylet", "exit 7")], reasons.put):
+    raylet = start("raylet", "read _; exit 7")
+    with ray_end.watched([raylet], reasons.put):
+        raylet.stdin.close()
         assert reasons.get(timeout=60) == "Ray's raylet on this machine ended (code 7)"
 
 
@@ -88,15 +92,22 @@ def test_the_processes_of_the_last_start_are_known(start, monkeypatch):
 
 
 @pytest.mark.parametrize("full_disk", [False, True])
-def test_a_run_ends_with_its_ray_whatever_can_be_written(full_disk, monkeypatch, capsys):
-    report = Mock()
+def test_a_run_ends_with_its_ray_whatever_can_be_written(start, full_disk, monkeypatch, capsys):
+    report, codes = Mock(), queue.Queue[int]()
     monkeypatch.setattr(train, "build_report", report)
-    monkeypatch.setattr(os, "_exit", Mock(side_effect=SystemExit))
-    rundir = Mock()
+    monkeypatch.setattr(os, "_exit", codes.put)
+    # the real ``os._exit`` leaves no time to raise
+    monkeypatch.setattr(threading, "excepthook", lambda error: None)
+    raylet, rundir = start("raylet"), Mock()
+    monkeypatch.setattr(local_ray, "_running", [raylet])
     rundir.event.side_effect = OSError("no space left") if full_disk else None
-    with pytest.raises(SystemExit):
-        train._end_with_ray(rundir, "Ray's raylet on this machine ended (SIGKILL)")
-    os._exit.assert_called_once_with(3)
+    record = partial(train._record_end, rundir)
+    with ends_with_ray(False, "continue with --resume", record):
+        raylet.kill()
+        assert codes.get(timeout=60) == 3
+    for thread in threading.enumerate():
+        if thread.name.endswith("(watch)"):
+            thread.join(60)
     rundir.event.assert_called_once_with(
         "run_failed", why="Ray's raylet on this machine ended (SIGKILL)"
     )
@@ -104,3 +115,11 @@ def test_a_run_ends_with_its_ray_whatever_can_be_written(full_disk, monkeypatch,
     assert capsys.readouterr().err == (
         "run failed: Ray's raylet on this machine ended (SIGKILL); continue with --resume\n"
     )
+
+
+def test_the_ray_of_a_cluster_is_not_watched(start, monkeypatch):
+    """Its raylet is not a child of the driver."""
+    monkeypatch.setattr(local_ray, "_running", [start("raylet")])
+    threads = threading.active_count()
+    with ends_with_ray(True, "continue with --resume"):
+        assert threading.active_count() <= threads
