@@ -98,16 +98,15 @@ def test_a_run_ends_with_its_ray_whatever_can_be_written(start, full_disk, monke
     monkeypatch.setattr(os, "_exit", codes.put)
     # the real ``os._exit`` leaves no time to raise
     monkeypatch.setattr(threading, "excepthook", lambda error: None)
-    raylet, rundir = start("raylet"), Mock()
+    raylet, rundir, before = start("raylet"), Mock(), {*threading.enumerate()}
     monkeypatch.setattr(local_ray, "_running", [raylet])
     rundir.event.side_effect = OSError("no space left") if full_disk else None
     record = partial(train._record_end, rundir)
     with ends_with_ray(False, "continue with --resume", record):
         raylet.kill()
         assert codes.get(timeout=60) == 3
-    for thread in threading.enumerate():
-        if thread.name.endswith("(watch)"):
-            thread.join(60)
+    for thread in {*threading.enumerate()} - before:
+        thread.join(60)
     rundir.event.assert_called_once_with(
         "run_failed", why="Ray's raylet on this machine ended (SIGKILL)"
     )
