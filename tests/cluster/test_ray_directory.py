@@ -5,10 +5,11 @@ room on a full disk.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +21,14 @@ from ray._private.utils import validate_socket_filepath
 from ray.exceptions import ActorDiedError
 
 from actors.messages import ActorInfo
-from cluster.driver import connect
+from cluster.driver import connect, train
 from cluster.driver.connect import join_or_start_ray
 from cluster.runtime import local_ray, ray_directory, socket_paths, starting
 from cluster.runtime.member import NodeLost
 from configs.load import ConfigError, load
 from records.errors import RunFailed
+from records.rundir import RunDirectory
+from tests.cluster.runs import main_here, tiny_config, write_toml
 
 
 def disk(free_bytes: int, files: int = 100, free_files: int = 100) -> SimpleNamespace:
@@ -230,3 +233,25 @@ def test_other_causes_are_not_waited_for(clock, monkeypatch, full, error, starts
     with pytest.raises(RunFailed, match="service actor 0 did not start: "):
         nodes.start(600.0, [])
     assert len(nodes.names) == starts
+
+
+# ---- in a run
+
+
+def test_a_run_records_where_rays_files_are_and_ends_with_its_ray(
+    ray_here, tiny_sd3_dir, tmp_path, monkeypatch
+):
+    ends_with = list[tuple[bool, str]]()
+
+    @contextlib.contextmanager
+    def watching(joined: bool, advice: str, record: object) -> Iterator[None]:
+        ends_with.append((joined, advice))
+        yield
+
+    monkeypatch.setattr(train, "ends_with_ray", watching)
+    monkeypatch.setattr(ray_directory, "replaced", lambda: "too long")
+    config = tiny_config(tiny_sd3_dir, tmp_path, "elsewhere", iterations=1)
+    assert main_here("train", write_toml(config, tmp_path)) == 0
+    recorded = RunDirectory.of(config).events()
+    found = [row["why"] for row in recorded if row["event"] == "ray_directory_replaced"]
+    assert found == ["too long"] and ends_with == [(False, "continue with --resume")]
