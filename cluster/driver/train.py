@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
 from functools import partial
 
 import ray
 
-from analysis.report.page import build_report
 from cluster.driver.checkpoints import read_driver_state
 from cluster.driver.connect import check_run_root, ends_with_ray, join_or_start_ray
 from cluster.driver.held_out import HeldOut
 from cluster.driver.layout import choose_cluster_layout
+from cluster.driver.live_report import PROGRAM
 from cluster.driver.session import Session
 from cluster.driver.stop_signals import unless_stopped
 from cluster.driver.store import check_store
@@ -95,7 +96,9 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
 def _record_end(rundir: RunDirectory, why: str) -> None:
     """Record why a run has failed whose session can no longer do so."""
     rundir.event("run_failed", why=why)
-    build_report(rundir.path)
+    # by a process of its own, as Ray's library may end this one at any moment
+    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    subprocess.Popen([*PROGRAM, str(rundir.path), "0"], start_new_session=True, **quiet)
 
 
 def _tell(line: str) -> None:

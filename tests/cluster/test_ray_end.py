@@ -94,11 +94,11 @@ def test_the_processes_of_the_last_start_are_known(start, monkeypatch):
 @pytest.mark.parametrize("full_disk", [False, True])
 def test_a_run_ends_with_its_ray_whatever_can_be_written(start, full_disk, monkeypatch, capsys):
     report, codes = Mock(), queue.Queue[int]()
-    monkeypatch.setattr(train, "build_report", report)
     monkeypatch.setattr(os, "_exit", codes.put)
     # the real ``os._exit`` leaves no time to raise
     monkeypatch.setattr(threading, "excepthook", lambda error: None)
-    raylet, rundir, before = start("raylet"), Mock(), {*threading.enumerate()}
+    raylet, rundir, before = start("raylet"), Mock(path="RUN"), {*threading.enumerate()}
+    monkeypatch.setattr(train.subprocess, "Popen", report)
     monkeypatch.setattr(local_ray, "_running", [raylet])
     rundir.event.side_effect = OSError("no space left") if full_disk else None
     record = partial(train._record_end, rundir)
@@ -110,7 +110,8 @@ def test_a_run_ends_with_its_ray_whatever_can_be_written(start, full_disk, monke
     rundir.event.assert_called_once_with(
         "run_failed", why="Ray's raylet on this machine ended (SIGKILL)"
     )
-    assert report.called != full_disk
+    reported = [call.args[0][-2:] for call in report.mock_calls]
+    assert reported == ([] if full_disk else [["RUN", "0"]])
     assert capsys.readouterr().err == (
         "run failed: Ray's raylet on this machine ended (SIGKILL); continue with --resume\n"
     )
