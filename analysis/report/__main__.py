@@ -1,4 +1,4 @@
-"""``python -m analysis.report RUN SECONDS``: write a report once, with SECONDS 0 of a run that ended.
+"""``python -m analysis.report RUN SECONDS``: write a report once; 0 SECONDS if the run has ended.
 
 It runs as a separate process with the lowest priority: a thread of the driver would compete with
 the driver's event loop for the interpreter lock.
