@@ -85,13 +85,14 @@ def ends_with_ray(
 ) -> Generator[None]:
     """End this process if the Ray that it has started ends within the context, and say so.
 
-    Ray's library would end it soon, without a reason. ``record`` is called with that first.
+    Ray's library would end it soon, without a reason. ``record`` is called with the reason.
     """
 
     def end(why: str) -> None:  # called by a thread, while the main one may wait for Ray
         try:
-            print(f"run failed: {why}; {advice}", file=sys.stderr, flush=True)
-            Console().show_cursor()  # hidden while progress is shown on a terminal
+            with contextlib.suppress(OSError):  # a closed terminal
+                print(f"run failed: {why}; {advice}", file=sys.stderr, flush=True)
+                Console().show_cursor()  # hidden while progress is shown on a terminal
             if record:
                 record(why)
         finally:  # whatever failed, as for a full disk

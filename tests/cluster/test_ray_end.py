@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -115,6 +116,18 @@ def test_a_run_ends_with_its_ray_whatever_can_be_written(start, full_disk, monke
     assert capsys.readouterr().err == (
         "run failed: Ray's raylet on this machine ended (SIGKILL); continue with --resume\n"
     )
+
+
+def test_the_end_is_recorded_if_nobody_reads_standard_error(start, monkeypatch):
+    codes, recorded = queue.Queue[int](), queue.Queue[str]()
+    monkeypatch.setattr(os, "_exit", codes.put)
+    monkeypatch.setattr(sys, "stderr", Mock(write=Mock(side_effect=BrokenPipeError)))
+    raylet = start("raylet")
+    monkeypatch.setattr(local_ray, "_running", [raylet])
+    with ends_with_ray(False, "continue with --resume", recorded.put):
+        raylet.kill()
+        assert codes.get(timeout=60) == 3
+    assert recorded.get(timeout=0) == "Ray's raylet on this machine ended (SIGKILL)"
 
 
 def test_the_ray_of_a_cluster_is_not_watched(start, monkeypatch):
