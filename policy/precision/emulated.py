@@ -90,12 +90,14 @@ class Workspace:
         if known:
             scales.clamp_(max=nvfp4.E4M3_MAX)
         scales = nvfp4.round_to_mantissa_(scales, bits=3, lowest=-6)
-        inverse = scales.mul(nvfp4.SPAN_INVERSE * amax).reciprocal_().clamp_(max=nvfp4.FLOAT_MAX)
+        inverse = scales.mul(nvfp4.SPAN_INVERSE * amax).reciprocal_()
+        normal = scales.min().item() >= nvfp4.E4M3_SMALLEST_NORMAL
+        if not normal:  # in particular where a scale is 0
+            inverse.clamp_(max=nvfp4.FLOAT_MAX)
         torch.mul(blocks, inverse, out=value)
-        saturate = known or bool(scales.min() < nvfp4.E4M3_SMALLEST_NORMAL)
-        nvfp4.round_e2m1_(value, scratch, saturate)
+        nvfp4.round_e2m1_(value, scratch, saturate=known or not normal)
         value.mul_(scales)
-        return value.view(-1, width), torch.tensor(amax)
+        return value.view(-1, width), torch.scalar_tensor(amax)
 
 
 def _power_of_two_above(amax: float) -> float:

@@ -68,22 +68,20 @@ def round_to_mantissa_(v: Tensor, bits: int, lowest: int, scratch: Tensor | None
 
     ``lowest`` is the smallest normal exponent of the target format. Adding and subtracting M = 1.5
     * 2^(23 - bits) * p, with p the power of two below |v| but at least 2^lowest, rounds to
-    multiples of p / 2^bits. The bits of M are computed from those of v by integer arithmetic, in
-    five passes without branches or tables.
+    multiples of p / 2^bits, in four passes without branches or tables.
     """
-    power = torch.bitwise_and(v.view(torch.int32), 0x7F800000, out=scratch)
-    # 0x400000, the mantissa's top bit, turns 1 into 1.5: M + v then stays within M's binade for v
-    # of either sign, so that the last bit of the sum always has the same weight
-    power.clamp_(min=(127 + lowest) << 23).add_(((23 - bits) << 23) + 0x400000)
-    magic = power.view(torch.float32)
-    return v.add_(magic).sub_(magic)
+    power = torch.bitwise_and(v.view(torch.int32), 0x7F800000, out=scratch).view(torch.float32)
+    power.clamp_(min=2.0**lowest)
+    # 1.5 rather than 1: M + v then stays within M's binade for v of either sign, so that the last
+    # bit of the sum always has the same weight. M is exact, however it is computed
+    factor = 1.5 * 2.0 ** (23 - bits)
+    return v.add_(power, alpha=factor).sub_(power, alpha=factor)
 
 
 def round_e2m1_(v: Tensor, scratch: Tensor | None = None, saturate: bool = True) -> Tensor:
     """Round float32 v to E2M1 in place, half to even; requires |v| < 7 unless ``saturate``."""
-    return round_to_mantissa_(
-        v.clamp_(-E2M1_MAX, E2M1_MAX) if saturate else v, bits=1, lowest=0, scratch=scratch
-    )
+    clamped = v.clamp_(-E2M1_MAX, E2M1_MAX) if saturate else v
+    return round_to_mantissa_(clamped, bits=1, lowest=0, scratch=scratch)
 
 
 def block_amax(x: Tensor) -> Tensor:
