@@ -80,12 +80,11 @@ def _refuse_environment() -> None:
 
 
 @contextlib.contextmanager
-def ends_with_ray(
-    joined: bool, advice: str, record: Callable[[str], None] | None = None
-) -> Generator[None]:
-    """End this process if the Ray that it has started ends within the context, and say so.
+def ends_with_ray(advice: str, record: Callable[[str], None] | None = None) -> Generator[None]:
+    """End this process if the Ray on this machine ends within the context, and say so.
 
-    Ray's library would end it soon, without a reason. ``record`` is called with the reason.
+    Ray's library would end it soon, without a reason. ``record`` is called with the reason. On a
+    cluster this machine is the one of the driver; its Ray runs in the same PID namespace.
     """
 
     def end(why: str) -> None:  # called by a thread, while the main one may wait for Ray
@@ -98,7 +97,8 @@ def ends_with_ray(
         finally:  # whatever failed, as for a full disk
             os._exit(RUN_FAILED)
 
-    with ray_end.watched(() if joined else local_ray.running(), end):
+    node = ray.get_runtime_context().get_node_id()
+    with ray_end.watched(ray_end.processes_of(node), end):
         yield
 
 

@@ -77,9 +77,9 @@ def evaluate_run(
     except checkpoint.CheckpointError as error:
         raise RunFailed(str(error)) from None
     _require_writable(target)
-    joined = join_or_start_ray(config)
+    join_or_start_ray(config)
     try:
-        with ends_with_ray(joined, "repeat the evaluation"):
+        with ends_with_ray("repeat the evaluation"):
             results = asyncio.run(_evaluate_all(rundir, config, path, prompts))
         return _write_results(config, path, prompts, given, target, results)
     # an evaluation has no checkpoint to return to

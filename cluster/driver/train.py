@@ -77,7 +77,7 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
             if not joined and (why := ray_directory.replaced()):
                 rundir.event("ray_directory_replaced", why=why)
             with (
-                ends_with_ray(joined, "continue with --resume", partial(_record_end, rundir)),
+                ends_with_ray("continue with --resume", partial(_record_end, rundir)),
                 outages_told(partial(rundir.event, "storage_retried")),
             ):
                 asyncio.run(Session(config, rundir, train_prompts, test_prompts).run(resume))

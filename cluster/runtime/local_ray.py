@@ -33,10 +33,6 @@ LOOK_S = 0.1
 """Seconds between two looks at whether Ray has started."""
 
 
-_running: list[subprocess.Popen[bytes]] = []
-"""Ray's processes that this process has started last."""
-
-
 class ProcessEnded(Exception):
     """A process of Ray ended while it was being started."""
 
@@ -74,20 +70,13 @@ def retried_start(start: Callable[[], T]) -> T:
     for left in reversed(range(TRIES)):
         with _own_process_groups() as processes, _patience(processes):
             try:
-                value = start()
-                _running[:] = processes
-                return value
+                return start()
             except ProcessEnded as error:
                 _kill(processes)
                 if not left:
                     raise
                 log.warning(f"{error}: starting Ray again")
     raise AssertionError
-
-
-def running() -> Sequence[subprocess.Popen[bytes]]:
-    """Return the processes of the Ray that this process has started last."""
-    return tuple(_running)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from analysis.report.__main__ import main
 from cluster.driver import live_report
 from cluster.driver.live_report import PROGRAM, LiveReport
 from tests.analysis.synthetic import write_run
@@ -158,6 +159,18 @@ def test_the_program_writes_a_page_that_reloads(tmp_path: Path):
     asyncio.run(go())
     assert 'data-reload="10" data-late="180"' in (run / "report.html").read_text()
     assert not list(run.glob(".report*"))
+
+
+@pytest.mark.parametrize(("parents", "reloads"), [([7, 7], True), ([7, 1], False)])
+def test_a_page_does_not_reload_if_the_driver_ended_meanwhile(
+    tmp_path: Path, monkeypatch, parents: list[int], reloads: bool
+):
+    run = write_run(tmp_path / "r", iterations=3, ending=None)
+    monkeypatch.setattr("os.getppid", iter(parents).__next__)
+    monkeypatch.setattr("os.nice", lambda _: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert main(str(run), "40") == 0
+    assert ("data-reload" in (run / "report.html").read_text()) == reloads
 
 
 def test_the_final_page_of_a_run_does_not_reload(ray_here, tiny_sd3_dir, tmp_path):

@@ -241,11 +241,11 @@ def test_other_causes_are_not_waited_for(clock, monkeypatch, full, error, starts
 def test_a_run_records_where_rays_files_are_and_ends_with_its_ray(
     ray_here, tiny_sd3_dir, tmp_path, monkeypatch
 ):
-    ends_with = list[tuple[bool, str]]()
+    ends_with = list[str]()
 
     @contextlib.contextmanager
-    def watching(joined: bool, advice: str, record: object) -> Iterator[None]:
-        ends_with.append((joined, advice))
+    def watching(advice: str, record: object) -> Iterator[None]:
+        ends_with.append(advice)
         yield
 
     monkeypatch.setattr(train, "ends_with_ray", watching)
@@ -254,4 +254,4 @@ def test_a_run_records_where_rays_files_are_and_ends_with_its_ray(
     assert main_here("train", write_toml(config, tmp_path)) == 0
     recorded = RunDirectory.of(config).events()
     found = [row["why"] for row in recorded if row["event"] == "ray_directory_replaced"]
-    assert found == ["too long"] and ends_with == [(False, "continue with --resume")]
+    assert found == ["too long"] and ends_with == ["continue with --resume"]

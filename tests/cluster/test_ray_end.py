@@ -8,32 +8,86 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 from cluster.driver import train
 from cluster.driver.connect import ends_with_ray
-from cluster.runtime import local_ray, ray_end
+from cluster.runtime import ray_end
+from tests.cluster.head import ROOT
+
+NODE = "5f1c0e"
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+def command(name: str, *options: str, script: str = "read _") -> list[str]:
+    """Return the arguments of a process that waits, under the name of a program of Ray."""
+    return [f"/opt/ray/{name}", "-c", script, *options]
 
 
 @pytest.fixture
-def start() -> Iterator[object]:
-    """Return a function that starts a process which waits, under the name of a program of Ray."""
+def start() -> Iterator[Start]:
+    """Return a function that starts ``command``, of node ``NODE`` unless it has options."""
     started = list[subprocess.Popen[bytes]]()
 
-    def make(name: str, script: str = "read _") -> subprocess.Popen[bytes]:
-        arguments = [f"/opt/ray/{name}", "-c", script]
+    def make(name: str, *options: str, script: str = "read _") -> subprocess.Popen[bytes]:
+        arguments = command(name, *(options or (f"--node_id={NODE}",)), script=script)
         process = subprocess.Popen(arguments, executable="/bin/sh", stdin=subprocess.PIPE)
         started.append(process)
+        while not Path(f"/proc/{process.pid}/cmdline").read_bytes():
+            time.sleep(0.001)  # Linux shows it a little after the call of exec has succeeded
         return process
 
     yield make
     for process in started:
         process.kill()
         process.wait()
+
+
+@pytest.fixture
+def on_node(monkeypatch) -> None:
+    """Let this process be connected to node ``NODE``."""
+    context = Mock(get_node_id=lambda: NODE)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+
+
+def names() -> list[str]:
+    """Return the names of the processes of ``NODE``."""
+    found = ray_end.processes_of(NODE)
+    for process in found:
+        os.close(process.descriptor)
+    return sorted(process.name for process in found)
+
+
+def test_the_needed_processes_of_a_node_are_found(start):
+    start("raylet")
+    start("gcs_server", "--log_dir=/x", f"--node-id={NODE}")
+    start("raylet", "--node_id=another")
+    start("log_monitor")
+    start("raylet", "--labels=", "read")
+    assert names() == ["gcs_server", "raylet"]
+
+
+def test_a_gcs_that_can_be_started_again_is_not_needed(start):
+    """With its state in Redis, drivers wait for it."""
+    start("gcs_server", f"--node-id={NODE}", "--redis_address=10.0.0.1")
+    assert names() == []
+
+
+def test_a_process_that_ends_while_it_is_looked_at_is_left_out(tmp_path, start):
+    raylet = start("raylet")
+    raylet.kill()
+    raylet.wait()
+    for number, text in ((raylet.pid, f"/ray/raylet\0--node_id={NODE}\0"), (2**22 + 1, None)):
+        (tmp_path / str(number)).mkdir()
+        if text:
+            (tmp_path / str(number) / "cmdline").write_text(text, encoding="utf-8")
+    assert ray_end.processes_of(NODE, tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -44,11 +98,9 @@ def start() -> Iterator[object]:
     ],
 )
 def test_the_first_needed_process_to_end_is_named_once(start, number, how):
-    raylet, gcs, monitor = start("raylet"), start("gcs_server"), start("log_monitor")
+    raylet, gcs = start("raylet"), start("gcs_server")
     reasons: queue.Queue[str] = queue.Queue()
-    with ray_end.watched([raylet, gcs, monitor], reasons.put):
-        monitor.kill()
-        monitor.wait()
+    with ray_end.watched(ray_end.processes_of(NODE), reasons.put):
         gcs.send_signal(number)
         assert reasons.get(timeout=60) == f"Ray's gcs_server on this machine ended ({how})"
         raylet.kill()
@@ -59,51 +111,59 @@ def test_the_first_needed_process_to_end_is_named_once(start, number, how):
 
 def test_an_exit_code_is_named(start):
     reasons: queue.Queue[str] = queue.Queue()
-    raylet = start("raylet", "read _; exit 7")
-    with ray_end.watched([raylet], reasons.put):
+    raylet = start("raylet", script="read _; exit 7")
+    with ray_end.watched(ray_end.processes_of(NODE), reasons.put):
         raylet.stdin.close()
         assert reasons.get(timeout=60) == "Ray's raylet on this machine ended (code 7)"
 
 
-def test_a_process_of_an_earlier_ray_is_not_watched(start):
-    ended, raylet, threads = Mock(), start("raylet"), threading.active_count()
-    raylet.kill()
-    raylet.wait()
-    with ray_end.watched([raylet], ended):
-        assert threading.active_count() <= threads
-    ended.assert_not_called()
+def test_the_ray_of_a_cluster_is_watched_too(start):
+    """Its raylet was started by another process, so that its exit code cannot be known."""
+    reasons: queue.Queue[str] = queue.Queue()
+    child = command("raylet", f"--node_id={NODE}")
+    script = (
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen({child!r}, executable='/bin/sh', stdin=0)\n"
+        "print(child.pid, flush=True)\n"
+        "child.wait()\n"
+    )
+    pipe = subprocess.PIPE
+    parent = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, cwd=ROOT)
+    assert parent.stdin and parent.stdout
+    pid = int(parent.stdout.readline())
+    while not names():  # until the child has replaced its program
+        time.sleep(0.01)
+    with ray_end.watched(ray_end.processes_of(NODE), reasons.put):
+        os.kill(pid, signal.SIGKILL)
+        assert reasons.get(timeout=60) == "Ray's raylet on this machine ended"
+    parent.communicate(timeout=60)
 
 
 def test_rays_own_end_after_the_run_is_not_a_failure(start):
     ended, raylet = Mock(), start("raylet")
-    with ray_end.watched([raylet], ended):
+    before = {*threading.enumerate()}
+    with ray_end.watched(ray_end.processes_of(NODE), ended):
         pass
     raylet.kill()
     raylet.wait()
+    for thread in {*threading.enumerate()} - before:
+        thread.join(60)
     ended.assert_not_called()
 
 
-def test_the_processes_of_the_last_start_are_known(start, monkeypatch):
-    from ray._private import services
-
-    monkeypatch.setattr(local_ray, "_running", [])
-    monkeypatch.setattr(services, "ConsolePopen", lambda *a, **named: start("raylet"))
-    local_ray.retried_start(lambda: services.ConsolePopen(["raylet"]))
-    assert [ray_end.name_of(process) for process in local_ray.running()] == ["raylet"]
-
-
 @pytest.mark.parametrize("full_disk", [False, True])
-def test_a_run_ends_with_its_ray_whatever_can_be_written(start, full_disk, monkeypatch, capsys):
+def test_a_run_ends_with_its_ray_whatever_can_be_written(
+    start, on_node, full_disk, monkeypatch, capsys
+):
     report, codes = Mock(), queue.Queue[int]()
     monkeypatch.setattr(os, "_exit", codes.put)
     # the real ``os._exit`` leaves no time to raise
     monkeypatch.setattr(threading, "excepthook", lambda error: None)
     raylet, rundir, before = start("raylet"), Mock(path="RUN"), {*threading.enumerate()}
     monkeypatch.setattr(train.subprocess, "Popen", report)
-    monkeypatch.setattr(local_ray, "_running", [raylet])
     rundir.event.side_effect = OSError("no space left") if full_disk else None
     record = partial(train._record_end, rundir)
-    with ends_with_ray(False, "continue with --resume", record):
+    with ends_with_ray("continue with --resume", record):
         raylet.kill()
         assert codes.get(timeout=60) == 3
     for thread in {*threading.enumerate()} - before:
@@ -118,21 +178,12 @@ def test_a_run_ends_with_its_ray_whatever_can_be_written(start, full_disk, monke
     )
 
 
-def test_the_end_is_recorded_if_nobody_reads_standard_error(start, monkeypatch):
+def test_the_end_is_recorded_if_nobody_reads_standard_error(start, on_node, monkeypatch):
     codes, recorded = queue.Queue[int](), queue.Queue[str]()
     monkeypatch.setattr(os, "_exit", codes.put)
     monkeypatch.setattr(sys, "stderr", Mock(write=Mock(side_effect=BrokenPipeError)))
     raylet = start("raylet")
-    monkeypatch.setattr(local_ray, "_running", [raylet])
-    with ends_with_ray(False, "continue with --resume", recorded.put):
+    with ends_with_ray("continue with --resume", recorded.put):
         raylet.kill()
         assert codes.get(timeout=60) == 3
     assert recorded.get(timeout=0) == "Ray's raylet on this machine ended (SIGKILL)"
-
-
-def test_the_ray_of_a_cluster_is_not_watched(start, monkeypatch):
-    """Its raylet is not a child of the driver."""
-    monkeypatch.setattr(local_ray, "_running", [start("raylet")])
-    threads = threading.active_count()
-    with ends_with_ray(True, "continue with --resume"):
-        assert threading.active_count() <= threads

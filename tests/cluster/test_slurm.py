@@ -22,6 +22,7 @@ echo "$RAY_ADDRESS $(stat -c %a "$RAY_AUTH_TOKEN_PATH")" > found
 echo >> runs
 while [ "$CODE" = TERM ]; do /bin/sleep 0.05; done
 if [ "$HEAD" = dies ]; then
+    [ -z "$LATE" ] || exit "$CODE"
     until [ "$(wc -l < heads)" = "$(wc -l < runs)" ]; do /bin/sleep 0.05; done
     while kill -0 "$(tail -1 heads)" 2> /dev/null; do /bin/sleep 0.05; done
 fi
@@ -33,6 +34,7 @@ case "$HEAD $*" in
     dies*--relative=0*)
         echo $$ >> heads
         until [ "$(wc -l < heads)" = "$(wc -l 2> /dev/null < runs)" ]; do /bin/sleep 0.05; done
+        until [ "$(cat waits 2> /dev/null | wc -l)" -ge "${LATE:-0}" ]; do /bin/sleep 0.05; done
         exit 1;;
     lost*--relative=1*|real*) while [ "$1" != bash ]; do shift; done; echo $$ >> tasks; exec "$@";;
 esac
@@ -50,6 +52,12 @@ esac
 """
 """Its health check: the head runs once ``srun`` was called for each step."""
 
+SLEEP = """case "$1" in
+    60) exec /bin/sleep "${END_S:-0}";;
+    1) echo >> waits; [ -z "$LATE" ] || exec /bin/sleep 0.1;;
+esac
+"""
+
 
 @pytest.fixture
 def job(tmp_path):
@@ -61,7 +69,7 @@ def job(tmp_path):
         "bin/srun": STEP,
         "bin/squeue": 'echo "$STATE"',
         "bin/scontrol": 'echo "$@" >> asked',
-        "bin/sleep": '[ "$1" != 60 ] || exec /bin/sleep "${END_S:-0}"',
+        "bin/sleep": SLEEP,
     }
     for name, text in programs.items():
         program = tmp_path / name
@@ -74,7 +82,7 @@ def job(tmp_path):
             **os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "HOME": str(tmp_path),
             "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "2",
             "SLURM_RESTART_COUNT": "99", "CODE": str(code), "STATE": state,
-            "SLURM_JOB_NUM_NODES": "3", "HEAD": "", **variables,
+            "SLURM_JOB_NUM_NODES": "3", "HEAD": "", "LATE": "", **variables,
         }  # fmt: skip
         command = ["bash", str(SCRIPT), "quickstart", "--set", "name=a b"]
         pipe, out = subprocess.PIPE, subprocess.STDOUT
@@ -188,6 +196,13 @@ def test_a_head_that_dies_is_started_again(job, tmp_path, code, starts, requeued
     assert process.returncode == code and asked(tmp_path) == ["requeue 7"] * requeued
     assert heads(tmp_path) == starts and len((tmp_path / "runs").read_text()) == starts
     assert out.count("Ray ended on the first node") == starts - 1
+
+
+def test_a_head_is_started_again_if_the_run_ends_before_it(job, tmp_path):
+    """A run notices the end of Ray at once, and Slurm that of the step later."""
+    process = job(3, HEAD="dies", LATE="2")
+    process.communicate(timeout=60)
+    assert heads(tmp_path) == 4 and len((tmp_path / "runs").read_text()) == 4
 
 
 def test_other_nodes_put_a_job_without_its_first_node_back_into_the_queue(job, tmp_path):
