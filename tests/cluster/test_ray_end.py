@@ -134,6 +134,8 @@ def test_the_ray_of_a_cluster_is_watched_too(start):
     while not names():  # until the child has replaced its program
         time.sleep(0.01)
     with ray_end.watched(ray_end.processes_of(NODE), reasons.put):
+        with pytest.raises(queue.Empty):
+            reasons.get(timeout=0.2)
         os.kill(pid, signal.SIGKILL)
         assert reasons.get(timeout=60) == "Ray's raylet on this machine ended"
     parent.communicate(timeout=60)

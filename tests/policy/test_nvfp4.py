@@ -231,6 +231,7 @@ def test_power_of_two_above_a_non_finite_value_is_nan():
 @example(np.zeros((2, 32), np.float32))
 @example(np.full((2, 32), 3e-45, np.float32))
 @example(np.full((2, 32), 3.4e38, np.float32))
+@example(np.float32([[1.0] * 32, [1.4 * 2**-9 / 448] * 32]))  # a subnormal scale, rounded down
 def test_fast_activation_quantizer_equals_the_plain_one(array):
     """Both are equal bit for bit over the whole range of float32."""
     x = torch.from_numpy(array)
