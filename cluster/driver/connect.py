@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import sys
@@ -21,6 +22,11 @@ from planning.machine import usable_cores
 from planning.placement import needs_of
 from records.errors import RUN_FAILED, RunFailed, first_line
 
+log = logging.getLogger(__name__)
+UNWATCHED = (
+    "Ray's processes cannot be watched from here (another container, a sandbox, or a kernel before"
+    " 5.3): if they end, so does this process, without a reason and with exit code 1"
+)
 NO_HOME = "Could not determine home directory."
 """What ``pathlib`` raises if there is neither HOME nor an entry for the user."""
 
@@ -97,8 +103,10 @@ def ends_with_ray(advice: str, record: Callable[[str], None] | None = None) -> G
         finally:  # whatever failed, as for a full disk
             os._exit(RUN_FAILED)
 
-    node = ray.get_runtime_context().get_node_id()
-    with ray_end.watched(ray_end.processes_of(node), end):
+    processes = ray_end.processes_of(ray.get_runtime_context().get_node_id())
+    if not processes:
+        log.warning(UNWATCHED)
+    with ray_end.watched(processes, end):
         yield
 
 

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 
 from cluster.driver import train
-from cluster.driver.connect import ends_with_ray
+from cluster.driver.connect import UNWATCHED, ends_with_ray
 from cluster.runtime import ray_end
 from tests.cluster.head import ROOT
 
@@ -189,3 +189,8 @@ def test_the_end_is_recorded_if_nobody_reads_standard_error(start, on_node, monk
         raylet.kill()
         assert codes.get(timeout=60) == 3
     assert recorded.get(timeout=0) == "Ray's raylet on this machine ended (SIGKILL)"
+
+
+def test_a_ray_that_cannot_be_watched_is_named(on_node, caplog):
+    with ends_with_ray("continue with --resume"):
+        assert caplog.messages == [UNWATCHED]

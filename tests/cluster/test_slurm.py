@@ -205,6 +205,14 @@ def test_a_head_is_started_again_if_the_run_ends_before_it(job, tmp_path):
     assert heads(tmp_path) == 4 and len((tmp_path / "runs").read_text()) == 4
 
 
+def test_a_job_that_is_stopped_after_a_failure_does_not_wait_for_its_head(job, tmp_path):
+    process = job(3, LATE="1")
+    wait_for(lambda: (tmp_path / "waits").exists())
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert len((tmp_path / "waits").read_text()) < 20 and asked(tmp_path) == ["requeue 7"]
+
+
 def test_other_nodes_put_a_job_without_its_first_node_back_into_the_queue(job, tmp_path):
     """The script is lost with that node, and Slurm, told not to kill the job, leaves it so."""
     process = job(0, HEAD="lost", HEAD_LOST_S="1")
